@@ -13,8 +13,8 @@ from unsplit import Outcome, relative_error
 from workers import run_ranks
 
 import pipec
-from pipec.capture.conditions import is_of_batch
-from pipec.capture.parts import Part
+from pipec.capture.batch.conditions import is_of_batch
+from pipec.capture.batch.values import Rows, Unproven, Value
 from pipec.errors import BranchError, CaptureError, ExecutionError
 
 ROWS, WIDTH = 8, 4
@@ -225,11 +225,11 @@ def test_rules_of_conditions(condition: Callable[[Tensor], Any], allowed: bool) 
     Valued(fx.GraphModule(nn.Module(), graph)).run(torch.zeros(4, 2))
     reducing = {"any", "all", "max", "amin", "amax", "min", "std", "sum", "mean", "count_nonzero"}
 
-    def part_of(node: fx.Node) -> Part:
+    def value_of(node: fx.Node) -> Value:
         names = {str(each.target).rpartition(".")[2] for each in [node, *ancestors(node)]}
-        return Part.OTHER if names & reducing else Part.ROWS
+        return Unproven("reduces") if names & reducing else Rows(0)
 
-    assert is_of_batch(graph.output_node().args[0], part_of) is allowed  # type: ignore[arg-type]
+    assert is_of_batch(graph.output_node().args[0], value_of) is allowed  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     for _ in range(500 if allowed else 0):
         rows = torch.randint(-2, 4, (4, 2), generator=generator).float()

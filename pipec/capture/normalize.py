@@ -15,6 +15,7 @@ from pipec.capture.classify import classify
 from pipec.capture.markers import EXPECT, RESULT
 from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
 from pipec.capture.calls import where
+from pipec.capture.rewriting import KEPT
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.capture.value_sizes import keep_value_sizes
@@ -23,6 +24,7 @@ from pipec.graph import (
     Argument,
     Buffer,
     PROVED,
+    Assumed,
     Findings,
     Gradient,
     LossGradient,
@@ -40,7 +42,7 @@ from pipec.graph import (
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ops import COLLECTIVES
-from pipec.primitives import require
+from pipec.primitives import check_rows, require
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -124,6 +126,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     _check_calls(graph.nodes)
     lifted = _lift_constants(module, traced.mode)
     of_batch = lift_of_batch(graph)
+    _check_assumed(graph, traced.findings.assumed)
     classify(graph)
     decided = decided_by_arguments(graph, of_batch)
     return _checked(
@@ -156,6 +159,20 @@ def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
     """The conditions that a call may break. Those that made one symbol of two hold from then on."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
     return tuple(guard for guard in guards if guard != sympy.true)
+
+
+def _check_assumed(graph: fx.Graph, assumed: Sequence[Assumed]) -> None:
+    """Check operators that nobody knows when a step runs, in the order in which they are called."""
+    waiting = list(assumed)
+    for node in list(graph.nodes):
+        found = next((each for each in waiting if str(node.target) == each.op), None)
+        if found is not None and node.op == "call_function":
+            waiting.remove(found)
+            with graph.inserting_after(node):
+                check = graph.call_function(
+                    check_rows, (found.op, list(node.args), node, list(found.dims), found.dim, found.place)
+                )
+            check.meta = {key: node.meta[key] for key in KEPT if key in node.meta}
 
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:

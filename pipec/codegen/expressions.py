@@ -124,6 +124,7 @@ FUNCTIONS = {
 
 PRIMITIVES = {
     primitives.cross_entropy_gradient: "cross_entropy_gradient",
+    primitives.check_rows: "check_rows",
     primitives.require: "require",
     primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
     primitives.RECURRENCE: "RECURRENCE",

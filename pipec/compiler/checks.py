@@ -70,8 +70,9 @@ def warnings_of(findings: Findings) -> list[str]:
             "microbatch_weight=..., or reduce with sums and means over rows"
         )
     found += [
-        f"{call}: each row is taken to be computed by itself there, which is not proved"
-        for call in findings.assumed
+        f"{place}: nothing proves that {op} computes each row by itself; it is checked when the first step "
+        "runs, with a row replaced"
+        for place, op in dict.fromkeys((each.place, each.op) for each in findings.assumed)
     ]
     if findings.norms:
         found.append(

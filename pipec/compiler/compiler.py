@@ -166,6 +166,8 @@ class Compiler:
             return self._settle(signature, self._capture_first(signature, call), batch)
         sizes = split_sizes(batch, self._counts(self.autotuner, batch)[0])
         staged = self._stages(signature, call, 0, sizes)
+        if self._is_taken_whole(staged.graph, batch):
+            return 1
         counts = self._counts(self.autotuner, batch)
         if self.searches_shard and trains:
             choice = self._settle_shard(signature, call, sizes, counts)
@@ -211,7 +213,7 @@ class Compiler:
             return self._cut(graph, how, self.options)
 
         if graph.mode is not Mode.TRAIN:
-            count = self._counts(self.autotuner, batch)[0]
+            count = 1 if self._is_taken_whole(graph, batch) else self._counts(self.autotuner, batch)[0]
             placement = self.autotuner.policy.placements([count])[0]
             size = split_sizes(batch, count)[0]
             staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, count, size))
@@ -369,7 +371,19 @@ class Compiler:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
             assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
             self.microbatches = replicas
+        if graph.mode is Mode.TRAIN and self._is_taken_whole(graph, call.batch_size):
+            self.microbatches = 1
         return replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
+
+    def _is_taken_whole(self, graph: TrainingGraph, rows: int) -> bool:
+        """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several."""
+        why = graph.findings.mixed or graph.findings.output
+        if not why and graph.batch is not None and not graph.serves(rows, graph.planned):
+            why = f"the model's code takes another way where not {graph.broken_guard(rows, graph.planned)}"
+        if not why or self.microbatches is not None or self.autotuner.policy.replicas != 1:
+            return False
+        self._warn_once(f"a step has one microbatch, the whole batch, for rows depend on other rows: {why}")
+        return True
 
     def _trace_variables(
         self, signature: Signature, traced: Callable[..., TrainingGraph]

@@ -8,7 +8,7 @@ a call; ``dimensions`` writes sizes as text.
 
 from pipec.graph.assumptions import Assumptions, ReadConstants
 from pipec.graph.branches import ASSUME, Decided, is_assumption, is_check
-from pipec.graph.findings import PROVED, Findings
+from pipec.graph.findings import PROVED, Assumed, Findings
 from pipec.graph.nodes import (
     IN_SUMS,
     Argument,

@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import Tensor, fx, library, ops
 
-from pipec.primitives import require
+from pipec.primitives import check_rows, require
 
 _library = library.Library("pipec", "FRAGMENT")
 _library.define("assume(Tensor condition, bool outcome, str branch) -> ()")
@@ -31,7 +31,7 @@ def is_assumption(node: fx.Node) -> bool:
 
 def is_check(node: fx.Node) -> bool:
     """Whether the node makes nothing, and fails where what the capture took for granted does not hold."""
-    return is_assumption(node) or node.target is require
+    return is_assumption(node) or node.target in (require, check_rows)
 
 
 @dataclass(frozen=True)

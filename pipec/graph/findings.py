@@ -4,19 +4,33 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Assumed:
+    """A call of an operator that nobody knows, whose rows are taken to be computed each by itself.
+
+    ``op`` is its name, ``dims`` the dimension of the rows of each argument, None where it has none, and
+    ``dim`` that of the result. ``place`` is the call in the model, with its line.
+    """
+
+    op: str
+    dims: tuple[int | None, ...]
+    dim: int
+    place: str
+
+
+@dataclass(frozen=True)
 class Findings:
     """Each text names a call of the model, with its line, and says what it does.
 
     ``mixed``: the loss depends on several rows there, in a way that is no sum or mean over rows.
-    ``unproven``: it is not known whether it does. ``assumed``: calls that nobody knows, of which the loss or
-    an output reads the rows as if each were computed by itself. ``output`` is where an output, other than
+    ``unproven``: it is not known whether it does. ``assumed``: calls that are checked when the first
+    step runs. ``output`` is where an output, other than
     the loss, is neither row by row nor a sum or mean. ``norms`` is how many batch norms take the statistics
     of a microbatch.
     """
 
     mixed: str = ""
     unproven: str = ""
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[Assumed, ...] = ()
     output: str = ""
     norms: int = 0
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pipec.cost.formulas import OperatorCost
-from pipec.graph import TrainingGraph, is_dense, is_forward, reuses_memory, varies
+from pipec.graph import TrainingGraph, is_check, is_dense, is_forward, reuses_memory, varies
 
 aten = torch.ops.aten
 VIEW = aten.view.default
@@ -63,7 +63,7 @@ def _call(product: fx.Node) -> None:
         if view.target is VIEW and str(view.meta["val"].shape) == str(made.shape):
             view.replace_all_uses_with(product)
     for node in (*product.users, rows, transposed):
-        if not node.users and node.op == "call_function":  # type: ignore[union-attr]
+        if not node.users and node.op == "call_function" and not is_check(node):  # type: ignore[arg-type]  # type: ignore[union-attr]
             product.meta["cost"] = _with_view(product.meta["cost"], node.meta["cost"])  # type: ignore[union-attr]
             product.graph.erase_node(node)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ is, and the analysis goes on with what was put in::
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -264,7 +264,43 @@ class _Walk:
             inner, *rest = args
             rest = rest[1:] if name == "invoke_subgraph" else rest
             return inner(*rest)
+        if name == "autograd_function_apply":
+            return self._with_own_backward(*args)
         raise TypeError(f"a call of {name}")
+
+    def _with_own_backward(self, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any) -> Any:
+        """What an autograd function returns, if its backward treats rows as its forward does."""
+        output, saved = forward(*_as_many(forward, args))
+        made, read = tensors_in(output), tensors_in(args)
+        values = {self.tracker.value_of(tensor) for tensor in made}
+        if unknown := [value for value in values if isinstance(value, Mixed | Unproven)]:
+            assert unknown
+            return output
+        rows = all(isinstance(value, Rows) and not value.degree for value in values)
+        sums = len(values) == 1 and isinstance(next(iter(values)), Sum)
+        if not (rows or sums or values == {Whole()}):
+            return self._told(output, Unproven("has a backward of its own, and returns sums and rows"))
+        degree = next(iter(values)).degree if sums else 0  # type: ignore[union-attr]
+        gradients = [
+            self.tracker.tell(torch.empty_like(x), Known(self.tracker.value_of(x) if rows else Whole()))
+            for x in made
+        ]
+        found = backward(*_as_many(backward, (*gradients, *tensors_in(saved))))
+        for tensor, gradient in zip(read, (x for x in found if isinstance(x, Tensor)), strict=False):
+            expected, value = self.tracker.value_of(tensor), self.tracker.value_of(gradient)
+            zero = isinstance(value, Whole) and value.fill == 0
+            right: Value = replace(expected, degree=degree) if isinstance(expected, Rows) else Sum(degree)
+            if values != {Whole()} and value != right and not zero:
+                why = value.why if isinstance(value, Mixed | Unproven) else "mixes rows"
+                kind = Mixed if isinstance(value, Mixed) else Unproven
+                return self._told(output, kind(f"has a backward of its own, which {why}"))
+        return output
+
+    def _told(self, result: Any, value: Value) -> Any:
+        """New tensors like these, of which ``value`` is known."""
+        return pytree.tree_map_only(
+            Tensor, lambda x: self.tracker.tell(torch.empty_like(x), Known(value)), result
+        )
 
     def _joined(self, node: fx.Node, own: Tensor) -> Tensor:
         """What a collective makes of a microbatch's value, if a step is one round."""
@@ -302,9 +338,9 @@ class _Walk:
             if isinstance(value, Mixed | Unproven) and id(value) not in self._causes:
                 self._kept_causes.append(value)
                 self._causes[id(value)] = node
-        for value in self.tracker.assumed:
-            if id(value) not in self._causes:
-                self._causes[id(value)] = node
+        for each, assumed in enumerate(self.tracker.assumed):
+            if not assumed.place:
+                self.tracker.assumed[each] = replace(assumed, place=place_of(node))
         for tensor, seen in zip(tensors_in(result), tensors_in(value_of(node)), strict=False):
             for size, made in zip(tuple[Any, ...](seen.shape), tensor.shape, strict=False):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -412,11 +448,10 @@ class _Walk:
             if not isinstance(problem, Mixed | Unproven):
                 problem = Mixed("is no sum or mean over the rows of the batch")
         output.args = fx.map_arg(output.args, lambda node: node if node is loss else self._marked(node))
-        assumed = tuple(dict.fromkeys(self._placed(value) for value in self.tracker.assumed))
         return Findings(
             self._placed(problem, loss) if isinstance(problem, Mixed) else "",
             self._placed(problem, loss) if isinstance(problem, Unproven) else "",
-            assumed,
+            tuple(self.tracker.assumed),
             norms=self.tracker.trained_norms,
         )
 
@@ -446,6 +481,11 @@ _NOT_FOLLOWED = {
     *("sym_constrain_range_for_size", "sym_constrain_range", "manual_seed"),
 }
 """Calls that compute nothing."""
+
+
+def _as_many(module: fx.GraphModule, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of a graph, which may take a context before them."""
+    return [None] * (len(module.graph.find_nodes(op="placeholder")) - len(args)) + list(args)
 
 
 def _free(expression: Any) -> set[Any]:

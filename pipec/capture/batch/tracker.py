@@ -24,6 +24,7 @@ from pipec.capture.batch.call import (
 from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, rule_of
 from pipec.capture.batch.values import Rows, Sum, Unproven, Value, Whole
+from pipec.graph import Assumed
 from pipec.torch_compat import OpOverload, decompositions, pytree
 
 _META = torch.device("meta")
@@ -49,7 +50,7 @@ class Tracker(TorchDispatchMode):
     rows: int
     symbolic: bool
     degrees: Mapping[float, int] = field(default_factory=dict)
-    assumed: list[Unproven] = field(default_factory=list)
+    assumed: list[Assumed] = field(default_factory=list)
     """The operators without a rule whose results were taken to have rows, for their sizes say so."""
     of_round: set[int] = field(default_factory=set)
     """The sizes of dimensions that have the rows of all replicas."""
@@ -168,9 +169,15 @@ class Tracker(TorchDispatchMode):
         dims = [dim for dim, size in enumerate(call.shape) if size == self.rows] if results else []
         plain = all(isinstance(v, Rows | Whole) and not v.degree for v in call.values)
         if self.symbolic and len(dims) == 1 and rows and plain and len(results) == 1:
-            self.assumed.append(found)
+            along = [v.dim if isinstance(v := self._row_value(x), Rows) else None for x in call.args]
+            if any(isinstance(x, list | tuple) and tensors_in(x) for x in call.args) or call.kwargs:
+                return found
+            self.assumed.append(Assumed(str(call.op), tuple(along), dims[0], ""))
             return Rows(dims[0])
         return found
+
+    def _row_value(self, argument: Any) -> Value | None:
+        return self.value_of(argument) if isinstance(argument, Tensor) else None
 
     def _checked(self, call: OperatorCall, tensor: Tensor, value: Value) -> Value:
         """The value, unless the tensor has dimensions that grow with the batch and are none of its rows."""
