@@ -29,7 +29,7 @@ from pipec.compiler.shortage import refuse, refuse_on_its_stages
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.errors import InputError, PlanError
-from pipec.graph import TrainingGraph
+from pipec.graph import Output, TrainingGraph
 from pipec.graph_cache import capture
 from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement, Precision, Shard, Sizes, Variable
@@ -403,7 +403,10 @@ class Compiler:
             alternatives=refused(tried, trial),
             shard_costs=shard_costs(trial),
         )
-        return Compiled(next(self._numbers), replace(artifact, plan=plan), trial.staged.graph.output_spec)
+        graph = trial.staged.graph
+        outputs = (role for role, _ in graph.outputs if isinstance(role, Output))
+        axes = {name: role.axis for name, role in zip(plan.outputs, outputs, strict=True) if role.axis}
+        return Compiled(next(self._numbers), replace(artifact, plan=plan), graph.output_spec, axes)
 
     def _again_on(self, trial: Trial, staged: StagedGraph) -> Trial:
         """As many microbatches of as many rows on other stages."""

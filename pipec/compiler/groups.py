@@ -1,12 +1,13 @@
 """What runs the microbatches of a call: one compiled artifact, or several for groups of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.graph import TrainingGraph
 from pipec.ir import Sizes
+from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import pytree
 
 
@@ -14,12 +15,14 @@ from pipec.torch_compat import pytree
 class Compiled:
     """An artifact and the shape of what the model returns, to put its results back into.
 
-    ``number`` tells it apart from what else was compiled, on every rank.
+    ``number`` tells it apart from what else was compiled, on every rank. ``axes`` names the results that have
+    the batch's rows in front, and says where the model has them.
     """
 
     number: int
     artifact: Artifact
     output_spec: pytree.TreeSpec | None
+    axes: Mapping[str, BatchAxis]
 
 
 Groups = list[tuple[Compiled, list[int]]]

@@ -30,6 +30,7 @@ PLAIN = (
     "joined",
     "logs",
     "paths",
+    "axes",
     "training",
 )
 """Fields of a graph that are data."""

@@ -19,6 +19,7 @@ from pipec.graph import nodes as roles
 from pipec.graph.training_graph import Operator
 from pipec.graph_cache.marks import UnfaithfulError, tensor_bytes
 from pipec.ir import Phase, Variable
+from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import Fakes, OpOverload, formula_class, hint_of, is_plain_fake
 
 DATA: Mapping[str, type] = {
@@ -35,6 +36,7 @@ DATA: Mapping[str, type] = {
         roles.Gradient,
         Operator,
         Variable,
+        BatchAxis,
     )
 }
 """Frozen data that stands in graphs, by the name of its class."""

@@ -140,6 +140,6 @@ def _read(value: Any) -> str:
 
 def _call(call: Call) -> Iterator[str]:
     yield str(pytree.tree_structure(call.tree))
-    yield value_mark([sorted(call.unsure.items()), list(call.batched)])
+    yield value_mark([sorted(call.unsure.items()), [*map(repr, call.axes)]])
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         yield f"{path} {_kind(leaf) if isinstance(leaf, Tensor) else value_mark(leaf)}"

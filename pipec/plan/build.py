@@ -96,6 +96,7 @@ def build_plan(
         logs=graph.logs,
         dynamic_batch=graph.batch is not None,
         arguments=graph.paths,
+        axes=graph.axes,
         training=graph.training,
         variables=graph.variables,
         planned=graph.planned,
