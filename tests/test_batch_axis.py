@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from unsplit import relative_error
 from workers import run_ranks
 
 import pipec
+from pipec.capture import tracer
+from pipec.capture.row_order import mark_rows
 from pipec.errors import InputError
 from pipec.ir.axis import BatchAxis
 
@@ -306,6 +308,51 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     pipe = pipec.compile(Recurrent(), 2, loss_fn=flat_loss, microbatches=2, batched=batched)
     with pytest.raises(InputError, match=message):
         pipe.step(tokens(*x), target=tokens(*target))
+
+
+def test_outputs_are_refused_where_nothing_shows_their_batch() -> None:
+    """A size that is captured as a number may be that of the batch or not."""
+    options: dict[str, Any] = {
+        "loss_fn": flat_loss,
+        "microbatches": ROWS,
+        "batched": BY_TIME,
+        "dynamic": False,
+    }
+    x, target = tokens(TIME, ROWS), tokens(TIME * ROWS, seed=2)
+    pipe = pipec.compile(made(Recurrent), 2, **options)
+    with pytest.raises(InputError, match="nothing shows by which dimension they are joined"):
+        pipe.step(x, target=target, outputs=True)
+    assert relative_error(pipe.step(x, target=target), flat_loss(made(Recurrent)(x), target).detach()) < 1e-12
+
+
+class Flat(nn.Module):
+    """Returns its rows merged behind the time, as a loss takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.GRU(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)[0]).flatten(0, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 3, "stages": 1}, {"dynamic": False}])
+def test_outputs_get_their_rows_in_order(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once something says that they have blocks of rows."""
+    add_up = tracer.add_up
+
+    def marking(module: fx.GraphModule, *args: Any) -> str:
+        found, output = add_up(module, *args), module.graph.output_node()
+        (result,) = output.all_input_nodes
+        output.replace_input_with(result, mark_rows(result, BatchAxis(0, outer=TIME)))
+        return found
+
+    monkeypatch.setattr(tracer, "add_up", marking)
+    model, rows = made(Flat), 4 if "dynamic" in options else ROWS
+    pipe = pipec.compile(model, **{"devices": 2, "microbatches": 2, "batched": {"x": 1}, **options})
+    for time in (TIME, 4, 9) if not options else (TIME,):
+        x = torch.randn(time, rows, 4, generator=torch.Generator().manual_seed(1)).double()
+        assert relative_error(pipe(x), model(x).detach()) < 1e-12
 
 
 @pytest.mark.parametrize("axis", [BatchAxis(d, o, i) for d in range(3) for o in (0, 1, 2) for i in (1, 3)])

@@ -249,9 +249,9 @@ def _marked(role: Output, marked: fx.Node, traced: Traced) -> tuple[Output, fx.N
     if not fields:
         return replace(role, adds_up=not unclear), value
     axis = BatchAxis(*fields[0])  # type: ignore[misc]
-    if not axis.has_outer:
-        return role, value
-    return replace(role, axis=axis), rows_in_front(marked, axis, _rows(marked.graph, traced))
+    if axis.has_outer:
+        value = rows_in_front(marked, axis, _rows(marked.graph, traced))
+    return replace(role, axis=axis), value
 
 
 def _rows(graph: fx.Graph, traced: Traced) -> Any:

@@ -17,10 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipec.capture.rewriting import KEPT, value_of
+from pipec.capture.markers import RESULT
+from pipec.capture.rewriting import KEPT, put, value_of
 from pipec.ir.axis import BatchAxis
 
 _aten = torch.ops.aten
+
+
+def mark_rows(result: fx.Node, axis: BatchAxis) -> fx.Node:
+    """Say of a result of a captured graph where it has the rows of the batch.
+
+    The graph is to return what this returns. The output of the batch then has its rows in their order.
+    """
+    return put(result, "result", RESULT, result, "", [axis.dim, axis.outer, axis.inner])
 
 
 def rows_in_front(marked: fx.Node, axis: BatchAxis, rows: Any) -> fx.Node:

@@ -58,8 +58,8 @@ class Step(nn.Module):
         for (first, axis), *others in self.alike:
             for position, dim in others:
                 torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
-        for position, axis in self.elsewhere:  # laid out as what the user passes, which may be viewed
-            leaves[position] = axis.restore(leaves[position]).contiguous()
+        for position, place in self.elsewhere:  # laid out as what the user passes, which may be viewed
+            leaves[position] = place.restore(leaves[position]).contiguous()
         if self.numbers or self.elsewhere:
             args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         before = [self.get_buffer(name) for name in self.replaceable]

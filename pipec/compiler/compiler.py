@@ -128,7 +128,7 @@ class Compiler:
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
-            check_outputs(graphs[0].unclear_output, count)
+            check_outputs(graphs[0], count)
             self._warn_once(told_of_unclear(graphs[0]))
         check_groups(groups)
         return groups
@@ -405,7 +405,11 @@ class Compiler:
         )
         graph = trial.staged.graph
         outputs = (role for role, _ in graph.outputs if isinstance(role, Output))
-        axes = {name: role.axis for name, role in zip(plan.outputs, outputs, strict=True) if role.axis}
+        axes = {
+            name: role.axis
+            for name, role in zip(plan.outputs, outputs, strict=True)
+            if role.axis and role.axis.has_outer
+        }
         return Compiled(next(self._numbers), replace(artifact, plan=plan), graph.output_spec, axes)
 
     def _again_on(self, trial: Trial, staged: StagedGraph) -> Trial:

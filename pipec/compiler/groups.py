@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.graph import TrainingGraph
+from pipec.graph import Output, TrainingGraph
 from pipec.ir import Sizes
 from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import pytree
@@ -29,11 +29,22 @@ Groups = list[tuple[Compiled, list[int]]]
 """What runs each group of consecutive microbatches of a call, and their sizes."""
 
 
-def check_outputs(unclear: str, count: int) -> None:
-    if unclear:
+def check_outputs(graph: TrainingGraph, count: int) -> None:
+    """Refuse results that those of microbatches do not make, or of which nothing shows how they do."""
+    if unclear := graph.unclear_output:
         raise InputError(
             f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
             f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
+        )
+    if graph.batch is not None or all(axis is None or axis.is_front for axis in graph.axes):
+        return
+    if any(
+        isinstance(role, Output) and not role.axis and node.meta["val"].ndim for role, node in graph.outputs
+    ):
+        raise InputError(
+            "the model or loss_fn returns tensors, and nothing shows by which dimension they are joined: the "
+            "number of rows is a constant in what was captured, and an argument has its rows elsewhere than "
+            "in dimension 0. Compile with dynamic=True, or microbatches=1, or pass the batch as dimension 0"
         )
 
 

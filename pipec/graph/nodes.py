@@ -97,8 +97,8 @@ class Output:
     """Leaf ``position`` of what the captured function returns, which is the loss or the model's output.
 
     ``adds_up``: that of the batch is the sum over microbatches. ``axis``: where the function has the rows of
-    the batch, if they are known not to be whole blocks of one dimension in order; the graph then returns them
-    in front.
+    the batch, if that is known. If blocks of them are merged outside of the rows, the graph returns the rows
+    in front instead.
     """
 
     position: int

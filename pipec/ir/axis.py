@@ -26,7 +26,7 @@ class BatchAxis:
     def rows(self, shape: Sequence[int]) -> int | None:
         """The rows of a tensor of this shape; None if another tensor must tell them."""
         beside = self.outer * self.inner
-        return shape[self.dim] // beside if beside else None
+        return int(shape[self.dim]) // beside if beside else None
 
     def fits(self, shape: Sequence[int], rows: int) -> bool:
         """Whether a tensor of this shape has so many rows there."""

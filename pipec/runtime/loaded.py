@@ -349,10 +349,10 @@ def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
     positions = [*(given.position for given in plan.inputs), *range(len(plan.axes))]
     for position in positions:
         leaf, axis = leaves[position] if position < len(leaves) else None, plan.axes[position]
-        if axis and isinstance(leaf, Tensor) and leaf.ndim > axis.dim:
-            rows = axis.rows(leaf.shape)
-            if rows is not None:
-                return rows
+        if axis is None or not isinstance(leaf, Tensor) or leaf.ndim <= axis.dim:
+            continue
+        if (rows := axis.rows(leaf.shape)) is not None:
+            return rows
     raise InputError(f"the arguments hold no batch; expected {_expected(plan)}")
 
 
