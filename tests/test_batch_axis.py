@@ -4,6 +4,7 @@ import copy
 import functools
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from unsplit import relative_error
 from workers import run_ranks
 
 import pipec
+from pipec.artifact.plan_rules import check_plan
 from pipec.capture import tracer
 from pipec.capture.row_order import mark_rows
-from pipec.errors import InputError
+from pipec.errors import ArtifactError, InputError
 from pipec.ir.axis import BatchAxis
 
 TIME, ROWS, WIDTH, WORDS = 7, 5, 8, 11
@@ -271,6 +273,16 @@ def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             loaded.step(x, target=target)
+
+    plan = loaded.plan
+    for change, said in (
+        ({"axes": plan.axes[:1]}, "it says of 1 arguments how they are split, and has 2"),
+        ({"axes": (BatchAxis(-1), plan.axes[1])}, r"'args\[0\]' has its rows in BatchAxis\(dim=-1,"),
+        ({"axes": (None, plan.axes[1])}, r"input 'args\[0\]' is split or whole, and its argument is not"),
+        ({"axes": (BatchAxis(2), plan.axes[1])}, r"input 'args\[0\]' .* has no dimension for that"),
+    ):
+        with pytest.raises(ArtifactError, match=said):
+            check_plan(replace(plan, **change), tmp_path)
 
 
 REFUSED: Mapping[str, tuple[Any, tuple[int, ...], tuple[int, ...], str]] = {
