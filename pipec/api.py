@@ -121,10 +121,13 @@ def compile(
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes. ``"local"``: the
             part of the batch of its replica, ``pipe.replica`` of ``pipe.num_replicas``, with any number of
             rows; see docs/replicas.md.
-        batched: which arguments of ``step`` are split along their dimension 0, by name or position: 0 for one
-            that is, None for one that every microbatch needs whole, such as ``{"table": None}``; for an
-            argument of several tensors a structure of these. Arguments that are left out are split if they
-            have as many rows as the batch and the model computes with both; where it does not, an error asks.
+        batched: how arguments of ``step`` are split, by name or position: the dimension that is the batch,
+            or None for one that every microbatch needs whole, such as ``{"x": 1, "table": None}``; for an
+            argument of several tensors a structure of these. A dimension in which the batch is merged with
+            another one is written as in einops, with ``b`` for the batch: ``{"target": "(t b)"}``. The model
+            gets its arguments as they are passed, of fewer rows. Arguments that are left out are split along
+            dimension 0 if they have as many rows as the batch and the model computes with both; where it does
+            not, an error asks.
         microbatch_weight: how much the loss of a microbatch counts, where the model does not show it: a
             function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
             loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds

@@ -55,6 +55,7 @@ class Example:
 
 
 _PRECISION = one_of(*map(str, Precision)) | NONE
+_BATCHED = instance("a dict of arguments to a dimension, a pattern such as '(t b)', or None", Mapping) | NONE
 _FILE = instance("the path of its file", str, Path)
 
 EXAMPLE = {
@@ -62,7 +63,7 @@ EXAMPLE = {
     "args": instance("a tuple of the model's arguments", tuple, list),
     "kwargs": instance("a dict of the model's keyword arguments", Mapping),
     "loss_fn": FUNCTION | NONE,
-    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
+    "batched": _BATCHED,
 }
 """What each field of an ``Example`` must be."""
 
@@ -81,7 +82,7 @@ COMPILE = {
     "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
     "on_nan": one_of("ignore", *map(str, OnNan)),
     "batch": one_of("same", "rank0", "local"),
-    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
+    "batched": _BATCHED,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "precision": _PRECISION,
     "kernels": one_of(*KERNELS),

@@ -119,7 +119,8 @@ def test_parts_of_an_argument_are_named_by_a_structure() -> None:
     ("batched", "message"),
     [
         ({"otter": None}, "batched names 'otter', which is no argument of the model; did you mean 'other'"),
-        ({"other": 1}, r"batched has 1 for args\[1\]; expected 0"),
+        ({"other": 2}, r"batched has 2 for args\[1\], which has no dimension 2"),
+        ({"other": 0.5}, r"batched has 0.5 for args\[1\]; expected the dimension that is the batch"),
         ({"x": None, "other": None}, "no argument is a tensor"),
         ({"x": 0, "other": 0}, r"args\[0\] has 4 rows and args\[1\] has 8"),
     ],

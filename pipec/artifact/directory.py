@@ -35,7 +35,7 @@ from pipec.errors import ArtifactError
 from pipec.ir import Plan, Program
 from pipec.ir.text import format_program, parse_program
 
-FORMAT = "pipec artifact 2"
+FORMAT = "pipec artifact 3"
 
 SUMS, PLAN, CONSTANTS, TENSORS = "SHA256SUMS", "plan.json", "constants.safetensors", "tensors.safetensors"
 

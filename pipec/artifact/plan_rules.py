@@ -136,11 +136,21 @@ def _links(plan: Plan) -> Iterator[str]:
 def _arguments(plan: Plan) -> Iterator[str]:
     yield from _repeated(plan.arguments, "its arguments")
     yield from _repeated((given.value.name for given in plan.inputs), "its inputs")
+    if len(plan.axes) != len(plan.arguments):
+        yield f"it says of {len(plan.axes)} arguments how they are split, and has {len(plan.arguments)}"
+        return
+    for path, axis in zip(plan.arguments, plan.axes, strict=True):
+        if axis and (min(axis.dim, axis.outer, axis.inner) < 0 or axis.outer == axis.inner == 0):
+            yield f"argument {path!r} has its rows in {axis}, which is no place"
     for given in plan.inputs:
         if not 0 <= given.position < len(plan.arguments) or plan.arguments[given.position] != given.path:
             yield f"input {given.path!r} is not argument {given.position}"
-        if given.batched and not given.value.shape:
-            yield f"input {given.path!r} is split along the batch, but has no dimension"
+            continue
+        axis = plan.axes[given.position]
+        if given.batched != (axis is not None):
+            yield f"input {given.path!r} is split or whole, and its argument is not"
+        if axis and len(given.value.shape) <= axis.dim + axis.num_merged:
+            yield f"input {given.path!r} is split along the batch, but has no dimension for that"
 
 
 def _variables(plan: Plan) -> Iterator[str]:

@@ -17,10 +17,10 @@ from torch import Tensor, fx
 
 from pipec import torch_compat
 from pipec.capture.call import Call
+from pipec.capture.calls import changes_argument, draws_by_chance, is_never, where
 from pipec.capture.diagnosis import brief, lines_in, model_line
 from pipec.capture.markers import EXPECT
 from pipec.capture.operators import module_of
-from pipec.capture.calls import changes_argument, draws_by_chance, is_never, where
 from pipec.errors import CaptureError
 from pipec.graph import ASSUME
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipec.errors import InputError
 from pipec.ir import Variable
+from pipec.ir.axis import FRONT, BatchAxis
 from pipec.ir.batch import leaf_path
 from pipec.torch_compat import pytree
 
@@ -21,9 +22,11 @@ class Call:
     """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth.
 
     As in any call, the order in which keyword arguments were written means nothing. ``split`` says for each
-    leaf whether its dimension 0 is the batch. It is None in the call of a whole batch, whose tensors say so
-    by their sizes. A microbatch is told: of two rows, an edge list of shape (2, n) would seem to have two.
-    ``unsure`` are the paths of those that may not be split after all, each with the name of its argument.
+    leaf where the user has the batch, None where every microbatch needs all of it. A leaf that is split has
+    its rows in front here, and ``Step`` puts them back. ``split`` is None in the call of a whole batch, whose
+    tensors say so by their sizes. A microbatch is told: of two rows, an edge list of shape (2, n) would seem
+    to have two. ``unsure`` are the paths of those that may not be split after all, each with the name of its
+    argument.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
     """
@@ -31,7 +34,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any = None
-    split: tuple[bool, ...] | None = None
+    split: tuple[BatchAxis | None, ...] | None = None
     unsure: Mapping[str, str | int] = field(default_factory=dict)
 
     @property
@@ -83,13 +86,27 @@ class Call:
         for variable in variables:
             names.setdefault(variable.position, {})[variable.dim] = variable.name
         named = [names.get(position, {}) for position in range(len(self.leaves))]
-        return self._structure, tuple(map(_kind, self.leaves, self.batched, self.paths, named))
+        return self._structure, tuple(map(_kind, self.leaves, self.axes, self.paths, named))
 
     def without_values(self) -> "Call":
         """What was found out about this call, without its arguments."""
         form = Call((), {}, None, self.split, self.unsure)
         vars(form).update({name: getattr(self, name) for name in _OF_THE_FORM})
         return form
+
+    def with_rows_in_front(self, rows: int) -> "Call":
+        """The call with its ``rows`` in front, which it has where ``split`` says."""
+        if all(axis is None or axis.is_front for axis in self.axes):
+            return self
+        args, kwargs, target = self.with_leaves(self.rows_in_front(self.leaves, rows))
+        return Call(args, kwargs, target, self.split, self.unsure)
+
+    def rows_in_front(self, leaves: Sequence[Any], rows: int) -> list[Any]:
+        """The leaves that a user passes, with the rows of those that are split as dimension 0."""
+        return [
+            leaf if axis is None or axis.is_front else axis.to_front(leaf, rows).contiguous()
+            for leaf, axis in zip(leaves, self.axes, strict=True)
+        ]
 
     def with_values(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, leaves: list[Any]
@@ -123,16 +140,26 @@ class Call:
         size, target = self.batch_size, self.target
         if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
             raise InputError(
-                f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
+                f"target has {target.shape[0]} rows but the batch has {size}. Pass as many, or tell "
+                "pipec.compile where they are: batched={'target': 1} if dimension 1 is the batch, or "
+                "{'target': '(t b)'} if dimension 0 is time and batch in one"
             )
 
     @functools.cached_property
-    def batched(self) -> Sequence[bool]:
-        """Whether dimension 0 is the batch, for each leaf."""
+    def axes(self) -> tuple[BatchAxis | None, ...]:
+        """Where the user has the batch, for each leaf; None if it is whole."""
         if self.split is not None:
             return self.split
         size = self.batch_size
-        return [isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == size for x in self.leaves]
+        return tuple(
+            FRONT if isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == size else None
+            for x in self.leaves
+        )
+
+    @functools.cached_property
+    def batched(self) -> Sequence[bool]:
+        """Whether each leaf is split."""
+        return [axis is not None for axis in self.axes]
 
     def rows(self, start: int, stop: int) -> "Call":
         """The call on some rows of the batch. Its tensors are views of this one's."""
@@ -161,10 +188,10 @@ class Call:
     def map(self, function: Callable[[Any], Any]) -> "Call":
         """``function`` of every leaf, in order. What is split stays split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
-        return Call(args, kwargs, target, tuple(self.batched), self.unsure)
+        return Call(args, kwargs, target, self.axes, self.unsure)
 
 
-_OF_THE_FORM = ("paths", "batch_size", "batched", "_structure", "remembered")
+_OF_THE_FORM = ("paths", "batch_size", "axes", "batched", "_structure", "remembered")
 """What is the same of calls that differ in the values of tensors alone."""
 
 
@@ -173,10 +200,10 @@ def plain_name(path: str) -> str:
     return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")
 
 
-def _kind(leaf: Any, batched: bool, path: str, names: Mapping[int | None, str]) -> Hashable:
+def _kind(leaf: Any, axis: BatchAxis | None, path: str, names: Mapping[int | None, str]) -> Hashable:
     if isinstance(leaf, Tensor):
         shape = [names.get(dim, size) for dim, size in enumerate(leaf.shape)]
-        return leaf.dtype, tuple(shape[batched:]), batched, _layout(leaf, bool(names))
+        return leaf.dtype, tuple(shape[axis is not None :]), axis, _layout(leaf, bool(names))
     if not _is_plain(leaf):
         raise InputError(
             f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which no stage can take; "

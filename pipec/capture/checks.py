@@ -4,8 +4,8 @@ import torch
 from torch import fx
 
 from pipec.capture.call import Call, plain_name
-from pipec.capture.markers import EXPECT
 from pipec.capture.calls import changes_argument, operator_name, place_of
+from pipec.capture.markers import EXPECT
 from pipec.capture.rewriting import Chain
 
 

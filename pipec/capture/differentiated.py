@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import fx
 
 from pipec.capture.batch import analyse
-from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.calls import place_of
+from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.graph import Findings
 from pipec.torch_compat import CAUSE, Captured
 
@@ -29,7 +29,7 @@ def analyse_differentiated(
     for place, (result, marked) in enumerate(zip(results, output.args[0], strict=False)):  # type: ignore[arg-type]
         if isinstance(marked, fx.Node) and marked.target is RESULT:
             with graph.inserting_before(graph.output_node()):
-                results[place] = graph.call_function(RESULT, (result, marked.args[1]))
+                results[place] = graph.call_function(RESULT, (result, *marked.args[1:]))
     graph.output_node().args = (results,)
     captured.module.recompile()
     rewritten = [node for node in _leading_to(output) if node.target in (OF_BATCH, SHARE)]

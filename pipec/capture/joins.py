@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pipec import ops
-from pipec.capture.operators import module_of
 from pipec.capture.calls import named_arguments, place_of
+from pipec.capture.operators import module_of
 from pipec.errors import CaptureError, InputError
 
 REDUCES = {torch.ops.pipec.all_reduce, ops.ALL_REDUCE}

@@ -3,6 +3,8 @@
 They are put in before differentiation, and ``of_batch`` takes them out after it. Nothing ever runs them.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, fx
 
@@ -11,7 +13,7 @@ _library.define("of_batch(Tensor of_microbatch, bool adds_up) -> Tensor")
 _library.define("share(Device device) -> Tensor")
 _library.define("row_numbers(Tensor of_microbatch) -> Tensor")
 
-_library.define("result(Tensor result, str unclear) -> Tensor")
+_library.define("result(Tensor result, str unclear, int[] axis=[]) -> Tensor")
 _library.define("expect(Tensor condition, str what) -> ()")
 
 OF_BATCH = torch.ops.pipec.of_batch.default
@@ -32,7 +34,10 @@ EXPECT = torch.ops.pipec.expect.default
 fx.node.has_side_effect(EXPECT)  # nothing reads it, and it must not be removed for that
 
 RESULT = torch.ops.pipec.result.default
-"""A result of which the mini-batch's is the sum over microbatches, unless a call makes it ``unclear``."""
+"""A result of which the mini-batch's is the sum over microbatches, unless a call makes it ``unclear``.
+
+With an ``axis`` it has the rows of the batch there instead: the fields of a ``BatchAxis``.
+"""
 
 
 @torch.library.register_fake("pipec::of_batch", lib=_library)  # type: ignore[untyped-decorator]
@@ -51,7 +56,7 @@ def _share(device: torch.device) -> Tensor:
 
 
 @torch.library.register_fake("pipec::result", lib=_library)  # type: ignore[untyped-decorator]
-def _result(result: Tensor, unclear: str) -> Tensor:
+def _result(result: Tensor, unclear: str, axis: Sequence[int] = ()) -> Tensor:
     return torch.empty_like(result)
 
 

@@ -11,20 +11,21 @@ from torch import Tensor, fx
 
 from pipec import torch_compat
 from pipec.capture.call import Call
+from pipec.capture.calls import where
 from pipec.capture.classify import classify
 from pipec.capture.markers import EXPECT, RESULT
 from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
-from pipec.capture.calls import where
 from pipec.capture.rewriting import KEPT
+from pipec.capture.row_order import rows_in_front
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.capture.value_sizes import keep_value_sizes
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
-    Argument,
-    Buffer,
     PROVED,
+    Argument,
     Assumed,
+    Buffer,
     Findings,
     Gradient,
     LossGradient,
@@ -41,6 +42,7 @@ from pipec.graph import (
 )
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
+from pipec.ir.axis import BatchAxis
 from pipec.ops import COLLECTIVES
 from pipec.primitives import check_rows, require
 from pipec.torch_compat import pytree
@@ -149,6 +151,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             logs=results.logs,
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
+            axes=traced.call.axes,
             training=traced.training,
             decided=decided,
         )
@@ -248,12 +251,38 @@ def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
         elif isinstance(value, fx.Node) and kind != "ignored":
             role = _result((kind, what), traced, value)
             if is_marked and isinstance(role, Output):
-                role, unclear = replace(role, adds_up=not marked.args[1]), unclear or str(marked.args[1])
+                role, value = _marked(role, marked, traced)
+                unclear = unclear or str(marked.args[1])
             kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
     logs, model_output = _logs_and_output(returned, fixed, traced.mode)
     tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, model_output)
     return _Results(tuple(role for _, role in kept), logs, pytree.tree_structure(tree), unclear)
+
+
+def _marked(role: Output, marked: fx.Node, traced: Traced) -> tuple[Output, fx.Node]:
+    """What a ``RESULT`` says of an output, and the output as the graph is to return it."""
+    value, unclear, *fields = marked.args
+    assert isinstance(value, fx.Node)
+    if not fields:
+        return replace(role, adds_up=not unclear), value
+    axis = BatchAxis(*fields[0])  # type: ignore[misc]
+    if axis.has_outer:
+        value = rows_in_front(marked, axis, _rows(marked.graph, traced))
+    return replace(role, axis=axis), value
+
+
+def _rows(graph: fx.Graph, traced: Traced) -> Any:
+    """The rows of the microbatch: a symbolic size if the batch is one."""
+    if not traced.symbolic:
+        return traced.batch_size
+    split = (node for node in graph.find_nodes(op="placeholder") if _is_split(node.meta["role"]))
+    sizes = (node.meta["val"].shape[0] for node in split)
+    return next(size for size in sizes if isinstance(size, torch.SymInt))
+
+
+def _is_split(role: Argument) -> bool:
+    return isinstance(role, ModelInput) and role.batched
 
 
 def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> tuple[tuple[str, ...], Any]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipec.capture.markers import SHARE
 from pipec.capture.calls import named_arguments
+from pipec.capture.markers import SHARE
 
 KEPT = ("custom", "nn_module_stack", "partitioner_tag", "stack_trace")
 """What a node that is put in has of the meta of the node it belongs to."""

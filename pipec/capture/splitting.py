@@ -5,11 +5,10 @@ a list of edges. What is beyond doubt is told here. Of the rest, ``tracer`` find
 needs the two sizes to be the same; where it does not, the user is asked.
 """
 
-import difflib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,33 +16,11 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipec.capture.call import Call, plain_name
+from pipec.capture.declared import UNDECLARED, Batched, Leaf, check_rows, declared_leaves
 from pipec.capture.rewriting import value_of
 from pipec.errors import InputError
+from pipec.ir.axis import FRONT, BatchAxis
 from pipec.torch_compat import pytree
-
-Batched = Mapping[str | int, Any]
-"""By name or position of an argument, 0 if it is split, None if it is whole; or a structure of these."""
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """``argument`` is what the user calls the argument that the leaf is, or that it is in.
-
-    ``declared`` is what the user says of it, or ``UNDECLARED``.
-    """
-
-    path: str
-    argument: str | int
-    declared: Any
-    value: Any
-
-    @property
-    def rows(self) -> int | None:
-        has_rows = isinstance(self.value, Tensor) and self.value.ndim
-        return self.value.shape[0] if has_rows else None
-
-
-UNDECLARED = "undeclared"
 
 
 def divide(
@@ -52,7 +29,7 @@ def divide(
     parameters: Sequence[str] = (),
     before: Mapping[str, bool] | None = None,
 ) -> Call:
-    """The call, and of each of its leaves whether it is split, or may be.
+    """The call with the rows in front of each leaf that is split or may be, and where the user has them.
 
     ``parameters`` are the names of the model's positional arguments. ``before`` has by path what was split in
     an earlier call, and what was not.
@@ -60,29 +37,35 @@ def divide(
     Raises:
         InputError: ``batched`` does not fit, or it is not certain which tensor has the batch.
     """
-    leaves = [_as_before(leaf, before or {}) for leaf in _leaves(call, batched or {}, parameters)]
+    leaves = [_as_before(leaf, before or {}) for leaf in declared_leaves(call, batched or {}, parameters)]
     size = _batch_size(leaves)
+    check_rows(leaves, size)
     for leaf in leaves:
-        if leaf.declared == UNDECLARED and leaf.rows not in (None, size) and (before or {}).get(leaf.path):
+        if leaf.declared is UNDECLARED and leaf.rows not in (None, size) and (before or {}).get(leaf.path):
             raise InputError(
                 f"{leaf.path} has {leaf.rows} rows but the batch has {size}, and it was split in an earlier "
                 f"call. Pass as many rows, or batched={{{leaf.argument!r}: None}} to pipec.compile"
             )
-    split = tuple(
-        leaf.declared == 0 or (leaf.declared == UNDECLARED and leaf.rows == size) for leaf in leaves
-    )
-    first = next(leaf for leaf, is_split in zip(leaves, split, strict=True) if is_split)
+    axes = tuple(_axis(leaf, size) for leaf in leaves)
+    first = next(leaf for leaf, axis in zip(leaves, axes, strict=True) if axis)
     unsure = {
         leaf.path: leaf.argument
-        for leaf, is_split in zip(leaves, split, strict=True)
-        if is_split and leaf.declared == UNDECLARED and leaf is not first and not _is_certain(leaf, first)
+        for leaf, axis in zip(leaves, axes, strict=True)
+        if axis and leaf.declared is UNDECLARED and leaf is not first and not _is_certain(leaf, first)
     }
-    return replace(call, split=split, unsure=unsure)
+    return replace(call, split=axes, unsure=unsure).with_rows_in_front(size)
 
 
-def _as_before(leaf: _Leaf, before: Mapping[str, bool]) -> _Leaf:
+def _axis(leaf: Leaf, size: int) -> BatchAxis | None:
+    """Where the rows of a leaf are, if it is split."""
+    if isinstance(leaf.declared, BatchAxis):
+        return leaf.declared
+    return FRONT if leaf.declared is UNDECLARED and leaf.rows == size else None
+
+
+def _as_before(leaf: Leaf, before: Mapping[str, bool]) -> Leaf:
     """A tensor that was whole in an earlier call is whole, though it has as many rows as this batch."""
-    was_whole = leaf.declared == UNDECLARED and before.get(leaf.path) is False
+    was_whole = leaf.declared is UNDECLARED and before.get(leaf.path) is False
     return replace(leaf, declared=None) if was_whole else leaf
 
 
@@ -116,61 +99,21 @@ def refuse_own_batches(tree: Any) -> None:
             raise InputError("a nested tensor cannot be split into microbatches; pass it padded, with a mask")
 
 
-def _leaves(call: Call, batched: Batched, parameters: Sequence[str]) -> Iterator[_Leaf]:
-    tree = dict(zip(("args", "kwargs", "target"), call.tree, strict=True))
-    known: set[str | int] = {"target", *parameters, *call.kwargs, *range(len(call.args))}
-    for name in batched:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), list(map(str, known)), 1)
-            listed = ", ".join(map(repr, known))
-            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {listed}"
-            raise InputError(f"batched names {name!r}, which is no argument of the model; {hint}")
-    for path, (keys, value) in zip(call.paths, pytree.tree_flatten_with_path(tree)[0], strict=True):
-        kind, *rest = [_key(key) for key in keys]
-        position: Any = rest.pop(0) if kind != "target" else "target"
-        named = kind == "args" and position < len(parameters)
-        argument: str | int = parameters[position] if named else position
-        declared = batched.get(position, batched.get(argument, UNDECLARED))
-        for key in rest:
-            declared = _part(declared, key)
-        yield _checked(_Leaf(path, argument, declared, value))
-
-
-def _part(declared: Any, key: Any) -> Any:
-    """What is declared of a part of an argument. A word for all of it is one for each part."""
-    if isinstance(declared, Mapping):
-        return declared.get(key, UNDECLARED)
-    if isinstance(declared, list | tuple):
-        return declared[key] if key < len(declared) else UNDECLARED
-    return declared
-
-
-def _key(key: Any) -> Any:
-    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
-
-
-def _checked(leaf: _Leaf) -> _Leaf:
-    if leaf.declared is None or leaf.declared == UNDECLARED:
-        return leaf
-    if leaf.declared != 0 or isinstance(leaf.declared, bool):
-        raise InputError(
-            f"batched has {leaf.declared!r} for {leaf.path}; expected 0, for a tensor whose dimension 0 is "
-            "the batch, or None for one that every microbatch gets whole. Move the batch to dimension 0"
-        )
-    if leaf.rows is None and isinstance(leaf.value, Tensor):
-        raise InputError(f"batched has 0 for {leaf.path}, which has no dimension to split")
-    return leaf if leaf.rows is not None else replace(leaf, declared=None)
-
-
-def _batch_size(leaves: Sequence[_Leaf]) -> int:
+def _batch_size(leaves: Sequence[Leaf]) -> int:
     """The rows of the first tensor that is split for certain, else of the first one that may be."""
-    declared = [leaf for leaf in leaves if leaf.declared == 0]
+    merged = next((leaf for leaf in leaves if leaf.is_declared and leaf.rows is None), None)
+    declared = [leaf for leaf in leaves if leaf.is_declared and leaf.rows is not None]
     for leaf in declared[1:]:
         if leaf.rows != declared[0].rows:
             raise InputError(
                 f"{declared[0].path} has {declared[0].rows} rows and {leaf.path} has {leaf.rows}, but "
                 "batched says that both are split"
             )
+    if merged and not declared:
+        raise InputError(
+            f"batched says that the rows of {merged.path} are merged with others, and not how many rows the "
+            "batch has. Say of another argument which dimension is the batch, such as batched={'x': 1}"
+        )
     undeclared = [leaf for leaf in leaves if leaf.rows is not None and leaf.declared is not None]
     candidates = declared or undeclared
     if not candidates:
@@ -185,7 +128,7 @@ def _batch_size(leaves: Sequence[_Leaf]) -> int:
     return first.rows
 
 
-def _check_first(first: _Leaf, candidates: Sequence[_Leaf]) -> None:
+def _check_first(first: Leaf, candidates: Sequence[Leaf]) -> None:
     """Keyword arguments have no order of their own, so that most must have the batch's rows."""
     counts = Counter(leaf.rows for leaf in candidates)
     as_many = (
@@ -207,11 +150,13 @@ def _check_first(first: _Leaf, candidates: Sequence[_Leaf]) -> None:
         )
 
 
-def _is_certain(leaf: _Leaf, first: _Leaf) -> bool:
+def _is_certain(leaf: Leaf, first: Leaf) -> bool:
     """Targets have the batch's rows, and so have numbers beside the tokens of the same texts."""
     if leaf.path.startswith("target"):
         return True
     value, tokens = leaf.value, first.value
+    if not first.is_front:
+        return False
     beside = value.ndim > 1 and value.shape[:2] == tokens.shape[:2] and not tokens.is_floating_point()
     square = value.shape[:2] == (first.rows, first.rows)
     return beside and not value.is_floating_point() and (not square or value.dtype == tokens.dtype)

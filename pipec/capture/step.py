@@ -10,13 +10,15 @@ from pipec.capture.call import Call
 from pipec.capture.variables import alike
 from pipec.errors import InputError
 from pipec.ir import Mode, Variable
+from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import pytree
 
 
 class Step(nn.Module):
     """The module that is traced: the model, and the loss on top of it.
 
-    ``batched`` tells which leaves of the arguments have the batch's rows. ``alike`` are groups of other
+    Its arguments have their rows in front. Model and loss get them as the user passes them, with the rows
+    where ``axes`` say. ``batched`` tells which leaves are known to be split. ``alike`` are groups of other
     dimensions of one size, each by its leaf's position and its own. The leaves at the positions ``numbers``
     are numbers in 0-dim tensors, which lets a front end make symbols of them.
     """
@@ -26,7 +28,7 @@ class Step(nn.Module):
         model: nn.Module,
         loss_fn: Callable[..., Any] | None,
         mode: Mode,
-        batched: Sequence[bool],
+        axes: Sequence[BatchAxis | None],
         outputs: bool,
         alike: Sequence[Sequence[tuple[int, int]]] = (),
         numbers: Sequence[int] = (),
@@ -35,7 +37,8 @@ class Step(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.mode = mode
-        self.batched = tuple(batched)
+        self.elsewhere = [(k, axis) for k, axis in enumerate(axes) if axis and not axis.is_front]
+        self.batched = tuple(axis is not None for axis in axes)
         self.outputs = outputs
         self.alike = tuple(map(tuple, alike))
         self.numbers = tuple(numbers)
@@ -49,13 +52,16 @@ class Step(nn.Module):
         leaves, structure = pytree.tree_flatten((args, kwargs, target))
         if self.numbers:
             leaves = [leaf.item() if i in self.numbers else leaf for i, leaf in enumerate(leaves)]
-            args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
         for size in sizes[1:]:
             torch._check(size == sizes[0])  # else each tensor has a batch symbol of its own
         for (first, axis), *others in self.alike:
             for position, dim in others:
                 torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
+        for position, place in self.elsewhere:  # laid out as what the user passes, which may be viewed
+            leaves[position] = place.restore(leaves[position]).contiguous()
+        if self.numbers or self.elsewhere:
+            args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         before = [self.get_buffer(name) for name in self.replaceable]
         output = self.result(args, kwargs, target)
         after = [self.get_buffer(name) for name in self.replaceable]
@@ -92,7 +98,7 @@ def step_of(
 ) -> Step:
     """What is traced of a call in which these variables are symbols."""
     numbers = [variable.position for variable in variables if variable.dim is None]
-    return Step(model, loss_fn, mode, call.batched, outputs, alike(variables), numbers)
+    return Step(model, loss_fn, mode, call.axes, outputs, alike(variables), numbers)
 
 
 def _detached(tree: Any) -> Any:

@@ -112,7 +112,7 @@ def _variables(call: Call, seen: _Seen, values: Mapping[Site, float]) -> list[Va
                 name = _number_name(path, position, {variable.name for variable in found})
             else:
                 name = alike.setdefault((before, value), f"t{len(alike) + 1}" if alike else "t")
-            found.append(Variable(name, position, path, dim))
+            found.append(Variable(name, position, path, dim, call.axes[position]))
     return found
 
 

@@ -61,7 +61,8 @@ def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
     while True:
         leaves = _empty(plan)
         for given in plan.inputs:
-            leaves[given.position] = _random(given.value, {"b": _batch_size(plan), **plan.planned}, int_high)
+            made = _random(given.value, {"b": _batch_size(plan), **plan.planned}, int_high)
+            leaves[given.position] = _as_passed(plan, given.position, made)
         yield leaves
 
 
@@ -75,7 +76,7 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"{path} cannot be read as safetensors: {error}") from error
     if missing := [given.value.name for given in plan.inputs if given.value.name not in tensors]:
-        expected = ", ".join(f"{format_value(given.value)} ({given.path})" for given in plan.inputs)
+        expected = ", ".join(f"{format_value(plan.as_passed(each))} ({each.path})" for each in plan.inputs)
         raise InputError(f"{path} lacks {', '.join(missing)}; expected {expected}, b being the mini-batch")
     leaves = _empty(plan)
     for given in plan.inputs:
@@ -87,10 +88,20 @@ def _empty(plan: Plan) -> Leaves:
     """Leaves without the inputs: numbers as planned, and arguments of which the sizes alone are read."""
     leaves: Leaves = [None] * len(plan.arguments)
     for position in {variable.position for variable in plan.variables}:
+        axis = plan.axes[position]
         own = {x.dim: plan.planned[x.name] for x in plan.variables if x.position == position}
-        shape = [int(own.get(dim, 1)) for dim in range(1 + max(x or 0 for x in own))]
-        leaves[position] = own[None] if None in own else torch.zeros(shape)
+        num_dims = 1 + max([axis.dim + axis.num_merged if axis else 0, *(dim or 0 for dim in own)])
+        shape = [int(own.get(dim, 1)) for dim in range(num_dims)]
+        if axis:
+            shape[0] = _batch_size(plan)
+        leaves[position] = own[None] if None in own else _as_passed(plan, position, torch.zeros(shape))
     return leaves
+
+
+def _as_passed(plan: Plan, position: int, leaf: Tensor) -> Tensor:
+    """An argument as ``step_on`` takes it, from one that has its rows in front."""
+    axis = plan.axes[position]
+    return axis.restore(leaf).contiguous() if axis else leaf
 
 
 def _batch_size(plan: Plan) -> int:

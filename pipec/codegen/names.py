@@ -15,11 +15,11 @@ from torch import fx
 
 from pipec import primitives
 from pipec.graph import (
+    FirstRow,
     LossGradient,
     ModelInput,
     OfBatch,
     Output,
-    FirstRow,
     Share,
     TrainingGraph,
     is_forward,

@@ -22,7 +22,7 @@ from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph, best_of
 from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.checks import check_batch, check_sizes, joins_replicas, told_of_rounds, warnings_of
-from pipec.compiler.groups import Compiled, Groups, check_groups, check_served
+from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.processor import measured_processor
 from pipec.compiler.settled import Settled
@@ -30,7 +30,7 @@ from pipec.compiler.shortage import refuse, refuse_on_its_stages
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.errors import InputError, PlanError
-from pipec.graph import TrainingGraph
+from pipec.graph import Output, TrainingGraph
 from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement, Precision, Shard, Sizes, Variable
 from pipec.ir.batch import require_equal_rows, split_sizes, variable_values
@@ -129,6 +129,7 @@ class Compiler:
             rest = rest[len(served) :]
         if count > 1:
             check_batch(graphs[0].findings, count)
+            check_outputs(graphs[0])
             check_sizes(graphs[0], count, call.batch_size, sizes)
             for warning in warnings_of(graphs[0].findings):
                 self._warn_once(warning)
@@ -419,7 +420,14 @@ class Compiler:
             alternatives=refused(tried, trial),
             shard_costs=shard_costs(trial),
         )
-        return Compiled(next(self._numbers), replace(artifact, plan=plan), trial.staged.graph.output_spec)
+        graph = trial.staged.graph
+        outputs = (role for role, _ in graph.outputs if isinstance(role, Output))
+        axes = {
+            name: role.axis
+            for name, role in zip(plan.outputs, outputs, strict=True)
+            if role.axis and role.axis.has_outer
+        }
+        return Compiled(next(self._numbers), replace(artifact, plan=plan), graph.output_spec, axes)
 
     def _again_on(self, trial: Trial, staged: StagedGraph) -> Trial:
         """As many microbatches of as many rows on other stages."""

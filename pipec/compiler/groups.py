@@ -1,12 +1,13 @@
 """What runs the microbatches of a call: one compiled artifact, or several for groups of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.graph import TrainingGraph
+from pipec.graph import Output, TrainingGraph
 from pipec.ir import Sizes
+from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import pytree
 
 
@@ -14,16 +15,32 @@ from pipec.torch_compat import pytree
 class Compiled:
     """An artifact and the shape of what the model returns, to put its results back into.
 
-    ``number`` tells it apart from what else was compiled, on every rank.
+    ``number`` tells it apart from what else was compiled, on every rank. ``axes`` names the results that have
+    the batch's rows in front, and says where the model has them.
     """
 
     number: int
     artifact: Artifact
     output_spec: pytree.TreeSpec | None
+    axes: Mapping[str, BatchAxis]
 
 
 Groups = list[tuple[Compiled, list[int]]]
 """What runs each group of consecutive microbatches of a call, and their sizes."""
+
+
+def check_outputs(graph: TrainingGraph) -> None:
+    """Refuse results of microbatches of which nothing shows how they make those of the batch."""
+    if graph.batch is not None or all(axis is None or axis.is_front for axis in graph.axes):
+        return
+    if any(
+        isinstance(role, Output) and not role.axis and node.meta["val"].ndim for role, node in graph.outputs
+    ):
+        raise InputError(
+            "the model or loss_fn returns tensors, and nothing shows by which dimension they are joined: the "
+            "number of rows is a constant in what was captured, and an argument has its rows elsewhere than "
+            "in dimension 0. Compile with dynamic=True, or microbatches=1, or pass the batch as dimension 0"
+        )
 
 
 def check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:

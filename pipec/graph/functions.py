@@ -26,6 +26,7 @@ from torch import fx
 
 from pipec.graph import (
     Buffer,
+    FirstRow,
     Gradient,
     LossGradient,
     ModelInput,
@@ -34,7 +35,6 @@ from pipec.graph import (
     Parameter,
     Prepared,
     Result,
-    FirstRow,
     Share,
     TrainingGraph,
     UpdatedBuffer,

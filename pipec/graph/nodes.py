@@ -35,6 +35,7 @@ from sympy.logic.boolalg import BooleanAtom
 from torch import fx
 
 from pipec.ir import Phase
+from pipec.ir.axis import BatchAxis
 from pipec.ops import COLLECTIVES
 from pipec.torch_compat import OpOverload
 
@@ -100,11 +101,14 @@ class OfBatch:
 class Output:
     """Leaf ``position`` of what the captured function returns, which is the loss or the model's output.
 
-    ``adds_up``: that of the batch is the sum over microbatches.
+    ``adds_up``: that of the batch is the sum over microbatches. ``axis``: where the function has the rows of
+    the batch, if that is known. If blocks of them are merged outside of the rows, the graph returns the rows
+    in front instead.
     """
 
     position: int
     adds_up: bool = False
+    axis: BatchAxis | None = None
 
 
 @dataclass(frozen=True, slots=True)

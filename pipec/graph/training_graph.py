@@ -10,12 +10,13 @@ import sympy
 import torch
 from torch import fx
 
-from pipec.graph.findings import PROVED, Findings
 from pipec.graph.assumptions import NOTHING, Assumptions
 from pipec.graph.branches import ALL_THE_SAME, Decided
 from pipec.graph.dimensions import Symbols
+from pipec.graph.findings import PROVED, Findings
 from pipec.graph.nodes import Result
 from pipec.ir import Mode, Sizes, Variable
+from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import pytree
 
 
@@ -58,7 +59,8 @@ class TrainingGraph:
     call's arguments let it branch in the same way; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
-    of the arguments, and ``training`` is the mode of the model.
+    of the arguments, ``axes`` says where the user has the rows of those that are split, and ``training`` is
+    the mode of the model.
     """
 
     module: fx.GraphModule
@@ -84,6 +86,7 @@ class TrainingGraph:
     logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
     paths: tuple[str, ...] = ()
+    axes: tuple[BatchAxis | None, ...] = ()
     training: bool = True
     assumptions: Assumptions = NOTHING
     decided: Decided = ALL_THE_SAME

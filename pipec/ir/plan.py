@@ -1,8 +1,9 @@
 """The plan of a step: its stages with their costs, the links between them, and what else was considered."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pipec.ir.axis import BatchAxis
 from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.program import Join, Joins
@@ -121,7 +122,8 @@ class Plan:
 
     ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
     that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
-    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
+    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads,
+    with their rows in front, and ``axes`` says where the user has the rows of those that are split;
     ``training`` is the mode that the model was captured in. ``variables`` are the sizes and numbers that may
     be others in each call, and ``planned`` what they are where costs are predicted. The code is right if they
     fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
@@ -156,6 +158,7 @@ class Plan:
     logs: tuple[str, ...] = ()
     dynamic_batch: bool = True
     arguments: tuple[str, ...] = ()
+    axes: tuple[BatchAxis | None, ...] = ()
     training: bool = True
     variables: tuple[Variable, ...] = ()
     planned: Sizes = field(default_factory=dict)
@@ -165,6 +168,11 @@ class Plan:
     microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()
     shard_costs: tuple[ShardCost, ...] = ()
+
+    def as_passed(self, given: Input) -> Value:
+        """An input in the shape in which the user passes it."""
+        axis = self.axes[given.position]
+        return replace(given.value, shape=axis.restored(given.value.shape)) if axis else given.value
 
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipec.ir.axis import BatchAxis
+
 Dim = int | str
 """A dimension: a number, or an integer expression such as ``"128*b"``.
 
@@ -117,18 +119,25 @@ class Variable:
     """What changes from call to call: dimension ``dim`` of leaf ``position`` of the arguments.
 
     If ``dim`` is None, the leaf itself is a number that changes. ``name`` stands for the size or the number
-    in shapes and in code. Dimensions with one name have one size.
+    in shapes and in code. Dimensions with one name have one size. A leaf that is split has its rows in front
+    where ``dim`` is counted; ``axis`` is where the user has them.
     """
 
     name: str
     position: int
     path: str
     dim: int | None
+    axis: BatchAxis | None = None
 
     @property
     def what(self) -> str:
         """``dimension 1 of kwargs['input_ids']``"""
-        return self.path if self.dim is None else f"dimension {self.dim} of {self.path}"
+        return self.path if self.dim is None else f"{self.size} of {self.path}"
+
+    @property
+    def size(self) -> str:
+        """``dimension 1``, if it is no number"""
+        return self.axis.named(self.dim) if self.axis and self.dim else f"dimension {self.dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +160,8 @@ class Link:
 class Input:
     """A leaf of ``step``'s arguments that some stage reads; ``position`` counts the flattened leaves.
 
-    ``batched``: dimension 0 is the batch and is split into microbatches; otherwise every microbatch
-    gets the whole tensor.
+    ``batched``: its rows, which are dimension 0 of ``value``, are split into microbatches; otherwise every
+    microbatch gets the whole tensor.
     """
 
     position: int

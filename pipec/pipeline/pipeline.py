@@ -350,14 +350,16 @@ class Pipeline(ShownModel):
             update = span is spans[-1] and not self._accumulates
             leaves, measured = turn.call.leaves, self._measured
             parts.append(execution.run(leaves, span, turn.seed, recorded, update, measured))
-        return parts[0] if len(parts) == 1 else join(groups[0][0].artifact.plan, parts, spans)
+        axes = groups[0][0].axes
+        results = parts[0] if len(parts) == 1 else join(groups[0][0].artifact.plan, parts, spans)
+        return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 
     def _spans(self, turn: Turn, groups: Sequence[list[int]]) -> list[Span]:
         """What each group of microbatches is of the batch."""
         call, every, batch = turn.call, [size for sizes in groups for size in sizes], sum(turn.rows)
         shares = None
         if turn.signature.kind.mode is not Mode.FORWARD:
-            shares = loss_shares(self._weight, call.leaves, call.with_leaves, call.batched, every)
+            shares = loss_shares(self._weight, call.leaves, call.with_leaves, call.axes, every)
         values = variable_values(turn.signature.kind.variables, call.leaves)
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:

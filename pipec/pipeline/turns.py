@@ -246,8 +246,10 @@ class TurnTaker(HeldModel):
 
     def _sent(self, asked: Asked, call: Call) -> Call:
         doing = f"sharing rank 0's batch of {asked.name}"
-        sent, structure = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(call.tree))
-        return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
+        given = call.tree, call.split, call.unsure
+        sent = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(given))
+        (args, kwargs, target), split, unsure = pytree.tree_unflatten(*sent)
+        return Call(args, kwargs, target, split, unsure)
 
     def _kind(self, asked: Asked, call: Call, state: State) -> Kind:
         kind: Kind | None = call.remembered.get((asked, state))
@@ -289,9 +291,10 @@ class TurnTaker(HeldModel):
             ):
                 self._calls.note(form, like)
             return like
-        laid_out = [*map(dense, leaves)]
+        laid_out = like.rows_in_front([*map(dense, leaves)], like.batch_size)
         if not same_objects(laid_out, leaves):
-            args, kwargs, target = pytree.tree_map(dense, (args, kwargs, target))
+            structure = pytree.tree_structure((args, dict(sorted(kwargs.items())), target))
+            args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
         return like.with_values(args, kwargs, target, laid_out)
 
     def _checked_anew(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:

@@ -41,6 +41,7 @@ from pipec.ir import (
     StageMemory,
     Value,
 )
+from pipec.ir.axis import FRONT, BatchAxis
 from pipec.ir.text import value_bytes
 from pipec.plan.ending import build_ending
 from pipec.plan.joins import joins_of
@@ -96,6 +97,7 @@ def build_plan(
         logs=graph.logs,
         dynamic_batch=graph.batch is not None,
         arguments=graph.paths,
+        axes=graph.axes,
         training=graph.training,
         variables=graph.variables,
         planned=graph.planned,
@@ -359,16 +361,21 @@ def _result_links(
 ) -> Iterator[Link]:
     """The links of a step's results to all other ranks; in a stream, of those of each microbatch."""
     payload = Payload.OUTCOME if streams else Payload.RESULT
+    axes = {node: role.axis or FRONT for role, node in graph.outputs if isinstance(role, Output)}
     for stage in stages:
         nodes = [node for function in stage.functions for node in dict.fromkeys(function.outputs)]
-        if values := tuple(_result(graph, node, names[node]) for node in nodes):
+        if values := tuple(_result(graph, node, names[node], axes[node]) for node in nodes):
             yield Link(stage.index, -1, payload, values)
 
 
-def _result(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
-    value = value_of(graph, node, name)
-    fixed = graph.batch is None and value.shape[:1] == (graph.batch_size,)
-    return _batched(value) if fixed else value
+def _result(graph: TrainingGraph, node: fx.Node, name: str, axis: BatchAxis) -> Value:
+    """A result of the graph, which has its rows in front if blocks of them are merged outside of them."""
+    value, rows = value_of(graph, node, name), graph.batch_size
+    dim, inner = (0, 1) if axis.has_outer else (axis.dim, axis.inner)
+    if graph.batch is None and value.shape[dim : dim + 1] == (rows * inner,):
+        size = f"{inner}*b" if inner > 1 else "b"
+        return Value(name, value.dtype, (*value.shape[:dim], size, *value.shape[dim + 1 :]))
+    return value
 
 
 def _inputs(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Input]:

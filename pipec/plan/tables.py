@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import Payload, Phase, Plan, Program, RankMemory, Stage
+from pipec.ir import Input, Payload, Phase, Plan, Program, RankMemory, Stage
 from pipec.ir.text import format_bytes, format_replicas, format_seconds, format_type, value_bytes
 from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan
@@ -163,10 +163,17 @@ def _pace(timeline: Timeline) -> str:
 
 def _inputs(plan: Plan) -> list[str]:
     kinds = {
-        kind: [f"{given.path} {format_type(given.value)}" for given in plan.inputs if given.batched is split]
+        kind: [_input(plan, given) for given in plan.inputs if given.batched is split]
         for kind, split in (("split into microbatches", True), ("whole in every microbatch", False))
     }
     return [f"{kind}: {', '.join(listed)}" for kind, listed in kinds.items() if listed]
+
+
+def _input(plan: Plan, given: Input) -> str:
+    """An input as the user passes it, and by which dimension it is split if that is not the first."""
+    axis = plan.axes[given.position]
+    where = "" if axis is None or axis.is_front else f" by dimension {axis.dim}"
+    return f"{given.path} {format_type(plan.as_passed(given))}{where}"
 
 
 def _state_counted(plan: Plan) -> str:

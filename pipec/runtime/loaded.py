@@ -25,6 +25,7 @@ from pipec.ir.arguments import (
     number,
     one_of,
 )
+from pipec.ir.axis import BatchAxis
 from pipec.ir.batch import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.handle import homes
@@ -216,12 +217,13 @@ class LoadedPipeline(Streams):
         )
 
     def _checked(self, leaves: Sequence[Any], call_of: CallOf) -> "_Batch":
-        leaves, plan = [dense(leaf) for leaf in leaves], self.plan
+        plan = self.plan
         rows = _batch_size(plan, leaves)
+        leaves = [_rows_in_front(plan, k, dense(leaf), rows) for k, leaf in enumerate(leaves)]
         sizes = split_sizes(rows, plan.num_microbatches)
         values = _values(plan, leaves)
         for given in plan.inputs:
-            _check(given, leaves, {"b": rows, **values})
+            _check(given, leaves, {"b": rows, **values}, plan.axes[given.position])
         _check_guards(plan, sizes, values)
         if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
             raise InputError(
@@ -230,7 +232,7 @@ class LoadedPipeline(Streams):
             )
         if plan.joins:
             require_equal_rows(sizes)
-        return _Batch(leaves, call_of, rows, sizes, values)
+        return _Batch(leaves, plan.axes, call_of, rows, sizes, values)
 
     def train(self, mode: bool = True) -> "LoadedPipeline":
         """Do nothing if that is the mode that the artifact was made in.
@@ -268,9 +270,13 @@ class _Leaves(Given):
 
 @dataclass(frozen=True)
 class _Batch:
-    """The leaves of a call, which has so many rows, the rows of its microbatches, and its other sizes."""
+    """The leaves of a call, which has so many rows, the rows of its microbatches, and its other sizes.
+
+    Leaves that are split have their rows in front; ``axes`` say where they are passed.
+    """
 
     leaves: list[Any]
+    axes: Sequence[BatchAxis | None]
     call_of: CallOf
     rows: int
     sizes: list[int]
@@ -278,8 +284,7 @@ class _Batch:
 
     def span(self, weight: MicrobatchWeight) -> Span:
         """All of the batch, with what its microbatches weigh."""
-        batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (self.rows,) for leaf in self.leaves]
-        shares = loss_shares(weight, self.leaves, self.call_of, batched, self.sizes)
+        shares = loss_shares(weight, self.leaves, self.call_of, self.axes, self.sizes)
         return Span(self.sizes, self.rows, shares=shares, values=self.values)
 
 
@@ -340,13 +345,34 @@ def _make(value: Value, saved: Tensor | None, device: torch.device) -> Tensor:
 
 
 def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
-    """Dimension 0 of the first argument that is split along the batch."""
-    for given in plan.inputs:
-        leaf = _leaf(given, leaves)
-        if given.batched and isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    expected = ", ".join(f"{given.path} ({format_value(given.value)})" for given in plan.inputs)
-    raise InputError(f"the arguments hold no batch; expected {expected}")
+    """The rows of the first argument that is split along the batch, and shows how many there are."""
+    positions = [*(given.position for given in plan.inputs), *range(len(plan.axes))]
+    for position in positions:
+        leaf, axis = leaves[position] if position < len(leaves) else None, plan.axes[position]
+        if axis is None or not isinstance(leaf, Tensor) or leaf.ndim <= axis.dim:
+            continue
+        if (rows := axis.rows(leaf.shape)) is not None:
+            return rows
+    raise InputError(f"the arguments hold no batch; expected {_expected(plan)}")
+
+
+def _expected(plan: Plan) -> str:
+    """The arguments that an artifact reads, as its user passes them."""
+    return ", ".join(f"{each.path} ({format_value(plan.as_passed(each))})" for each in plan.inputs)
+
+
+def _rows_in_front(plan: Plan, position: int, leaf: Any, rows: int) -> Any:
+    """A leaf that is split with its rows as dimension 0. None stands for one that nothing reads."""
+    axis = plan.axes[position] if position < len(plan.axes) else None
+    if axis is None or axis.is_front or leaf is None:
+        return leaf
+    if not isinstance(leaf, Tensor) or not axis.fits(leaf.shape, rows):
+        found = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        raise InputError(
+            f"{plan.arguments[position]} is {found}; expected {rows} rows, as the batch has, in dimension "
+            f"{axis.dim}, and so {_expected(plan)}"
+        )
+    return axis.to_front(leaf, rows).contiguous()
 
 
 def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
@@ -358,11 +384,11 @@ def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
         if variable.dim is None and type(leaf) is not expected:
             raise InputError(f"{variable.path} is {leaf!r}; expected a number of type {expected.__name__}")
         if variable.dim is not None and not (isinstance(leaf, Tensor) and leaf.ndim > variable.dim):
-            raise InputError(f"{variable.path} has no dimension {variable.dim}, which is {variable.name}")
+            raise InputError(f"{variable.path} has no {variable.size}, which is {variable.name}")
         value = variable_values([variable], leaves)[variable.name]
         if found.setdefault(variable.name, value) != value:
             raise InputError(
-                f"dimension {variable.dim} of {variable.path} is {value}, but {variable.name} is "
+                f"{variable.what} is {value}, but {variable.name} is "
                 f"{found[variable.name]} in other arguments; the artifact was made for equal ones"
             )
     return found
@@ -383,14 +409,14 @@ def _check_guards(plan: Plan, rows: Iterable[int], values: Sizes) -> None:
                 )
 
 
-def _check(given: Input, leaves: Sequence[Any], sizes: Sizes) -> None:
+def _check(given: Input, leaves: Sequence[Any], sizes: Sizes, axis: BatchAxis | None) -> None:
     """Raise InputError unless the argument has the dtype and the shape that the plan says."""
-    leaf = _leaf(given, leaves)
+    leaf, as_passed = _leaf(given, leaves), tuple if axis is None or axis.is_front else axis.restored
     shape = tuple(evaluate_dim(dim, sizes) for dim in given.value.shape)
     dtype = getattr(torch, given.value.dtype)
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
-        found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-        raise InputError(f"{given.path} is {found}; expected {dtype} of shape {shape}")
+        found = f"{leaf.dtype} of shape {as_passed(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        raise InputError(f"{given.path} is {found}; expected {dtype} of shape {as_passed(shape)}")
 
 
 def _listed(paths: Iterable[str]) -> str:

@@ -60,10 +60,10 @@ from pipec.torch_compat.modules import (
 from pipec.torch_compat.operators import (
     bounded_ctc_losses,
     computes_with_onednn,
+    decompositions,
     unvalidated_distributions,
     whole_interpolations,
     whole_recurrent_networks,
-    decompositions,
 )
 from pipec.torch_compat.parts import ModuleParts, TensorKinds, kinds_of, parts_of
 

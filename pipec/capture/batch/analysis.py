@@ -32,7 +32,9 @@ from pipec.capture.checks import leading_to_checks
 from pipec.capture.joins import BROADCASTS, GATHERS, JOINS, REDUCES, batch_norm_of_round
 from pipec.capture.markers import OF_BATCH, RESULT, ROW_NUMBERS, SHARE
 from pipec.capture.rewriting import Chain, put, value_of
+from pipec.capture.row_order import mark_rows
 from pipec.graph import Findings, is_assumption
+from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import HigherOrderOperator, pytree, value_symbols
 
 _COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
@@ -213,7 +215,9 @@ class _Walk:
                     result = self._stand_in(node, Unproven("computes with the numbers of rows"))
                     break
             except Exception as error:
-                result = self._stand_in(node, Unproven(f"could not be followed: {type(error).__name__}: {error}"))
+                result = self._stand_in(
+                    node, Unproven(f"could not be followed: {type(error).__name__}: {error}")
+                )
                 break
         else:
             result = self._stand_in(node, Unproven("could not be made right"))
@@ -237,7 +241,9 @@ class _Walk:
             return self._constant(node, args, kwargs)
         odd = [source for source in node.all_input_nodes if source in self._odd]
         if odd and operator_name(node) not in _SHAPING:
-            return self._stand_in(node, Unproven("computes with a number that depends on the rows of the microbatch"))
+            return self._stand_in(
+                node, Unproven("computes with a number that depends on the rows of the microbatch")
+            )
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_module":
@@ -250,8 +256,12 @@ class _Walk:
         values = {self.value_of(source) for source in read}
         data = next(iter([*args[-1:], *kwargs.values()]), None)
         if not read or values == {Whole()}:
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs) if node.op == "call_method" else (
-                node.target(*args, **kwargs)  # type: ignore[operator]
+            return (
+                getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else (
+                    node.target(*args, **kwargs)  # type: ignore[operator]
+                )
             )
         value = values.pop() if len(values) == 1 and not isinstance(data, list | tuple) else None
         unclear = Mixed("computes with the number of rows, which is another one in a microbatch")
@@ -306,7 +316,9 @@ class _Walk:
         """What a collective makes of a microbatch's value, if a step is one round."""
         known = self.tracker.known(own)
         if known.value == Rows(0) and node.target in GATHERS:
-            gathered = torch.empty(self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta")
+            gathered = torch.empty(
+                self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta"
+            )
             self.tracker.of_round.add(gathered.shape[0])
             return self.tracker.tell(gathered, Known(Whole()))
         fits = known.value == Sum() if node.target in REDUCES else known.value == Whole()
@@ -314,7 +326,11 @@ class _Walk:
             value: Value = Whole() if fits else Mixed("joins what is no sum over the rows of a replica")
             return self.tracker.tell(torch.empty_like(own), Known(value))
         made = torch.empty(self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta")
-        value = known.value if isinstance(known.value, Whole | Mixed | Unproven) else Mixed("gathers what has no rows")
+        value = (
+            known.value
+            if isinstance(known.value, Whole | Mixed | Unproven)
+            else Mixed("gathers what has no rows")
+        )
         return self.tracker.tell(made, Known(value))
 
     def _stand_in(self, node: fx.Node, value: Value) -> Any:
@@ -466,12 +482,18 @@ class _Walk:
         value = self.value_of(node)
         if not isinstance(value_of(node), Tensor) or value in (MEAN, Whole()):
             return node
-        if isinstance(value, Rows) and not value.degree:
-            return node
-        unclear = "" if value == Sum() else self._placed(value, node) if isinstance(value, Mixed | Unproven) else (
-            f"{place_of(node)} is no sum or mean over the rows of the batch"
+        if isinstance(value, Rows) and not value.degree and not value.numbers:
+            return (
+                node if value.outer == 1 else mark_rows(node, BatchAxis(value.dim, value.outer, value.inner))
+            )
+        unclear = (
+            ""
+            if value == Sum()
+            else self._placed(value, node)
+            if isinstance(value, Mixed | Unproven)
+            else (f"{place_of(node)} is no sum or mean over the rows of the batch")
         )
-        return put(node, node.name, RESULT, node, unclear)
+        return put(node, node.name, RESULT, node, unclear, [])
 
 
 _HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}

@@ -34,7 +34,9 @@ def index_select(call: OperatorCall) -> Value:
         return call.mixed("looks up rows by numbers")
     if isinstance(index, Rows):
         call.require_no_numbers()
-        return index.at(dim) if isinstance(source, Whole) else call.mixed("looks up in a sum over rows, by rows")
+        return (
+            index.at(dim) if isinstance(source, Whole) else call.mixed("looks up in a sum over rows, by rows")
+        )
     if isinstance(index, Whole) and not isinstance(source, Picked):
         return source
     return call.unproven()
@@ -57,7 +59,9 @@ def index(call: OperatorCall) -> Value:
     places = [place for place, i in enumerate(given) if i is not None]
     front = places[0] if places and places[-1] - places[0] == len(places) - 1 else 0
     if isinstance(source, Sum):
-        return source if all(isinstance(v, Whole) for v in values) else call.mixed("looks up in a sum, by rows")
+        return (
+            source if all(isinstance(v, Whole) for v in values) else call.mixed("looks up in a sum, by rows")
+        )
     if any(isinstance(v, Picked) for v in (source, *values)):
         return _of_places(call, source, given, values)
     by_rows = {v.at(v.dim + width - i.ndim) for i, v in zip(used, values, strict=True) if isinstance(v, Rows)}
@@ -76,7 +80,9 @@ def index(call: OperatorCall) -> Value:
         if len(others) != len(by_rows) or sum(isinstance(v, Rows) and v.numbers for v in values) == 1:
             one = plain.pop()
             return replace(one, dim=one.dim + front, degree=source.degree)
-        raise NeedsNumbersError([i for i in used if i is not own and getattr(call.value_of(i), "numbers", False)])
+        raise NeedsNumbersError(
+            [i for i in used if i is not own and getattr(call.value_of(i), "numbers", False)]
+        )
     if not by_rows:
         return Whole(source.degree if isinstance(source, Whole) else 0)
     call.require_no_numbers()
@@ -101,7 +107,12 @@ def _by_mask(call: OperatorCall, source: Value, given: list[Tensor | None], valu
         if isinstance(source, Rows) and not place <= source.dim < place + mask.ndim:
             return source.at(source.dim - (mask.ndim - 1) * (source.dim > place))
         return call.mixed("chooses rows by their place") if isinstance(source, Rows) else source
-    if isinstance(value, Rows) and not value.numbers and isinstance(source, Rows) and source.dim == value.dim + place:
+    if (
+        isinstance(value, Rows)
+        and not value.numbers
+        and isinstance(source, Rows)
+        and source.dim == value.dim + place
+    ):
         return Picked() if place == 0 and not source.degree else call.unproven()
     if isinstance(value, Rows) and isinstance(source, Whole) and not source.degree and place == 0:
         return Picked()
@@ -112,7 +123,11 @@ def _of_places(call: OperatorCall, source: Value, given: list[Tensor | None], va
     """``x[mask.nonzero()]``: rows that values choose."""
     places = Picked(places=True)
     if isinstance(source, Rows) and source == Rows(0) and given[0] is not None and values[0] == places:
-        return Picked() if all(v in (places, Picked()) or isinstance(v, Whole) for v in values) else call.unproven()
+        return (
+            Picked()
+            if all(v in (places, Picked()) or isinstance(v, Whole) for v in values)
+            else call.unproven()
+        )
     if isinstance(source, Whole) and not source.degree and set(values) == {Picked()}:
         return Picked()
     if source == Picked() and given[0] is None and all(isinstance(v, Whole) for v in values):
@@ -171,7 +186,7 @@ def scattered(call: OperatorCall) -> Value:
         plain = [v for v in others if isinstance(v, Whole)]
         whole = [t for t, v in zip(call.tensors[1:], others, strict=True) if v in plain]
         fits = all(t.ndim == 0 or t.shape[target.dim] in (1, x.shape[target.dim]) for t in whole)
-        return target if fits and len(plain) < len(others) or not plain else call.unproven()
+        return target if (fits and len(plain) < len(others)) or not plain else call.unproven()
     return call.mixed("writes rows to places that are another row's")
 
 
@@ -212,14 +227,18 @@ def index_put(call: OperatorCall) -> Value:
         fits = len(used) == 1 and given[0] is not None and isinstance(mask, Rows) and not mask.numbers
         one = isinstance(value, Whole) and (new.ndim == 0 or value.fill is not None)
         rows = isinstance(mask, Rows) and (mask.dim, mask.outer, mask.inner) == (
-            target.dim, target.outer, target.inner,
+            target.dim,
+            target.outer,
+            target.inner,
         )
         return target if fits and rows and (one or value == Picked()) else call.unproven()
     padded = given + [None] * (x.ndim - len(given))
     own = padded[target.dim]
     width = max((i.ndim for i in used), default=0)
     if own is None:
-        if all(isinstance(v, Whole) for v in values) and (new.ndim == 0 or (isinstance(value, Whole) and value.fill is not None)):
+        if all(isinstance(v, Whole) for v in values) and (
+            new.ndim == 0 or (isinstance(value, Whole) and value.fill is not None)
+        ):
             return target
         places = [place for place, i in enumerate(padded) if i is not None]
         front = places[0] if places[-1] - places[0] == len(places) - 1 else 0

@@ -14,7 +14,7 @@ from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
 def moved(call: OperatorCall) -> Value:
     """Sums and what is whole stay that wherever their elements go; rows ask ``_PLACES``."""
     value = call.value_of(call.first)
-    if not isinstance(value, Rows | Picked) or isinstance(value, Picked) and _keeps_first(call):
+    if not isinstance(value, Rows | Picked) or (isinstance(value, Picked) and _keeps_first(call)):
         return value
     if isinstance(value, Picked):
         return call.unproven("moves rows that values choose")
@@ -142,7 +142,9 @@ def _as_strided(call: OperatorCall, rows: Rows) -> Value:
     """Windows within rows: a step along the rows' dimension is longer than all other steps together."""
     sizes, strides = call["size"], call["stride"]
     every = call.first.stride(rows.dim)
-    found = [dim for dim, (n, s) in enumerate(zip(sizes, strides, strict=True)) if n == call.rows and s == every]
+    found = [
+        dim for dim, (n, s) in enumerate(zip(sizes, strides, strict=True)) if n == call.rows and s == every
+    ]
     others = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) - (call.rows - 1) * every
     is_plain = rows == Rows(rows.dim, numbers=rows.numbers) and call.first.is_contiguous() and rows.dim == 0
     if len(found) == 1 and is_plain and others < every and not call["storage_offset"]:

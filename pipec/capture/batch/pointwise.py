@@ -29,7 +29,9 @@ def pointwise(call: OperatorCall) -> Value:
     if any(isinstance(value, Sum) for value in call.values):
         return _of_sums(call)
     if call.name in MULTIPLYING | DIVIDING and None in map(call.degree, call.numbers):
-        return call.unproven("computes with a number that may be that of the rows, in a graph for so many alone")
+        return call.unproven(
+            "computes with a number that may be that of the rows, in a graph for so many alone"
+        )
     degree = _degree(call)
     if degree is None:
         return call.mixed("computes with the number of rows, which is another one in a microbatch")
@@ -91,7 +93,9 @@ def _of_sums(call: OperatorCall) -> Value:
         return call.mixed("combines rows with what is computed of all rows of a microbatch")
     numbers = [call.degree(number) for number in call.numbers]
     if None in numbers and call.name in MULTIPLYING | DIVIDING:
-        return call.unproven("computes with a number that may be that of the rows, in a graph for so many alone")
+        return call.unproven(
+            "computes with a number that may be that of the rows, in a graph for so many alone"
+        )
     wholes = [value for value in call.values if isinstance(value, Whole) and value.fill != 0]
     if call.name in KEEPING | {"neg"}:
         return sums[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from pipec.capture.batch.call import OperatorCall, rows_among, unknown_among
-from pipec.capture.batch.pointwise import aligned_rows, pointwise
+from pipec.capture.batch.pointwise import aligned_rows
 from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
 
 
@@ -27,7 +27,9 @@ def added_up(call: OperatorCall) -> Value:
         if 0 not in dims:
             return value
         if value.places or is_mean:
-            return call.mixed("takes the mean of rows that values choose, of which microbatches have different numbers")
+            return call.mixed(
+                "takes the mean of rows that values choose, of which microbatches have different numbers"
+            )
         return Sum()
     if isinstance(value, Whole):
         return replace(value, fill=None)
@@ -114,7 +116,9 @@ def by_reduction(call: OperatorCall) -> Value:
         return unknown
     call.require_no_numbers()
     ndim = max(x.ndim for x in call.tensors)
-    rows = {v.at(v.dim - x.ndim) for x, v in zip(call.tensors, call.values, strict=True) if isinstance(v, Rows)}
+    rows = {
+        v.at(v.dim - x.ndim) for x, v in zip(call.tensors, call.values, strict=True) if isinstance(v, Rows)
+    }
     if any(isinstance(value, Sum | Picked) or getattr(value, "degree", 0) for value in call.values):
         return call.unproven()
     if not rows:
@@ -140,8 +144,10 @@ def nll_loss(call: OperatorCall) -> Value:
     if isinstance(scores, Whole) and isinstance(targets, Whole):
         return Whole()
     if Picked() in (scores, targets):
-        return Sum() if call["reduction"] == 2 and scores == targets else call.mixed(
-            "divides by the number of chosen rows, which is another one in each microbatch"
+        return (
+            Sum()
+            if call["reduction"] == 2 and scores == targets
+            else call.mixed("divides by the number of chosen rows, which is another one in each microbatch")
         )
     ndim = call["self"].ndim
     if not isinstance(scores, Rows) or scores.degree or (ndim > 1 and scores.dim == 1) or ndim == 1:
@@ -150,7 +156,9 @@ def nll_loss(call: OperatorCall) -> Value:
     if targets != own:
         return call.mixed("pairs each row with the target of another one")
     if call["reduction"] == 1:
-        return call.mixed("divides by the number of targets that count, which is another one in each microbatch")
+        return call.mixed(
+            "divides by the number of targets that count, which is another one in each microbatch"
+        )
     return own if call["reduction"] == 0 else Sum()
 
 
@@ -178,7 +186,9 @@ def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Value:
             return Sum(degree)
         return call.mixed("multiplies a sum over the rows of a microbatch")
     inner, outer = left.ndim - 1, max(right.ndim - 2, 0)
-    if isinstance(one, Rows) and one.dim == inner or isinstance(other, Rows) and other.dim == outer == right.ndim - 2:
+    if (isinstance(one, Rows) and one.dim == inner) or (
+        isinstance(other, Rows) and other.dim == outer == right.ndim - 2
+    ):
         pass
     is_contracted = [
         isinstance(one, Rows) and one.dim == inner,
@@ -266,8 +276,10 @@ def convolution(call: OperatorCall) -> Value:
     x, weight = call.value_of(call["input"]), call.value_of(call["weight"])
     if isinstance(x, Rows) and isinstance(weight, Rows) and x.dim == 1 and weight.dim == 0:
         if call.is_tagged(call["groups"]) and call["groups"] == call.rows:
-            return x.at(1) if x.inner == weight.inner and x.outer == weight.outer == 1 else replace(
-                x, inner=weight.inner
+            return (
+                x.at(1)
+                if x.inner == weight.inner and x.outer == weight.outer == 1
+                else replace(x, inner=weight.inner)
             )
         return call.mixed("computes convolution over rows")
     if isinstance(x, Rows) and x.dim:

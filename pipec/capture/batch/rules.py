@@ -52,7 +52,17 @@ def _ctc_loss(call: OperatorCall) -> tuple[Value, ...] | Value:
 
 
 _MOVES = (
-    *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "unsqueeze", "squeeze"),
+    *(
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+    ),
     *("select", "unbind", "slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
     *("unfold", "diagonal", "flip", "roll", "as_strided"),
 )
@@ -87,15 +97,31 @@ _BY_REDUCTION = (
 )
 
 _MATRICES = (
-    *("linalg_inv_ex", "inverse", "linalg_cholesky_ex", "cholesky", "linalg_eigh", "_linalg_eigh", "linalg_qr"),
+    *(
+        "linalg_inv_ex",
+        "inverse",
+        "linalg_cholesky_ex",
+        "cholesky",
+        "linalg_eigh",
+        "_linalg_eigh",
+        "linalg_qr",
+    ),
     *("_linalg_svd", "_linalg_det", "_linalg_slogdet", "linalg_lu_factor_ex", "linalg_lu", "tril", "triu"),
-    *("linalg_matrix_exp", "_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "cholesky_solve"),
+    *(
+        "linalg_matrix_exp",
+        "_linalg_solve_ex",
+        "linalg_solve_triangular",
+        "triangular_solve",
+        "cholesky_solve",
+    ),
     *("linalg_pinv", "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "lu_unpack", "linalg_lu_solve"),
 )
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(KEEPING, pointwise),
-    **dict.fromkeys(("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise"), pointwise),
+    **dict.fromkeys(
+        ("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise"), pointwise
+    ),
     **dict.fromkeys(_MOVES, m.moved),
     **dict.fromkeys(("cat", "stack"), m.joined),
     **dict.fromkeys(_CREATES, m.created),
@@ -125,7 +151,9 @@ RULES: Mapping[str, Rule] = {
         ),
         r.attention,
     ),
-    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"), i.scattered),
+    **dict.fromkeys(
+        ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"), i.scattered
+    ),
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), i.index_put),
     **dict.fromkeys(("index", "_unsafe_index"), i.index),
     **dict.fromkeys(("nonzero", "argwhere"), i.places),
@@ -172,8 +200,23 @@ RULES: Mapping[str, Rule] = {
 """By name, without the underscore of those that write into their first argument."""
 
 READ_SIZES = {
-    *_MOVES, *_CREATES, *_DRAWS, "expand", "repeat", "arange", "randperm", "native_group_norm",
-    "affine_grid_generator", "convolution", "col2im", "bernoulli", "mul", "div", "add", "sub", "rsub",
+    *_MOVES,
+    *_CREATES,
+    *_DRAWS,
+    "expand",
+    "repeat",
+    "arange",
+    "randperm",
+    "native_group_norm",
+    "affine_grid_generator",
+    "convolution",
+    "col2im",
+    "bernoulli",
+    "mul",
+    "div",
+    "add",
+    "sub",
+    "rsub",
     "constant_pad_nd",
 }
 """Operators whose rule knows what to make of an argument that comes from the number of rows."""

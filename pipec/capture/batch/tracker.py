@@ -23,7 +23,7 @@ from pipec.capture.batch.call import (
 )
 from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, rule_of
-from pipec.capture.batch.values import Rows, Sum, Unproven, Value, Whole
+from pipec.capture.batch.values import Rows, Sum, Value, Whole
 from pipec.graph import Assumed
 from pipec.torch_compat import OpOverload, decompositions, pytree
 
@@ -98,9 +98,7 @@ class Tracker(TorchDispatchMode):
         result = self._run(func, args, kwargs)
         if not isinstance(func, OpOverload):
             return result
-        call = OperatorCall(
-            func, args, kwargs, result, self.value_of, self.rows, self.symbolic, self.degrees
-        )
+        call = OperatorCall(func, args, kwargs, result, self.value_of, self.rows, self.symbolic, self.degrees)
         given = all(self.known(tensor).given for tensor in call.tensors) and _RANDOM not in func.tags
         if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
             self._write(call, given)
@@ -196,7 +194,9 @@ class Tracker(TorchDispatchMode):
     def _write(self, call: OperatorCall, given: bool) -> None:
         """Note what a call has written into an argument, and into all that shares its memory."""
         schema = call.op._schema.arguments
-        written = [call.arguments[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
+        written = [
+            call.arguments[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write
+        ]
         if call.name in ("set", "resize", "set_source_Tensor_storage_offset"):
             values: Value | tuple[Value, ...] = call.unproven()
         elif call.name in _OVERWRITING:
@@ -260,7 +260,18 @@ class Tracker(TorchDispatchMode):
 
 
 _OVERWRITING = {"copy", "fill", "zero"}
-_KEEP_FILLS = {"view", "expand", "clone", "_to_copy", "unsqueeze", "slice", "select", "transpose", "permute", "detach"}
+_KEEP_FILLS = {
+    "view",
+    "expand",
+    "clone",
+    "_to_copy",
+    "unsqueeze",
+    "slice",
+    "select",
+    "transpose",
+    "permute",
+    "detach",
+}
 
 
 def _memory(tensor: Tensor) -> int:
@@ -290,7 +301,9 @@ def _masked_select(args: Sequence[Any]) -> Tensor:
 def _index(args: Sequence[Any]) -> Tensor | None:
     """``x[mask]``, whose size torch cannot tell without values."""
     x, given = args[0], list(args[1])
-    masks = [(place, i) for place, i in enumerate(given) if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    masks = [
+        (place, i) for place, i in enumerate(given) if i is not None and i.dtype in (torch.bool, torch.uint8)
+    ]
     if not masks:
         return None
     place, mask = masks[0]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.errors import InputError
+from pipec.ir.axis import BatchAxis
 
 MicrobatchWeight = Callable[..., Any] | str
 """``"rows"``, ``"sum"``, or a function of what ``step`` takes that returns a number."""
@@ -23,13 +24,13 @@ def loss_shares(
     weight: MicrobatchWeight | None,
     leaves: Sequence[Any],
     call_of: Callable[[list[Any]], tuple[Any, dict[str, Any], Any]],
-    batched: Sequence[bool],
+    axes: Sequence[BatchAxis | None],
     sizes: Sequence[int],
 ) -> list[float] | None:
     """By what the loss of each microbatch is multiplied. None: by its share of the rows.
 
     ``call_of`` makes arguments, keyword arguments and the target of leaves such as those of the batch. Those
-    that are ``batched`` are split.
+    that are split have their rows in front; ``axes`` say where the function is to get them.
 
     Raises:
         InputError: the function returned no number that can be a weight.
@@ -41,7 +42,8 @@ def loss_shares(
     weights, start = list[float](), 0
     for number, size in enumerate(sizes):
         rows = [
-            leaf[start : start + size] if split else leaf for leaf, split in zip(leaves, batched, strict=True)
+            axis.restore(leaf[start : start + size]) if axis else leaf
+            for leaf, axis in zip(leaves, axes, strict=True)
         ]
         args, kwargs, target = call_of(rows)
         named = {**kwargs, **({} if target is None else {"target": target})}

@@ -1,0 +1,55 @@
+"""Lets a captured graph return the rows of the batch in front where they are not one block each.
+
+::
+
+    y = relu(x)              f32[7*b, 4], its rows 7 times in order          y = relu(x)
+    return y                                                           ->    v = view(y, [7, b, 4])
+                                                                             return permute(v, [1, 0, 2])
+
+Such results of microbatches can be concatenated. Of what comes of that, ``BatchAxis.restore`` makes the
+result of the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipec.capture.markers import RESULT
+from pipec.capture.rewriting import KEPT, put, value_of
+from pipec.ir.axis import BatchAxis
+
+_aten = torch.ops.aten
+
+
+def mark_rows(result: fx.Node, axis: BatchAxis) -> fx.Node:
+    """Say of a result of a captured graph where it has the rows of the batch.
+
+    The graph is to return what this returns. The output of the batch then has its rows in their order.
+    """
+    return put(result, "result", RESULT, result, "", [axis.dim, axis.outer, axis.inner])
+
+
+def rows_in_front(marked: fx.Node, axis: BatchAxis, rows: Any) -> fx.Node:
+    """The value of a ``RESULT`` in a joint graph with its rows, which it has at ``axis``, as dimension 0.
+
+    ``rows`` is a number or a symbolic size. How many blocks of them there are is told by the size of the
+    dimension, which may be symbolic as well.
+    """
+    value = marked.all_input_nodes[0]
+    sizes = (axis if axis.inner == 0 else replace(axis, outer=0)).apart(value_of(value).shape, rows)
+    at = axis.dim + axis.has_outer
+    order = [at, *(dim for dim in range(len(sizes)) if dim != at)]
+    viewed = _call(marked, _aten.view.default, value, sizes)
+    return _call(marked, _aten.permute.default, viewed, order)
+
+
+def _call(marked: fx.Node, function: Any, value: fx.Node, numbers: Sequence[Any]) -> fx.Node:
+    formulas = [x.node.expr if isinstance(x, torch.SymInt) else x for x in numbers]
+    with marked.graph.inserting_before(marked):
+        node = marked.graph.call_function(function, (value, formulas))
+    node.meta = {key: marked.meta[key] for key in KEPT if key in marked.meta}
+    node.meta["val"] = function(value_of(value), numbers)
+    return node
