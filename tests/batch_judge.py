@@ -4,7 +4,6 @@ It knows nothing of how pipec decides what a microbatch may be told of its batch
 and warnings.
 """
 
-import copy
 import logging
 import re
 import warnings
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.errors import PipecError
+from pipec.errors import ExecutionError, PipecError
 from pipec.torch_compat import pytree
 
 TOLERANCE = 1e-9
@@ -106,17 +105,15 @@ class BrokenCase(Exception):
 
 def judge(case: BatchCase) -> Judged:
     """Compile the case, run its mini-batches in turn, and compare each with eager torch."""
-    torch.manual_seed(0)
-    model = case.make().double()
     try:
-        expected = [_eager(case, copy.deepcopy(model), rows) for rows in case.rows]
+        expected = [_eager(case, _made(case), rows) for rows in case.rows]
     except Exception as error:
         raise BrokenCase(f"{case.name}: {error!r}") from error
     with _warnings() as told:
         try:
-            differences = [*_differences(case, model, expected)]
+            differences = [*_differences(case, _made(case), expected)]
         except PipecError as error:
-            return Judged(Verdict.REFUSED, _brief(error))
+            return Judged(Verdict.RAW if _is_raw(error) else Verdict.REFUSED, _brief(error))
         except Exception as error:
             return Judged(Verdict.RAW, _brief(error))
     message = "; ".join([*differences[:2], *told])
@@ -136,6 +133,16 @@ def _differences(case: BatchCase, model: nn.Module, expected: list[dict[str, Ten
             found = _left(model, pipe.step(*args, target=target))
         if not case.random:
             yield from _compared(found, wanted)
+
+
+def _made(case: BatchCase) -> nn.Module:
+    torch.manual_seed(0)
+    return case.make().double()
+
+
+def _is_raw(error: BaseException) -> bool:
+    """Whether an instruction failed for a reason that is not pipec's own."""
+    return isinstance(error, ExecutionError) and not isinstance(error.__cause__, PipecError)
 
 
 def _eager(case: BatchCase, model: nn.Module, rows: int) -> dict[str, Tensor]:

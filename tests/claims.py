@@ -1,7 +1,7 @@
 """Checks what the analysis says of every value of a graph against brute force.
 
-The rewritten graph runs on the mini-batch and on each microbatch. What it calls rows, the microbatches' values
-one behind the other must be; what it calls a sum must add up; what it calls whole must be the same.
+The rewritten graph runs on the mini-batch and on each microbatch. What the analysis calls rows must be the
+microbatches' values, one behind the other; what it calls a sum must add up; what is whole must be the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from pipec.capture.batch.analysis import _Walk
 from pipec.capture.batch.values import Mixed, Picked, Rows, Sum, Unproven, Value, Whole
 from pipec.capture.markers import OF_BATCH, RESULT, ROW_NUMBERS, SHARE
+from pipec.errors import PipecError
 from pipec.torch_compat import pytree
 
 TOLERANCE = 1e-8
@@ -33,20 +34,30 @@ class Checked:
     num_claims: int = 0
 
 
-class FixedRowsError(Exception):
-    """The graph can only be traced for one number of rows."""
+class SkippedError(Exception):
+    """The graph is no case: it does not run on microbatches, or can only be traced for one number of rows."""
 
 
 def check_graph(
     module: fx.GraphModule, inputs: Mapping[str, Any], batched: Sequence[str], sizes: Sequence[int]
 ) -> Checked:
-    """Analyse a graph of tensors called ``inputs``, and compare each claim with microbatches of these sizes."""
+    """Analyse a graph of the arguments ``inputs``, and compare each claim with microbatches of these sizes."""
     parts = list(split(inputs, batched, sizes))
+    try:
+        expected = pytree.tree_leaves(fx.Interpreter(module).run(*copied(inputs)))
+        for part in parts:
+            fx.Interpreter(module).run(*copied(part))
+    except Exception as error:
+        raise SkippedError("microbatches do not run") from error
     give_values(module, parts[0], batched)
-    expected = pytree.tree_leaves(fx.Interpreter(module).run(*copied(inputs)))
     walk = _Walk(module, set(batched), sizes[0], 1)
-    walk.run()
-    findings = walk.finish(True)
+    try:
+        walk.run()
+        findings = walk.finish(True)
+    except PipecError:
+        return Checked("refused")
+    except Exception as error:
+        return Checked("raw", wrong=[f"the analysis fails: {error!r}"])
     module.recompile()
     said = "refused" if findings.mixed else "unproven" if findings.unproven else "proved"
     checked = Checked("assumed" if findings.assumed and said == "proved" else said)
@@ -54,17 +65,33 @@ def check_graph(
     checked.claim = walk.value_of(output[0]) if isinstance(output[0], fx.Node) else None
     if findings.assumed:
         return checked
-    whole = Run(module, 0, sum(sizes), sum(sizes))
-    found = pytree.tree_leaves(whole.run(*copied(inputs)))
+    try:
+        whole, *runs = rewritten_runs(module, inputs, parts, sizes)
+    except Exception as error:
+        checked.wrong.append(f"the rewritten graph fails: {error}".split("While executing")[0].strip())
+        return checked
+    found = pytree.tree_leaves(whole.result)
     for mine, theirs in zip(found, expected, strict=True):
         if not is_close(mine, theirs):
             checked.wrong.append("the rewritten graph computes something else of the whole batch")
-    runs = []
-    for place, part in enumerate(parts):
-        runs.append(Run(module, sum(sizes[:place]), sizes[place], sum(sizes), whole.values))
-        runs[-1].run(*copied(part))
     checked.wrong += compare(walk, whole, runs, checked)
     return checked
+
+
+def rewritten_runs(
+    module: fx.GraphModule,
+    inputs: Mapping[str, Any],
+    parts: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+) -> Iterator["Run"]:
+    """A run of the whole mini-batch, and one of each microbatch."""
+    whole = Run(module, 0, sum(sizes), sum(sizes))
+    whole.result = whole.run(*copied(inputs))
+    yield whole
+    for place, part in enumerate(parts):
+        run = Run(module, sum(sizes[:place]), sizes[place], sum(sizes), whole.values)
+        run.result = run.run(*copied(part))
+        yield run
 
 
 def split(
@@ -93,13 +120,15 @@ def give_values(module: fx.GraphModule, part: Mapping[str, Any], batched: Sequen
         return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
     made = [fake(name, x) for name, x in part.items()]
-    with mode:
-        _Values(module).run(*made)
+    try:
+        with mode:
+            _Values(module).run(*made)
+    except Exception as error:
+        raise SkippedError("cannot be traced") from error
     first = next(x for name, x in zip(part, made, strict=True) if name in batched)
-    if not isinstance(first.shape[0], torch.SymInt) or first.shape[0].node.is_constant():
-        raise FixedRowsError
-    if shapes.replacements or first.shape[0].node.expr.is_number:
-        raise FixedRowsError
+    size = first.shape[0]
+    if not isinstance(size, torch.SymInt) or shapes.replacements or size.node.expr.is_number:
+        raise SkippedError("one number of rows")
 
 
 class _Values(fx.Interpreter):
@@ -123,6 +152,7 @@ class Run(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.first, self.rows, self.total, self.of_batch = first, rows, total, of_batch
         self.values: dict[fx.Node, Any] = {}
+        self.result: Any = None
 
     def run_node(self, node: fx.Node) -> Any:
         if node.target is OF_BATCH and self.of_batch is not None:
@@ -212,4 +242,4 @@ def traced(function: Callable[..., Any]) -> fx.GraphModule:
     return fx.symbolic_trace(function)
 
 
-__all__ = ["Checked", "FixedRowsError", "check_graph", "traced"]
+__all__ = ["Checked", "SkippedError", "check_graph", "traced"]
