@@ -13,6 +13,14 @@ class InputError(PipecError, ValueError):
     """A call's arguments do not fit: wrong shape, dtype, batch size, device count or name."""
 
 
+class MixedRowsError(InputError):
+    """Rows of the batch depend on one another, so that microbatches do not make what the batch would."""
+
+
+class TargetRowsError(InputError):
+    """The target has another number of rows than the batch."""
+
+
 class PlanError(PipecError):
     """No plan can be made from what was asked."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.errors import InputError
+from pipec.errors import InputError, TargetRowsError
 from pipec.ir import Variable
 from pipec.ir.axis import FRONT, BatchAxis
 from pipec.ir.batch import leaf_path
@@ -139,7 +139,7 @@ class Call:
             )
         size, target = self.batch_size, self.target
         if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
-            raise InputError(
+            raise TargetRowsError(
                 f"target has {target.shape[0]} rows but the batch has {size}. Pass as many, or tell "
                 "pipec.compile where they are: batched={'target': 1} if dimension 1 is the batch, or "
                 "{'target': '(t b)'} if dimension 0 is time and batch in one"

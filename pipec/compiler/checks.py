@@ -1,6 +1,6 @@
 """Whether microbatches make what the batch would: what is refused if not, and what the user is told."""
 
-from pipec.errors import InputError
+from pipec.errors import InputError, MixedRowsError
 from pipec.graph import Findings, TrainingGraph, is_collective
 from pipec.ir import Payload, Placement, Plan, Sizes
 
@@ -31,9 +31,9 @@ def told_of_rounds(graph: TrainingGraph, replicas: object, num_microbatches: int
 
 
 def check_batch(findings: Findings, num_microbatches: int) -> None:
-    """Raise InputError if rows of the batch that are in different microbatches depend on one another."""
+    """Raise MixedRowsError if rows of the batch in different microbatches depend on one another."""
     if findings.mixed:
-        raise InputError(
+        raise MixedRowsError(
             f"the loss of the batch is not made by its {num_microbatches} microbatches, for rows depend on "
             f"other rows:\n  {findings.mixed}\n"
             "Compute it with microbatches=1. Or let each row be computed by itself, and reduce with sums and "
@@ -43,7 +43,7 @@ def check_batch(findings: Findings, num_microbatches: int) -> None:
             'microbatch_weight="rows" takes the mean over microbatches, each computed by itself, on purpose'
         )
     if findings.output:
-        raise InputError(
+        raise MixedRowsError(
             "the model or loss_fn returns a value of all rows together, which those of "
             f"{num_microbatches} microbatches do not make:\n  {findings.output}\n"
             "Return it for each row, or compile with microbatches=1"

@@ -53,6 +53,7 @@ class Compiler:
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
     they divide. ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if
     not in the model's own types. If it ``measures_processor``, costs are those measured on this machine.
+    While the pipeline ``tries_axes``, a batch whose rows depend on one another is refused.
     ``watch`` says how long each step of all compilations took together.
     """
 
@@ -69,6 +70,7 @@ class Compiler:
     microbatch_weight: str = ""
     precision: Precision | None = None
     measures_processor: bool = False
+    tries_axes: bool = False
     watch: Stopwatch = field(default_factory=Stopwatch)
     _settled: Settled | None = None
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
@@ -128,9 +130,7 @@ class Compiler:
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
-            check_batch(graphs[0].findings, count)
             check_outputs(graphs[0])
-            check_sizes(graphs[0], count, call.batch_size, sizes)
             for warning in warnings_of(graphs[0].findings):
                 self._warn_once(warning)
         check_groups(groups)
@@ -372,16 +372,22 @@ class Compiler:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
             assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
             self.microbatches = replicas
-        if graph.mode is Mode.TRAIN and self._is_taken_whole(graph, call.batch_size):
-            self.microbatches = 1
+        if self._is_taken_whole(graph, call.batch_size):
+            self.microbatches = 1 if graph.mode is Mode.TRAIN else self.microbatches
+        elif len(sizes) > 1:
+            check_batch(graph.findings, len(sizes))
+            check_sizes(graph, len(sizes), call.batch_size, graph.planned)
         return replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
 
     def _is_taken_whole(self, graph: TrainingGraph, rows: int) -> bool:
-        """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several."""
+        """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several.
+
+        First another dimension of the arguments is tried, if there is one that may be the batch.
+        """
         why = graph.findings.mixed or graph.findings.output
         if not why and graph.batch is not None and not graph.serves(rows, graph.planned):
             why = f"the model's code takes another way where not {graph.broken_guard(rows, graph.planned)}"
-        if not why or self.microbatches is not None or self.autotuner.policy.replicas != 1:
+        if not why or self.tries_axes or self.microbatches is not None or self.autotuner.policy.replicas != 1:
             return False
         self._warn_once(f"a step has one microbatch, the whole batch, for rows depend on other rows: {why}")
         return True

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from pipec.artifact.directory import write
+from pipec.capture.call import Call
+from pipec.capture.other_axes import second_dimension
 from pipec.capture.splitting import Batched, known_from
 from pipec.compiler.captures import Turn
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.groups import Compiled, Groups
-from pipec.errors import InputError
+from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
 from pipec.graph import ReadConstants
 from pipec.ir import Mode, RankMemory
 from pipec.ir.arguments import check_arguments
@@ -38,6 +41,8 @@ from pipec.runtime.stream.flow import CompiledStream
 from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.streams import Begun, nothing
 from pipec.torch_compat import Place, pytree
+
+logger = logging.getLogger("pipec")
 
 
 class Pipeline(ShownModel):
@@ -63,6 +68,7 @@ class Pipeline(ShownModel):
         self._weight = microbatch_weight
         self._kept = Kept()
         self._measured: list[RankMemory] | None = None
+        self._axes_are_known = False
         self._served: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
@@ -88,7 +94,7 @@ class Pipeline(ShownModel):
             ExecutionError, TransportError: a rank failed.
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
-        turn = self._agreed(Asked("step", Mode.TRAIN, outputs), args, kwargs, target)
+        turn = self._agreed_on_axes(Asked("step", Mode.TRAIN, outputs), args, kwargs, target)
         self._last_reading = None
         return self._train(turn)
 
@@ -138,11 +144,11 @@ class Pipeline(ShownModel):
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
-        return self._loss(self._agreed(Asked("eval_step", Mode.LOSS, outputs), args, kwargs, target))
+        return self._loss(self._agreed_on_axes(Asked("eval_step", Mode.LOSS, outputs), args, kwargs, target))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
-        turn = self._agreed(Asked("forward", Mode.FORWARD), args, kwargs)
+        turn = self._agreed_on_axes(Asked("forward", Mode.FORWARD), args, kwargs)
         compiled = self._compiled(turn)[0][0]
         results = self._run(turn)
         return _output(compiled, results, compiled.artifact.plan.outputs)
@@ -198,7 +204,7 @@ class Pipeline(ShownModel):
 
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
-        self._compiled(self._agreed(Asked("prepare", Mode.TRAIN, outputs), args, kwargs, target))
+        self._compiled(self._agreed_on_axes(Asked("prepare", Mode.TRAIN, outputs), args, kwargs, target))
         return self
 
     def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
@@ -275,6 +281,62 @@ class Pipeline(ShownModel):
             self._keep_own_tensors(groups[0][0].artifact.plan)
             self._unsettled = False
         return groups if len(turn.rows) == 1 else self._of_local_batch(turn, groups)
+
+    def _agreed_on_axes(
+        self, asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> Turn:
+        """The call that all ranks make, by the dimension that is the batch.
+
+        That is dimension 0, unless rows along it are proved to depend on one another, the user says nothing
+        of it, and along dimension 1 they are proved not to.
+        """
+        other = None
+        if not self._axes_are_known and self._batched is None and self._batch == "same":
+            other = second_dimension(Call(args, kwargs, target))
+        if other is None:
+            turn = self._agreed(asked, args, kwargs, target)
+            self._axes_are_known = True
+            return turn
+        try:
+            turn = self._agreed_and_compiled(asked, args, kwargs, target)
+        except InputError as error:
+            if not isinstance(error, MixedRowsError | TargetRowsError):
+                raise
+            why, self._batched = error, other
+        else:
+            self._axes_are_known = True
+            return turn
+        self._calls.clear()
+        try:
+            turn = self._agreed_and_compiled(asked, args, kwargs, target)
+        except (InputError, CaptureError):
+            self._batched = None
+            self._calls.clear()
+            if isinstance(why, TargetRowsError):
+                raise why from None
+            turn = self._agreed(asked, args, kwargs, target)
+        else:
+            listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
+            logger.warning(
+                "the batch is dimension 1, along which no row depends on others: split with batched={%s}. "
+                "Dimension 0 is not: %s",
+                listed,
+                str(why).splitlines()[-2 if isinstance(why, MixedRowsError) else 0].strip(),
+            )
+        self._axes_are_known = True
+        return turn
+
+    def _agreed_and_compiled(
+        self, asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> Turn:
+        """The call that all ranks make, if its microbatches are proved to make what the batch does."""
+        turn = self._agreed(asked, args, kwargs, target)
+        self._compiler.tries_axes = True
+        try:
+            self._compiled(turn)
+        finally:
+            self._compiler.tries_axes = False
+        return turn
 
     def _rows_to_compile(self, turn: Turn) -> int:
         """The rows of the batch; if replicas have their own, as if all had as many as one has at most."""
