@@ -233,12 +233,13 @@ class _Walk:
         if node.target in JOINS and self.num_replicas > 1:
             return self._joined(node, args[0] if args else next(iter(kwargs.values())))
         if node.target is batch_norm_of_round:
-            self.tracker.trained_norms += 1
-            return self.tracker.tell(torch.empty_like(args[0]), self.tracker.known(args[0]))
+            return self.normalized(args[0])
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, args)
         if operator_name(node) in _HOLDING_NUMBERS:
             return self._constant(node, args, kwargs)
+        if operator_name(node) == "embedding_bag" and args[0].ndim == 2:
+            return self._bags(node, args)
         odd = [source for source in node.all_input_nodes if source in self._odd]
         if odd and operator_name(node) not in _SHAPING:
             return self._stand_in(
@@ -249,6 +250,10 @@ class _Walk:
         if node.op == "call_module":
             raise TypeError("a call of a module")
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """A batch norm over the rows of all replicas: a declared exception."""
+        return self.tracker.tell(torch.empty_like(x), self.tracker.known(x))
 
     def _constant(self, node: fx.Node, args: Sequence[Any], kwargs: Any) -> Any:
         """``torch.tensor`` of numbers, which torch puts into memory without any operator."""
@@ -267,13 +272,21 @@ class _Walk:
         unclear = Mixed("computes with the number of rows, which is another one in a microbatch")
         return self._stand_in(node, value if isinstance(value, Whole) else unclear)
 
+    def _bags(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """``embedding_bag`` of rows of numbers, which torch calls with the places where rows begin."""
+        values = {self.tracker.value_of(x) for x in tensors_in((args, dict(node.kwargs))) if x is not args[1]}
+        rows = values == {Rows(0)} and self.tracker.value_of(args[1]) == Whole()
+        if not rows and values | {self.tracker.value_of(args[1])} != {Whole()}:
+            return self._stand_in(node, Unproven("looks up in a table, and adds up"))
+        return self._stand_in(node, Rows(0) if rows else Whole())
+
     def _higher_order(self, node: fx.Node, args: Sequence[Any]) -> Any:
         """Run the graph that an operator calls, where that is all it does."""
         name = str(node.target)
         if name in ("tag_activation_checkpoint", "wrap", "invoke_subgraph"):
             inner, *rest = args
             rest = rest[1:] if name == "invoke_subgraph" else rest
-            return inner(*rest)
+            return _Inner(inner, self).run(*rest)
         if name == "autograd_function_apply":
             return self._with_own_backward(*args)
         raise TypeError(f"a call of {name}")
@@ -315,13 +328,16 @@ class _Walk:
     def _joined(self, node: fx.Node, own: Tensor) -> Tensor:
         """What a collective makes of a microbatch's value, if a step is one round."""
         known = self.tracker.known(own)
-        if known.value == Rows(0) and node.target in GATHERS:
+        in_front = isinstance(known.value, Rows) and known.value == Rows(0, known.value.outer)
+        if in_front and node.target in GATHERS:
             gathered = torch.empty(
                 self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta"
             )
             self.tracker.of_round.add(gathered.shape[0])
+            if known.value != Rows(0):
+                self.tracker.in_turns.add(id(gathered))
             return self.tracker.tell(gathered, Known(Whole()))
-        fits = known.value == Sum() if node.target in REDUCES else known.value == Whole()
+        fits = known.value == Sum() if node.target in REDUCES else isinstance(known.value, Whole)
         if node.target in BROADCASTS or node.target in REDUCES:
             value: Value = Whole() if fits else Mixed("joins what is no sum over the rows of a replica")
             return self.tracker.tell(torch.empty_like(own), Known(value))
@@ -376,6 +392,8 @@ class _Walk:
 
     def _mean_of(self, total: fx.Node, reader: fx.Node) -> bool:
         """Let ``reader`` read a sum divided by the microbatch's share."""
+        if self.tracker.ambiguous:
+            return False
         shared = changes_argument(reader) and reader.args[0] is total and len(total.users) > 1
         if shared or not value_of(total).is_floating_point():
             return False
@@ -429,7 +447,7 @@ class _Walk:
         target, weight = arguments.get("target"), arguments.get("weight")
         if not isinstance(target, fx.Node) or value_of(target).is_floating_point():
             return False
-        if reduction_of(arguments) != "mean" or not isinstance(self.value_of(target), Rows):
+        if reduction_of(arguments) != "mean" or not isinstance(self.value_of(target), Rows | Picked):
             return False
         tensors = [self.values[x] for x in (target, weight) if isinstance(x, fx.Node)]
         if not all(self.tracker.known(x).given for x in tensors):
@@ -459,6 +477,9 @@ class _Walk:
         with following(self.tracker):
             if loss is not None and self.value_of(loss) == Sum() and self._mean_of(loss, output):
                 loss = self._means[loss]
+        if loss is not None and self.tracker.ambiguous and self.value_of(loss) == MEAN:
+            number, rows = self.tracker.ambiguous[0], self.size
+            problem = Unproven(f"computes with {number}, which may come from the {rows} rows of a microbatch")
         if loss is not None and self.value_of(loss) not in (MEAN, Whole()):
             problem = self.value_of(loss)
             if not isinstance(problem, Mixed | Unproven):
@@ -494,6 +515,19 @@ class _Walk:
             else (f"{place_of(node)} is no sum or mean over the rows of the batch")
         )
         return put(node, node.name, RESULT, node, unclear, [])
+
+
+class _Inner(fx.Interpreter):
+    """Runs a graph that an operator calls."""
+
+    def __init__(self, module: fx.GraphModule, walk: _Walk) -> None:
+        super().__init__(module)
+        self._walk = walk
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is batch_norm_of_round:
+            return self._walk.normalized(args[0])
+        return super().call_function(target, args, kwargs)
 
 
 _HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}

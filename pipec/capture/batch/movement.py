@@ -152,9 +152,33 @@ def _as_strided(call: OperatorCall, rows: Rows) -> Value:
     return call.unproven()
 
 
+def _written(call: OperatorCall, rows: Rows) -> Value:
+    """What is written to a place of each row must be of that row, or whole."""
+    dim, part = _dim(call), call.value_of(call["src"])
+    shift = call.name == "select_scatter" and dim < rows.dim
+    own = isinstance(part, Whole) and part.fill is not None
+    if dim == rows.dim or not (own or part == rows.at(rows.dim - shift)):
+        return call.mixed("writes to some rows by their place")
+    return rows
+
+
+def _put_back(call: OperatorCall, rows: Rows) -> Value:
+    """The gradient of a part is that of the whole, and zero elsewhere."""
+    dim = call["dim"] % len(call.shape)
+    found = rows.at(rows.dim + (call.name == "select_backward" and dim <= rows.dim))
+    return found if dim != found.dim else call.mixed("takes some rows of the microbatch by their place")
+
+
+def _same(call: OperatorCall, rows: Rows) -> Value:
+    return rows
+
+
 _PLACES = {
+    **dict.fromkeys(("view_as_complex", "view_as_real"), _same),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy"), _view),
     **dict.fromkeys(("transpose", "t"), _transpose),
+    **dict.fromkeys(("select_scatter", "slice_scatter"), _written),
+    **dict.fromkeys(("select_backward", "slice_backward"), _put_back),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _split),
     **dict.fromkeys(("flip", "roll"), _flip),
     "permute": _permute,

@@ -10,8 +10,8 @@ MULTIPLYING = {"mul"}
 DIVIDING = {"div", "true_divide"}
 KEEPING = {
     *("clone", "_to_copy", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"),
-    *("_conj", "conj_physical", "resolve_conj", "resolve_neg", "real", "imag", "positive", "view_as_real"),
-    *("view_as_complex", "_conj_physical", "_reshape_alias_copy"),
+    *("_conj", "conj_physical", "resolve_conj", "resolve_neg", "real", "imag", "positive"),
+    *("_conj_physical",),
 }
 """Operators that return the elements of their first argument, in another type perhaps."""
 
@@ -28,10 +28,6 @@ def pointwise(call: OperatorCall) -> Value:
         return _of_picked(call)
     if any(isinstance(value, Sum) for value in call.values):
         return _of_sums(call)
-    if call.name in MULTIPLYING | DIVIDING and None in map(call.degree, call.numbers):
-        return call.unproven(
-            "computes with a number that may be that of the rows, in a graph for so many alone"
-        )
     degree = _degree(call)
     if degree is None:
         return call.mixed("computes with the number of rows, which is another one in a microbatch")

@@ -54,6 +54,10 @@ class Tracker(TorchDispatchMode):
     """The operators without a rule whose results were taken to have rows, for their sizes say so."""
     of_round: set[int] = field(default_factory=set)
     """The sizes of dimensions that have the rows of all replicas."""
+    in_turns: set[int] = field(default_factory=set)
+    """Tensors by ``id`` that have them in another order than the batch, and what is made of them."""
+    ambiguous: list[int | float] = field(default_factory=list)
+    """Numbers that rows are scaled by, and that may be the number of rows, if that is no symbol."""
     trained_norms: int = 0
 
     def __post_init__(self) -> None:
@@ -103,8 +107,10 @@ class Tracker(TorchDispatchMode):
         if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
             self._write(call, given)
             return result
-        values = self._values(call)
         results = tensors_in(result)
+        if any(id(tensor) in self.in_turns for tensor in call.tensors):
+            self.in_turns.update(map(id, results))
+        values = call.mixed(_OUT_OF_ORDER) if self._needs_order(call) else self._values(call)
         each = values if isinstance(values, tuple) else (values,) * len(results)
         for tensor, value in zip(results, each, strict=False):
             if not any(tensor is argument for argument in call.tensors):
@@ -125,6 +131,8 @@ class Tracker(TorchDispatchMode):
         is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
         if is_whole and not grows and name not in _KEEP_FILLS | READ_NO_VALUES:
             return Whole()
+        if name in ("mul", "div") and not self.symbolic:
+            self.ambiguous += [number for number in call.numbers if call.degree(number) is None]
         if grows and name not in READ_SIZES:
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
         if name in ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"):
@@ -138,6 +146,15 @@ class Tracker(TorchDispatchMode):
             return made
         return self._assume(call)
 
+    def _needs_order(self, call: OperatorCall) -> bool:
+        """Whether a call tells rows of all replicas apart by their place, where that is not the batch's."""
+        if not self.in_turns or not call.tensors or id(call.first) not in self.in_turns or call.name not in _TELLING_PLACES:
+            return False
+        dim = call.arguments.get("dim")
+        if isinstance(dim, int) and call.first.ndim:
+            return call.first.shape[dim] in self.of_round
+        return any(size in self.of_round for size in call.first.shape)
+
     def _note_norm(self, call: OperatorCall) -> None:
         value = call.value_of(call.first)
         training = call.arguments.get("training", True)
@@ -146,7 +163,7 @@ class Tracker(TorchDispatchMode):
 
     def _decomposed(self, call: OperatorCall) -> tuple[Value, ...] | None:
         """What torch's decomposition of an operator makes of its arguments."""
-        decompose = decompositions().get(call.op)
+        decompose = _trilinear if call.name == "_trilinear" else decompositions().get(call.op)
         if decompose is None or self._depth > 3:
             return None
         self._depth += 1
@@ -259,6 +276,13 @@ class Tracker(TorchDispatchMode):
         return call.unproven("writes into a part of what has another meaning")
 
 
+_OUT_OF_ORDER = "tells rows of replicas apart by their place, which is another one than in the batch"
+
+_TELLING_PLACES = {
+    *("diagonal", "gather", "index", "index_select", "roll", "select", "slice", "split", "split_with_sizes"),
+    *("tril", "triu", "unbind", "unfold"),
+}
+
 _OVERWRITING = {"copy", "fill", "zero"}
 _KEEP_FILLS = {
     "view",
@@ -319,6 +343,18 @@ def _ctc(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 def _bincount(args: Sequence[Any]) -> Tensor:
     return torch.empty(CHOSEN, dtype=torch.int64, device=_META)
+
+
+def _trilinear(
+    one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], unroll_dim: int = 1
+) -> Tensor:
+    """What ``nn.Bilinear`` calls, as its formula says."""
+    *expanded, summed = dims[:4]
+    for each, tensor in enumerate(factors := [one, two, three]):
+        for dim in expanded[each]:
+            tensor = tensor.unsqueeze(dim)
+        factors[each] = tensor
+    return (factors[0] * factors[1] * factors[2]).sum(list(summed))
 
 
 _STAND_INS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
