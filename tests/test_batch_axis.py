@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from unsplit import relative_error
 from workers import run_ranks
 
 import pipec
 from pipec.artifact.plan_rules import check_plan
-from pipec.capture import tracer
-from pipec.capture.row_order import mark_rows
 from pipec.errors import ArtifactError, InputError
 from pipec.ir.axis import BatchAxis
 
@@ -322,49 +320,49 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         pipe.step(tokens(*x), target=tokens(*target))
 
 
-def test_outputs_are_refused_where_nothing_shows_their_batch() -> None:
-    """A size that is captured as a number may be that of the batch or not."""
-    options: dict[str, Any] = {
-        "loss_fn": flat_loss,
-        "microbatches": ROWS,
-        "batched": BY_TIME,
-        "dynamic": False,
-    }
-    x, target = tokens(TIME, ROWS), tokens(TIME * ROWS, seed=2)
-    pipe = pipec.compile(made(Recurrent), 2, **options)
-    with pytest.raises(InputError, match="nothing shows by which dimension they are joined"):
-        pipe.step(x, target=target, outputs=True)
-    assert relative_error(pipe.step(x, target=target), flat_loss(made(Recurrent)(x), target).detach()) < 1e-12
-
-
 class Flat(nn.Module):
-    """Returns its rows merged behind the time, as a loss takes them."""
+    """Returns its rows behind the time, also merged, as a loss takes them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.head = nn.GRU(4, 4), nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x)[0]).flatten(0, 1)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.head(self.layers(x)[0])
+        return hidden.flatten(0, 1), hidden
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 3, "stages": 1}, {"dynamic": False}])
-def test_outputs_get_their_rows_in_order(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once something says that they have blocks of rows."""
-    add_up = tracer.add_up
-
-    def marking(module: fx.GraphModule, *args: Any) -> str:
-        found, output = add_up(module, *args), module.graph.output_node()
-        (result,) = output.all_input_nodes
-        output.replace_input_with(result, mark_rows(result, BatchAxis(0, outer=TIME)))
-        return found
-
-    monkeypatch.setattr(tracer, "add_up", marking)
+def test_outputs_have_their_rows_in_order(options: dict[str, Any]) -> None:
     model, rows = made(Flat), 4 if "dynamic" in options else ROWS
     pipe = pipec.compile(model, **{"devices": 2, "microbatches": 2, "batched": {"x": 1}, **options})
     for time in (TIME, 4, 9) if not options else (TIME,):
         x = torch.randn(time, rows, 4, generator=torch.Generator().manual_seed(1)).double()
-        assert relative_error(pipe(x), model(x).detach()) < 1e-12
+        for found, expected in zip(pipe(x), model(x), strict=True):
+            assert relative_error(found, expected.detach()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dynamic": False}, "is a constant in what"),
+        ({"microbatch_weight": "rows"}, "the graph is not looked at"),
+    ],
+)
+def test_outputs_are_refused_where_nothing_shows_their_rows(options: dict[str, Any], message: str) -> None:
+    class Turned(Flat):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            flat, hidden = super().forward(x)
+            return flat, hidden.transpose(0, 1)
+
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.mse_loss(output[1], target)
+
+    pipe = pipec.compile(made(Turned), 2, loss_fn=loss, microbatches=2, batched={"x": 1}, **options)
+    x, target = torch.randn(TIME, 4, 4).double(), torch.randn(4, TIME, 3).double()
+    with pytest.raises(InputError, match=message):
+        pipe.step(x, target=target, outputs=True)
+    assert relative_error(pipe.step(x, target=target), loss(made(Turned)(x), target).detach()) < 1e-12
 
 
 @pytest.mark.parametrize("axis", [BatchAxis(d, o, i) for d in range(3) for o in (0, 1, 2) for i in (1, 3)])

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.graph import Output, TrainingGraph
+from pipec.graph.dimensions import dimension
 from pipec.ir import Sizes
 from pipec.ir.axis import BatchAxis
+from pipec.ir.text import names_in
 from pipec.torch_compat import pytree
 
 
@@ -30,17 +33,28 @@ Groups = list[tuple[Compiled, list[int]]]
 
 
 def check_outputs(graph: TrainingGraph) -> None:
-    """Refuse results of microbatches of which nothing shows how they make those of the batch."""
-    if graph.batch is not None or all(axis is None or axis.is_front for axis in graph.axes):
+    """Refuse results of which nothing shows how those of microbatches are joined."""
+    if all(axis is None or axis.is_front for axis in graph.axes):
         return
-    if any(
-        isinstance(role, Output) and not role.axis and node.meta["val"].ndim for role, node in graph.outputs
-    ):
-        raise InputError(
-            "the model or loss_fn returns tensors, and nothing shows by which dimension they are joined: the "
-            "number of rows is a constant in what was captured, and an argument has its rows elsewhere than "
-            "in dimension 0. Compile with dynamic=True, or microbatches=1, or pass the batch as dimension 0"
+    outputs = ((role, node.meta["val"]) for role, node in graph.outputs if isinstance(role, Output))
+    if any(role.axis is None and _may_have_rows_elsewhere(graph, value.shape) for role, value in outputs):
+        why = (
+            "the number of rows is a constant in what was captured; compile with dynamic=True"
+            if graph.batch is None
+            else "microbatch_weight=... says how losses add up, and the graph is not looked at; leave it out"
         )
+        raise InputError(
+            "the model or loss_fn returns tensors, and nothing shows where their rows are: an argument has "
+            f"them elsewhere than in dimension 0, and {why}, or pass the batch as dimension 0"
+        )
+
+
+def _may_have_rows_elsewhere(graph: TrainingGraph, shape: Sequence[Any]) -> bool:
+    """Whether the rows of a result that was not analysed may be in any dimension, or merged with others."""
+    if graph.batch is None:
+        return bool(shape)
+    sizes = [dimension(size, graph.symbols) for size in shape]
+    return any("b" in names_in(size) and size != "b" for size in sizes)
 
 
 def check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:

@@ -504,9 +504,8 @@ class _Walk:
         if not isinstance(value_of(node), Tensor) or value in (MEAN, Whole()):
             return node
         if isinstance(value, Rows) and not value.degree and not value.numbers:
-            return (
-                node if value.outer == 1 else mark_rows(node, BatchAxis(value.dim, value.outer, value.inner))
-            )
+            axis = BatchAxis(value.dim, value.outer, value.inner)
+            return node if axis.is_front else mark_rows(node, axis)
         unclear = (
             ""
             if value == Sum()
