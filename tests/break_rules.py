@@ -24,7 +24,7 @@ from pipec.capture.batch.values import Rows, Sum, Value, Whole
 
 
 def presumed(call: OperatorCall) -> Value:
-    """What sizes alone suggest: rows along the one dimension that grows with the batch, or a sum over them."""
+    """What sizes alone suggest: rows along the one dimension that grows with the batch, or a sum."""
     dims = [dim for dim, size in enumerate(call.shape) if call.is_tagged(size)]
     if len(dims) == 1:
         size = call.shape[dims[0]]
@@ -68,7 +68,7 @@ def broken() -> Iterator[tuple[str, AbstractContextManager[object]]]:
         "writing into a part",
         mock.patch.object(Tracker, "_beside", lambda self, call, other, *_: self.value_of(other)),
     )
-    yield "numbers of rows", mock.patch.object(OperatorCall, "require_no_numbers", lambda self: None)
+    yield "numbers of rows", mock.patch.object(OperatorCall, "require_no_numbers", return_value=None)
     yield "sizes that grow", mock.patch.object(Tracker, "_checked", lambda self, call, tensor, value: value)
 
 

@@ -38,7 +38,7 @@ PROVED, REFUSED, UNPROVEN, WARNED, WRONG = "proved", "refused", "unproven", "ass
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator: ``function`` takes the tensors. ``dims``: which dimension of each is the batch."""
+    """A call of an operator: ``dims`` says which dimension of each tensor is the batch."""
 
     function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
@@ -94,7 +94,7 @@ def classify(call: Call) -> tuple[str, list[str]]:
 
 
 def brute_force(call: Call) -> str:
-    """Whether the first result is that of the microbatches joined along a dimension, added up, or the same."""
+    """Whether the first result is that of the microbatches: joined, added up, or the same."""
     whole = first_of(call.function(*call.tensors))
     parts = [first_of(call.function(*part)) for part in call.parts()]
     if all(is_close(part, whole) for part in parts):
