@@ -156,9 +156,9 @@ class Run(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         if node.target is OF_BATCH and self.of_batch is not None:
-            result = self.of_batch[node]
+            result = self.of_batch[node].clone()
         elif node.target in (OF_BATCH, RESULT):
-            result = self.fetch_args_kwargs_from_env(node)[0][0]
+            result = self.fetch_args_kwargs_from_env(node)[0][0].clone()
         elif node.target is SHARE:
             result = torch.tensor(self.rows / self.total, dtype=torch.float64)
         elif node.target is ROW_NUMBERS:

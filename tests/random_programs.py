@@ -158,6 +158,31 @@ F.lp_pool1d({v}, 2, 2) | F.conv2d({v}[:, None], t[None, None, :2, :2])
 F.conv_transpose1d({v}, t[:, :, None]) | F.rms_norm({v}, {v}.shape[{d}:]) | F.hardtanh({v}).prod()
 """
 
+NUMBERS_OF_ROWS = """
+({v}.new_zeros({v}.shape[0] // 2) + 1).sum() * {v} | {v}[: {v}.shape[0] // 2].sum(0)
+({v}[1:] * 0 + 1).sum() * {v} | ({v}.new_zeros({v}.shape[0] + 1) + 1).sum() * w
+{v}.narrow({d}, 0, {v}.shape[{d}] - 1) | {v} / ({v}.shape[0] - 1) | {v}.chunk(2, {d})[0] * 0 + 1
+{v}.new_ones({v}.shape[{d}], 2).mean() * {v} | {v}.new_ones({v}.shape[{d}]).sum() + {v}
+arange({v}.shape[0]).flip(0) * w | arange({v}.shape[0]) % 2 * w | (arange({v}.shape[0]) < 3) * w
+arange({v}.shape[0]).cumsum(0) * w | arange({v}.shape[0], 0, -1) * w | arange(1, {v}.shape[0] + 1) * w
+arange({v}.shape[0]).max() * {v} | arange({v}.shape[0] * 2)[::2] * w
+arange({v}.shape[0])[:, None] * {v} - arange({v}.shape[0])[:, None]
+torch.cat([arange({v}.shape[0]), arange({v}.shape[0])]).double()
+(arange({v}.shape[0])[:, None] == arange({v}.shape[0])).double() @ {v}
+(arange({v}.shape[0]) - arange({v}.shape[0])) * w
+(arange({v}.shape[0])[:, None] >= arange({v}.shape[0])).double() @ {v}
+torch.stack([arange({v}.shape[0]), p], 1).double() | arange({v}.shape[0]).repeat_interleave(2) * 1.0
+arange({v}.shape[0]).double().mean() * {v} | arange({v}.shape[0]).neg().exp() * w
+{v}[arange({v}.shape[0]) // 2] | {v}[arange({v}.shape[0]).flip(0)]
+{v}.index_select(0, arange({v}.shape[0])) | t[arange({v}.shape[0]) % 6]
+{v}.gather(0, arange({v}.shape[0])[:, None].expand(-1, {v}.shape[1]))
+{v}.index_put((arange({v}.shape[0]), p), w) | {v}.index_put((arange({v}.shape[0]),), {u})
+{v}.index_add(0, arange({v}.shape[0]), {u}) | {v}.index_fill(0, arange({v}.shape[0]), 0.5)
+eye({v}.shape[0])[p] @ {v} | eye({v}.shape[0]).sum(0) * w | eye({v}.shape[0])[:, :2] * w[:, None]
+eye(6)[k] * {v} | eye({v}.shape[0]).diagonal() * w | {v} * ({v}.shape[0] > 0) | {v} * {v}.shape[0] ** 0.5
+{v}.sum(0) / {v}.shape[0] ** 0.5 | {v}.shape[0] / {v}.numel() * {v} | {v}.sum(0) * (1 / {v}.shape[0])
+"""
+
 WRITING = """
 {o} = {v}.clone(); setitem({o}, 0, 0.5)
 {o} = {v}.clone(); setitem({o}, slice(None, 2), 0.5)
@@ -216,6 +241,7 @@ MENU = {
     "along": _menu(ALONG_A_DIMENSION),
     "moving": _menu(MOVING),
     "mixing": _menu(MIXING),
+    "numbers of rows": _menu(NUMBERS_OF_ROWS),
     "writing": _menu(WRITING),
 }
 TEMPLATES = [template for templates in MENU.values() for template in templates]
