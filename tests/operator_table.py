@@ -159,7 +159,7 @@ def function_of(op: OpInfo, leaves: Sequence[Any], places: Sequence[int], spec: 
     def function(*tensors: Tensor) -> Any:
         filled = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
+            filled[place] = tensor.clone()  # it may be written to
         given, args, kwargs = pytree.tree_unflatten(filled, spec)
         return op.op(given, *args, **kwargs)
 
