@@ -41,7 +41,7 @@ class SkippedError(Exception):
 def check_graph(
     module: fx.GraphModule, inputs: Mapping[str, Any], batched: Sequence[str], sizes: Sequence[int]
 ) -> Checked:
-    """Analyse a graph of the arguments ``inputs``, and compare each claim with microbatches of these sizes."""
+    """Analyse a graph of the arguments ``inputs``; compare each claim with microbatches of these sizes."""
     parts = list(split(inputs, batched, sizes))
     try:
         expected = pytree.tree_leaves(fx.Interpreter(module).run(*copied(inputs)))
@@ -53,18 +53,18 @@ def check_graph(
     walk = _Walk(module, set(batched), sizes[0], 1)
     try:
         walk.run()
-        findings = walk.finish(True)
+        output = pytree.tree_leaves(module.graph.output_node().args)[0]
+        claim = walk.value_of(output) if isinstance(output, fx.Node) else Whole()
+        findings = walk.finish(False)
     except PipecError:
         return Checked("refused")
     except Exception as error:
         return Checked("raw", wrong=[f"the analysis fails: {error!r}"])
     module.recompile()
-    said = "refused" if findings.mixed else "unproven" if findings.unproven else "proved"
-    checked = Checked("assumed" if findings.assumed and said == "proved" else said)
-    output = pytree.tree_leaves(module.graph.output_node().args)
-    checked.claim = walk.value_of(output[0]) if isinstance(output[0], fx.Node) else None
     if findings.assumed:
-        return checked
+        return Checked("assumed", claim)
+    unproven = isinstance(claim, Unproven | Picked)
+    checked = Checked("refused" if isinstance(claim, Mixed) else "unproven" if unproven else "proved", claim)
     try:
         whole, *runs = rewritten_runs(module, inputs, parts, sizes)
     except Exception as error:
@@ -156,9 +156,9 @@ class Run(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         if node.target is OF_BATCH and self.of_batch is not None:
-            result = self.of_batch[node]
+            result = self.of_batch[node].clone()
         elif node.target in (OF_BATCH, RESULT):
-            result = self.fetch_args_kwargs_from_env(node)[0][0]
+            result = self.fetch_args_kwargs_from_env(node)[0][0].clone()
         elif node.target is SHARE:
             result = torch.tensor(self.rows / self.total, dtype=torch.float64)
         elif node.target is ROW_NUMBERS:

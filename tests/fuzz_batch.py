@@ -5,18 +5,21 @@ prints it; ``--whole`` trains a pipeline of each program instead, and compares i
 """
 
 import argparse
+import functools
 import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from batch_judge import BatchCase, BrokenCase, Verdict, judge
 from claims import Checked, SkippedError, check_graph, traced
-from random_programs import ARGUMENTS, BATCHED, ROWS, SIZES, WIDTH, Program, arguments, draw_program
+from random_programs import BATCHED, ROWS, SIZES, WIDTH, Program, arguments, draw_program
 from torch import Tensor, nn
+
+Told = Callable[[str], None]
 
 
 @dataclass
@@ -72,7 +75,9 @@ def reduced(program: Program) -> Program:
     return program
 
 
-def fuzz(seeds: Iterator[int] | range, seconds: float = float("inf"), most_faults: int = 10) -> Tally:
+def fuzz(
+    seeds: Iterable[int], seconds: float = float("inf"), most_faults: int = 10, told: Told = lambda text: None
+) -> Tally:
     """Try the programs of these seeds, for at most so many seconds of the processor."""
     tally, end = Tally(), time.process_time() + seconds
     for seed in seeds:
@@ -81,6 +86,7 @@ def fuzz(seeds: Iterator[int] | range, seconds: float = float("inf"), most_fault
         program = draw_program(seed)
         if program.names and (fault := fault_of(program, tally)):
             tally.faults[seed] = f"{reduced(program).source}\n{fault}"
+            told(f"seed {seed}\n{tally.faults[seed]}\n")
     return tally
 
 
@@ -116,7 +122,9 @@ def case_of(program: Program) -> BatchCase:
     )
 
 
-def fuzz_whole(seeds: Iterator[int] | range, seconds: float = float("inf"), most_faults: int = 10) -> Tally:
+def fuzz_whole(
+    seeds: Iterable[int], seconds: float = float("inf"), most_faults: int = 10, told: Told = lambda text: None
+) -> Tally:
     """Train a pipeline of each program for a step."""
     tally, end = Tally(), time.process_time() + seconds
     for seed in seeds:
@@ -133,6 +141,7 @@ def fuzz_whole(seeds: Iterator[int] | range, seconds: float = float("inf"), most
         tally.outcomes[result.verdict] += 1
         if result.verdict in (Verdict.SILENT, Verdict.RAW, Verdict.WARNED_WRONG):
             tally.faults[seed] = f"{program.source}\n{result.verdict}: {result.message}"
+            told(f"seed {seed}\n{tally.faults[seed]}\n")
     return tally
 
 
@@ -147,9 +156,9 @@ def main() -> None:
     seeds = range(options.seed, options.seed + options.count)
     if options.count == 1:
         print(draw_program(options.seed, 3 if options.whole else 6).source, "\n")
-    tally = (fuzz_whole if options.whole else fuzz)(seeds, options.seconds, options.faults)
-    for seed, fault in tally.faults.items():
-        print(f"seed {seed}\n{fault}\n")
+    tally = (fuzz_whole if options.whole else fuzz)(
+        seeds, options.seconds, options.faults, functools.partial(print, flush=True)
+    )
     print(tally)
 
 
@@ -159,5 +168,3 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     main()
-
-__all__ = ["ARGUMENTS", "fuzz", "fuzz_whole"]
