@@ -126,9 +126,9 @@ def capture(
     if not tracer.is_guarded and model not in _warned:
         _warned.add(model)
         log.warning(
-            "%sDynamo cannot trace it (%s). So what its code reads is taken to stay as it is, unless modules "
-            "have it as attributes, or their methods and the loss function enclose it or name it",
-            "forward and backward of the model were traced together: " * tracer.is_direct,
+            "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
+            "modules have it as attributes, or their methods and the loss function enclose it or name it",
+            "forward and backward were traced together: " * tracer.is_direct,
             brief(failures[0]),
         )
     if mode is Mode.TRAIN:

@@ -2,10 +2,12 @@
 
 Dynamo notes every attribute, closure and global that decided what it traced. Torch compiles these notes, the
 guards, into a check that takes some hundred nanoseconds a module. Guards on arguments, on sizes, on tensors
-and on the modes around a call are left out: whoever keeps a graph knows those of its calls.
+and on torch's own state are left out: whoever keeps a graph knows those of its calls. What Dynamo noted, but
+does not look at again, has guards of its own here.
 """
 
 import ast
+import functools
 import os
 import re
 import sys
@@ -16,12 +18,14 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._guards import Guard, GuardsSet
 
 from pipec.errors import CaptureError
 from pipec.torch_compat.modules import num_changes
@@ -133,9 +137,11 @@ def constant_guard(place: str, find: Callable[[torch.nn.Module], Any], module: t
     def read(module: torch.nn.Module) -> Any:
         found = find(module)
         if isinstance(found, torch.Tensor):
-            memory = found.data_ptr() if found.layout is torch.strided else 0
-            return found is kept, num_changes(found), memory
-        return type(found), found.dtype, found.shape, found.tobytes()
+            is_plain = type(found) is torch.Tensor and found.layout is torch.strided
+            return found is kept, num_changes(found), found.data_ptr() if is_plain else 0
+        if isinstance(found, np.ndarray | np.generic):
+            return type(found), found.dtype, found.shape, found.tobytes()
+        return type(found), found
 
     return ValueGuard(place, read, module)
 
@@ -212,8 +218,11 @@ def _methods_guard(codes: Collection[CodeType], module: torch.nn.Module) -> Valu
 
 def _code_of(value: Any) -> CodeType | None:
     """The code of a function, of a method of any kind, or of what a property computes."""
-    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return getattr(function, "__code__", None)
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return value.__code__ if isinstance(value, FunctionType) else None
 
 
 class Guards:
@@ -231,8 +240,13 @@ class Guards:
         self._alive: list[object] = []
         self._entries: list[GuardFilterEntry] = []
         forward, found = type(module).forward, capture.graph_capture_output
+        build = functools.partial(found.build_guards, forward.__code__, Hooks(guard_filter_fn=self._kept))
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
-            built = found.build_guards(forward.__code__, Hooks(guard_filter_fn=self._kept))
+            try:
+                built = build()
+            except (AttributeError, LookupError):
+                _drop_undone(found.output_graph.guards, forward.__globals__, module)
+                built = build()
         self._manager = built.guard_manager
         registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._values = [*_value_guards(self._entries, {*found.traced_code}, registered, module)]
@@ -264,8 +278,22 @@ class Guards:
         return [not _of_the_call(entry) and not _of_a_tensor(entry) for entry in entries]
 
 
+def _drop_undone(guards: GuardsSet, known: dict[str, Any], module: torch.nn.Module) -> None:
+    """Drop guards of what only the first call of the model has made, which is undone after the capture."""
+
+    def exists(guard: Guard) -> bool:
+        try:
+            _finder(guard.name, known)(module)
+        except (AttributeError, LookupError):
+            return False
+        return True
+
+    kept = [guard for guard in guards if not guard.name or _of_arguments(guard) or exists(guard)]
+    guards.inner = type(guards.inner)(kept)
+
+
 def _of_the_call(entry: GuardFilterEntry) -> bool:
-    return entry.guard_type in OF_THE_CALL or _of_arguments(entry.name) or entry.name.startswith(PYTREE)
+    return entry.guard_type in OF_THE_CALL or _of_arguments(entry.orig_guard) or entry.name.startswith(PYTREE)
 
 
 def _of_a_tensor(entry: GuardFilterEntry) -> bool:
@@ -282,9 +310,10 @@ def constant_place(name: str, kind: str, value: object) -> Place | None:
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)
 
 
-def _of_arguments(name: str) -> bool:
-    """Whether the value at this place is an argument of the traced call, or found in one."""
-    return any(root in ("args", "kwargs", "target") for root in _roots(name))
+def _of_arguments(guard: Guard) -> bool:
+    """Whether a guard looks at an argument of the traced call or a part of one, or tells others from it."""
+    compared = guard.code_list or [] if guard.create_fn_name() == "DUPLICATE_INPUT" else []
+    return any(root != "self" for text in (guard.name, *compared) for root in _roots(text))
 
 
 def _parsed(source: str) -> ast.expr:
@@ -295,12 +324,11 @@ def _parsed(source: str) -> ast.expr:
         return ast.Constant(None)
 
 
-def _roots(name: str) -> Iterator[str]:
-    for node in ast.walk(_parsed(name)):
+def _roots(source: str) -> Iterator[str]:
+    """The locals of the traced function that an expression of Dynamo's begins with."""
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "L":
             yield str(ast.literal_eval(node.slice))
-        elif isinstance(node, ast.Name):
-            yield node.id
 
 
 def _readable(text: str) -> str:
