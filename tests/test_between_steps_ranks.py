@@ -127,6 +127,12 @@ def test_what_one_rank_alone_changes_is_refused_on_all(tmp_path: Path) -> None:
         net[3]._forward_hooks.clear()
         with torch.autocast("cpu", enabled=rank == 1):
             attempt(lambda: step("autocast"))
+        torch.use_deterministic_algorithms(rank == 1)
+        attempt(lambda: step("deterministic"))
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("high" if rank == 1 else "highest")
+        attempt(lambda: step("precision"))
+        torch.set_float32_matmul_precision("highest")
         if rank == 1:
             net[4] = nn.Linear(8, 3)
         attempt(lambda: step("module"))
@@ -139,5 +145,7 @@ def test_what_one_rank_alone_changes_is_refused_on_all(tmp_path: Path) -> None:
     assert "  changed values: none on rank 0; model.1.p was 0.5 and is 0.25 on rank 1" in said
     assert "  modules: " in said
     assert "  autocast and defaults: no autocast, torch.float32 on rank 0; autocast to" in said
+    assert "  deterministic algorithms: False on rank 0; True on rank 1" in said
+    assert "  float32 matmul precision on CPUs: ieee on rank 0; tf32 on rank 1" in said
     assert "  replaced: none on rank 0; 4.weight, 4.bias on rank 1" in said
-    assert said.count("InputError: the ranks") == 5
+    assert said.count("InputError: the ranks") == 7

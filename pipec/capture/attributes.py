@@ -3,9 +3,14 @@
 They stand for Dynamo's guards where another front end captured a model, which does not tell what it read.
 """
 
+import array
+import contextvars
+import enum
 import functools
+import hashlib
 import random
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +24,20 @@ from pipec.torch_compat import num_changes
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Sources of random numbers that are not torch's."""
 
-_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Tensor, *GENERATORS)
+_ARRAYS = (np.ndarray, array.array, bytearray)
+
+_LEAVES = (
+    *(int, float, complex, str, bytes, type(None), enum.Enum, np.generic, set, frozenset),
+    *(torch.dtype, torch.device, Tensor),
+    *_ARRAYS,
+    *GENERATORS,
+)
+
+_FOLLOWED = (
+    *(*_LEAVES, Mapping, list, tuple, deque),
+    *(functools.partial, types.FunctionType, types.MethodType, contextvars.ContextVar),
+)
+"""What is looked at wherever code names it."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -43,6 +61,23 @@ class HeldTensor:
         return f"a tensor changed {self.num_changes} times"
 
 
+@dataclass(frozen=True)
+class HeldArray:
+    """An array of numbers that is no tensor, as it was when these were its values."""
+
+    kind: str
+    digest: str
+
+    @classmethod
+    def of(cls, value: Any) -> "HeldArray":
+        kind = f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        values = value.tobytes() if isinstance(value, np.ndarray | array.array) else value
+        return cls(kind, hashlib.blake2b(values, digest_size=8).hexdigest())
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.digest})"
+
+
 def readable_values(traced: nn.Module) -> dict[str, Any]:
     """By name, such as ``model.drop.p``, the plain values, functions and tensors below the modules."""
     found = reachable_values(traced)
@@ -50,7 +85,11 @@ def readable_values(traced: nn.Module) -> dict[str, Any]:
 
 
 def _mark(value: Any) -> Any:
-    return HeldTensor(value, num_changes(value)) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return HeldTensor(value, num_changes(value))
+    if isinstance(value, _ARRAYS):
+        return HeldArray.of(value)
+    return frozenset(value) if isinstance(value, set) else value
 
 
 def reachable_values(traced: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -79,11 +118,11 @@ def _values(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     match value:
-        case Mapping() | list() | tuple() if len(value) > _MOST_ITEMS:
+        case Mapping() | list() | tuple() | deque() if len(value) > _MOST_ITEMS:
             return
         case Mapping():
             yield from ((str(key), value[key]) for key in list(value))
-        case list() | tuple():
+        case list() | tuple() | deque():
             yield from ((str(index), part) for index, part in enumerate(value))
         case functools.partial():
             yield from _parts([value.func, *value.args, value.keywords])
@@ -91,6 +130,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield from (("self", value.__self__), ("function", value.__func__))
         case types.FunctionType():
             yield from _read_by(value)
+        case contextvars.ContextVar():
+            yield "get()", value.get(None)
         case _:
             yield from (*_methods(type(value)), *getattr(value, "__dict__", {}).items())
 
@@ -98,15 +139,34 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _methods(kind: type) -> Iterator[tuple[str, Any]]:
     """The functions of a class and of those it inherits from, except torch's."""
     own = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
-    return ((name, x) for base in own for name, x in vars(base).items() if isinstance(x, types.FunctionType))
+    found = ((name, getattr(x, "__func__", x)) for base in own for name, x in vars(base).items())
+    return ((name, x) for name, x in found if isinstance(x, types.FunctionType))
 
 
 def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function has enclosed, and the leaves among the globals that its code names."""
+    """What a function, if it is not torch's, has enclosed, its defaults, and what its code names.
+
+    These are globals, also those whose names are words in the code, and of objects, classes and modules among
+    them the attributes that the code names.
+    """
+    if (function.__module__ or "").startswith("torch."):
+        return
     code, known = function.__code__, function.__globals__
+    yield from (("defaults", function.__defaults__), ("keywords", function.__kwdefaults__))
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # of a variable that has no value yet
             continue
-    yield from ((x, known[x]) for x in code.co_names if x in known and isinstance(known[x], _LEAVES))
+    words = dict.fromkeys([*code.co_names, *(x for x in code.co_consts if isinstance(x, str))])
+    for name in words:
+        if name not in known:
+            continue
+        if isinstance(known[name], _FOLLOWED):
+            yield name, known[name]
+        else:
+            if isinstance(known[name], type):
+                yield from ((f"{name}.{x}", function) for x, function in _methods(known[name]))
+            held = getattr(known[name], "__dict__", {})
+            named = ((x, held[x]) for x in words if x in held)
+            yield from ((f"{name}.{x}", part) for x, part in named if isinstance(part, _FOLLOWED))

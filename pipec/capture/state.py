@@ -4,14 +4,21 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pipec.capture.look import Look, modules_of
 from pipec.ir import Mode
-from pipec.torch_compat import global_hooks
+from pipec.torch_compat import SETTINGS, global_hooks, settings
+
+
+class Around(NamedTuple):
+    """What of torch's state a forward would meet: modes and defaults in words, and the values of settings."""
+
+    modes: tuple[str, ...]
+    settings: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -20,16 +27,16 @@ class State:
 
     Modules and tensors are in the order of ``modules_of`` and ``tensors_of``. A module is its class and its
     hooks. A tensor is its shape and type, the place of its first name, whether it has a hook and, if a step
-    trains, whether it has a gradient. ``around`` are torch's modes and defaults that a forward would meet.
+    trains, whether it has a gradient. ``around`` are torch's modes and settings that a forward would meet.
     """
 
     training: tuple[bool, ...]
     modules: tuple[tuple[type, tuple[int, ...]], ...]
     tensors: tuple[tuple[Any, ...], ...]
-    around: tuple[Any, ...]
+    around: Around
 
     @classmethod
-    def of(cls, look: Look, mode: Mode, shapes: Mapping[int, torch.Size], around: tuple[str, ...]) -> "State":
+    def of(cls, look: Look, mode: Mode, shapes: Mapping[int, torch.Size], around: Around) -> "State":
         """``shapes`` are those of tensors, by ``id``, that are empty here and live in other processes."""
         first: dict[int, int] = {}
         tensors = [
@@ -64,7 +71,9 @@ class State:
             "modules in training mode": f"{sum(flags)} of {len(flags)} ({_digest(flags)})",
             "modules": f"{len(kinds)} ({_digest(kinds)})",
             "parameters and buffers": f"{len(tensors)} ({_digest(tensors)})",
-            "autocast and defaults": ", ".join(map(str, self.around)),
+            "torch": torch.__version__,
+            "autocast and defaults": ", ".join(self.around.modes),
+            **dict(zip(SETTINGS, map(str, self.around.settings), strict=True)),
         }
 
     def change_since(self, before: "State", model: nn.Module) -> str:
@@ -83,20 +92,23 @@ class State:
             "requires_grad": _other(fqns, *trained),
         }
         found = [f"{what} of {_listed(names)} changed" for what, names in changes.items() if names]
-        if before.around != self.around:
-            found.append(f"{', '.join(before.around)} became {', '.join(self.around)}")
+        if before.around.modes != self.around.modes:
+            found.append(f"{', '.join(before.around.modes)} became {', '.join(self.around.modes)}")
+        were = zip(SETTINGS, before.around.settings, self.around.settings, strict=True)
+        found += [f"torch's {name} was {was} and is {now}" for name, was, now in were if was != now]
         return "; ".join(found)
 
 
-def around() -> tuple[str, ...]:
-    """Autocast on each kind of device, what new tensors are by default, and hooks of every module."""
+def around() -> Around:
+    """Autocast on each kind of device, what new tensors are by default, hooks of every module, settings."""
     autocast = [
         f"autocast to {torch.get_autocast_dtype(kind)} on {kind}"
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
     hooks = [f"{len(global_hooks())} hooks of every module"] if global_hooks() else []
-    return (*(autocast or ["no autocast"]), str(torch.get_default_dtype()), *hooks)
+    modes = *(autocast or ["no autocast"]), str(torch.get_default_dtype()), *hooks
+    return Around(modes, settings())
 
 
 def _other(names: Sequence[str], before: Sequence[Any], now: Sequence[Any]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,11 +39,14 @@ from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import PROVED, Assumptions, Findings, Gradient, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch import variable_values
-from pipec.torch_compat import Captured, Place
+from pipec.torch_compat import Captured
 
 log = logging.getLogger("pipec")
 
 CPU = torch.device("cpu")
+
+_warned: WeakSet[nn.Module] = WeakSet()
+"""The models of which it was said that changes of what their code reads may go unnoticed."""
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.Symbolic], Captured]
 
@@ -119,11 +123,13 @@ def capture(
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
         batched = step.batched
     step.batched = batched  # which guards of the capture look at
-    if tracer.is_direct:
+    if not tracer.is_guarded and model not in _warned:
+        _warned.add(model)
         log.warning(
-            "forward and backward were traced together, for the model cannot be differentiated otherwise: "
-            "what its code reads is taken to stay as it is, unless modules have it as attributes, or their "
-            "methods and the loss function enclose it or name it"
+            "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
+            "modules have it as attributes, or their methods and the loss function enclose it or name it",
+            "forward and backward were traced together: " * tracer.is_direct,
+            brief(failures[0]),
         )
     if mode is Mode.TRAIN:
         _check_trained(graph)
@@ -220,13 +226,18 @@ class _Tracer:
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
         self._branches = branches
-        self._guards: torch_compat.Guards | None = None
+        self._captured: Captured | None = None
         self.draws_with_numpy = self.is_direct = False
 
     @property
     def refused_branch(self) -> str:
         """Why a branch was not decided; empty if none was asked for in vain."""
         return next(iter(self._branches.refused), "")
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the last graph comes with Dynamo's guards."""
+        return self._captured is not None and self._captured.noted is not None
 
     def dry_run(self) -> torch_compat.DryRun:
         """Call the step in eager mode on fake tensors."""
@@ -259,7 +270,7 @@ class _Tracer:
                 captured = front_end(
                     self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
                 )
-        self._guards, self.is_direct = captured.guards, captured.differentiated is not None
+        self._captured, self.is_direct = captured, captured.differentiated is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         separate_layers(captured.module)
         operators = number_operators(captured.module)
@@ -350,9 +361,10 @@ class _Tracer:
 
     def assumptions(self) -> Assumptions:
         """What the last graph takes for granted of the model and of the loss function."""
-        tensors = [Place.of(fqn.removeprefix("constant.")) for fqn in self._constants]
-        tensors += self._guards.tensors if self._guards else []
-        return Assumptions.of(self._step, self._guards, tensors, readable_values)
+        noted = self._captured.noted if self._captured else None
+        guards = torch_compat.Guards(noted, self._step) if noted else None
+        constants = [fqn.removeprefix("constant.") for fqn in self._constants]
+        return Assumptions.of(self._step, guards, constants, readable_values)
 
 
 def _symbolic(call: Call, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:

@@ -2,15 +2,14 @@
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
-from pipec.torch_compat import Guards, Place, num_changes
+from pipec.torch_compat import Guards, Place, ValueGuard, constant_guard
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +18,12 @@ class Assumptions:
 
     ``traced`` is the module that was captured. Dynamo's ``guards`` know every value that its code read. Where
     another front end captured it there are none, and ``attributes`` stand for them: what ``snapshot`` found
-    at capture. ``versions`` are the tensors that the graph holds as constants, and how often each had been
-    changed.
+    at capture. ``held`` are the tensors of the loss function, which the graph holds as constants.
     """
 
     traced: nn.Module
     guards: Guards | None
-    versions: Mapping[Place, tuple[torch.Tensor, int]]
+    held: Sequence[ValueGuard]
     snapshot: Callable[[nn.Module], Mapping[str, Any]]
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -34,15 +32,12 @@ class Assumptions:
         cls,
         traced: nn.Module,
         guards: Guards | None,
-        tensors: Iterable[Place],
+        constants: Iterable[str],
         snapshot: Callable[[nn.Module], Mapping[str, Any]],
     ) -> "Assumptions":
-        """What holds now, of a module that was just captured."""
-        held = {place: place.value(traced) for place in tensors}
-        versions = {place: (tensor, num_changes(tensor)) for place, tensor in held.items()}
-        if guards is not None and guards.holds(traced):
-            return cls(traced, guards, versions, snapshot)
-        return cls(traced, None, versions, snapshot, snapshot(traced))
+        """What holds now, of a module that was just captured. ``constants`` are names of tensors below it."""
+        held = [constant_guard(name, operator.attrgetter(name), traced) for name in constants]
+        return cls(traced, guards, held, snapshot, {} if guards else snapshot(traced))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Assumptions":
         """Itself: a copied graph is of the same model."""
@@ -56,9 +51,9 @@ class Assumptions:
 
     def broken(self) -> str:
         """What has changed since capture, in words; empty if nothing has."""
-        for place, (tensor, version) in self.versions.items():
-            if _found(place, self.traced) is not tensor or num_changes(tensor) != version:
-                return f"{place} was another tensor or had other values, and is no parameter or buffer"
+        for held in self.held:
+            if not held.holds(self.traced):
+                return str(held)
         if self.guards is None:
             return _changed(self.attributes, self.snapshot(self.traced))
         if self.guards.holds(self.traced):
@@ -66,7 +61,7 @@ class Assumptions:
         return changed_constants(self.constants, self.traced) or self.guards.broken(self.traced)
 
 
-NOTHING = Assumptions(nn.Module(), None, {}, lambda _: {})
+NOTHING = Assumptions(nn.Module(), None, (), lambda _: {})
 """Those of a graph that was made without a model."""
 
 

@@ -3,7 +3,7 @@
 torch 2.11 to 2.13 are supported. ``front_ends`` and ``direct`` trace a module, ``branches`` lets them be told
 values, and ``guards`` tell later whether that would find the same. ``modules`` keeps the module as it was
 meanwhile, ``operators`` keeps some operators whole, ``arithmetic`` computes with sizes once, and
-``differentiation`` adds the backward.
+``differentiation`` adds the backward. ``settings`` are torch's own.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
@@ -42,11 +42,7 @@ from pipec.torch_compat.front_ends import (
     reason_of,
     user_frames,
 )
-from pipec.torch_compat.guards import (
-    Guards,
-    Place,
-    fqn_of,
-)
+from pipec.torch_compat.guards import Guards, Place, ValueGuard, constant_guard, fqn_of
 from pipec.torch_compat.modules import (
     DryRun,
     dry_run,
@@ -66,11 +62,13 @@ from pipec.torch_compat.operators import (
     whole_recurrent_networks,
 )
 from pipec.torch_compat.parts import ModuleParts, TensorKinds, kinds_of, parts_of
+from pipec.torch_compat.settings import SETTINGS, settings
 
 __all__ = [
     "ASSERTIONS",
     "CAUSE",
     "LOST_HOOK",
+    "SETTINGS",
     "Captured",
     "Decision",
     "DryRun",
@@ -83,6 +81,7 @@ __all__ = [
     "Place",
     "Symbolic",
     "TensorKinds",
+    "ValueGuard",
     "ValueSize",
     "bounded_ctc_losses",
     "branches_decided",
@@ -90,6 +89,7 @@ __all__ = [
     "capture_with_dynamo",
     "capture_with_export",
     "computes_with_onednn",
+    "constant_guard",
     "decompositions",
     "depends_on_values",
     "differentiate",
@@ -112,6 +112,7 @@ __all__ = [
     "quiet",
     "reason_of",
     "remembered_arithmetic",
+    "settings",
     "size_in",
     "symbols_of",
     "unchanged",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._dynamo import functional_export
+from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.side_effects import SideEffects
@@ -26,10 +27,10 @@ from torch._library import autograd as _library_autograd
 from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from pipec.torch_compat.guards import Guards, fqn_of
+from pipec.torch_compat.guards import fqn_of
 from pipec.torch_compat.modules import no_output
 
 DYNAMO_CONFIG = {
@@ -71,14 +72,14 @@ class Captured:
 
     ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
     Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
-    ``guards`` are what Dynamo took for granted; others do not tell. ``differentiated`` says so if the graph
-    has its backward.
+    ``noted`` is what Dynamo noted of all that the code read, for ``Guards``; other front ends do not tell.
+    ``differentiated`` says so if the graph has its backward.
     """
 
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
-    guards: Guards | None = None
+    noted: CaptureOutput | None = None
     differentiated: Differentiated | None = None
 
 
@@ -100,7 +101,7 @@ def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic
     with (
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(config),
-        _keeping_guards(module) as guards,
+        _keeping_notes() as noted,
         _refuse_hooks_on_leaves(),
         _requires_grad_set(),
         _cudnn_flags_ignored(),
@@ -108,7 +109,7 @@ def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     changed = _changed_state([str(warning.message) for warning in caught])
-    return Captured(graph_module, args, changed, guards[0])
+    return Captured(graph_module, args, changed, noted[0])
 
 
 @contextlib.contextmanager
@@ -182,20 +183,13 @@ def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:
 
 
 @contextlib.contextmanager
-def _keeping_guards(module: torch.nn.Module) -> Iterator[list[Guards | None]]:
-    """Build the guards of what is captured meanwhile, which Dynamo's front end for export drops.
+def _keeping_notes() -> Iterator[list[CaptureOutput]]:
+    """Keep what Dynamo notes of what is captured meanwhile, which its front end for export drops."""
+    capture, kept = functional_export.fullgraph_capture, list[CaptureOutput]()
 
-    There are none where the batch was to be symbolic and the module made a constant of it.
-    """
-    capture, kept = functional_export.fullgraph_capture, list[Guards | None]()
-
-    def captured(*args: Any, **kwargs: Any) -> Any:
-        found = capture(*args, **kwargs)
-        try:
-            kept.append(Guards(found, module))
-        except ConstraintViolationError:
-            kept.append(None)
-        return found
+    def captured(*args: Any, **kwargs: Any) -> CaptureOutput:
+        kept.append(capture(*args, **kwargs))
+        return kept[-1]
 
     functional_export.fullgraph_capture = captured
     try:

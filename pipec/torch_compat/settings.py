@@ -1,0 +1,50 @@
+"""torch's settings of the process, which decide what operators compute, and code that asks for them."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.backends import mha
+from torch.utils import _device
+
+
+def _precision(backend: str, operators: str) -> Callable[[], Any]:
+    """How products of float32 are computed: torch's older settings change the same."""
+    return functools.partial(torch._C._get_fp32_precision_getter, backend, operators)
+
+
+SETTINGS: Mapping[str, Callable[[], Any]] = {
+    "deterministic algorithms": torch._C._get_deterministic_algorithms,
+    "warnings alone of algorithms that are not": torch._C._get_deterministic_algorithms_warn_only,
+    "filling of new memory": torch._C._get_deterministic_fill_uninitialized_memory,
+    "float32 precision": _precision("generic", "all"),
+    "float32 matmul precision on GPUs": _precision("cuda", "matmul"),
+    "float32 convolution precision on GPUs": _precision("cuda", "conv"),
+    "float32 RNN precision on GPUs": _precision("cuda", "rnn"),
+    "float32 matmul precision on CPUs": _precision("mkldnn", "matmul"),
+    "float32 convolution precision on CPUs": _precision("mkldnn", "conv"),
+    "float32 RNN precision on CPUs": _precision("mkldnn", "rnn"),
+    "reduced precision of float16 sums": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    "reduced precision of bfloat16 sums": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    "cudnn": torch._C._get_cudnn_enabled,
+    "cudnn deterministic": torch._C._get_cudnn_deterministic,
+    "cudnn benchmark": torch._C._get_cudnn_benchmark,
+    "oneDNN": torch._C._get_mkldnn_enabled,
+    "oneDNN deterministic": torch._C._get_mkldnn_deterministic,
+    "flash attention": torch._C._get_flash_sdp_enabled,
+    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
+    "attention by plain operators": torch._C._get_math_sdp_enabled,
+    "cudnn attention": torch._C._get_cudnn_sdp_enabled,
+    "fast path of attention modules": mha.get_fastpath_enabled,
+    "anomaly detection": torch.is_anomaly_enabled,
+    "default device": lambda: getattr(_device.CURRENT_DEVICE, "type", None),
+}
+"""How each is asked for, by name."""
+
+_ASKED = [*SETTINGS.values()]
+
+
+def settings() -> tuple[Any, ...]:
+    """What they are now, in the order of ``SETTINGS``."""
+    return tuple([asked() for asked in _ASKED])
