@@ -154,7 +154,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
 def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
     """The conditions that a call may break. Those that made one symbol of two hold from then on."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
-    return tuple(guard for guard in guards if guard != sympy.true)
+    return tuple(each for guard in guards for each in sympy.And.make_args(guard) if each != sympy.true)
 
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:
@@ -365,7 +365,7 @@ def _checked(graph: TrainingGraph) -> TrainingGraph:
                 "only the forward can change buffers. Leave the checkpoint out: what is computed again "
                 "follows from memory_limit=... and recompute=..."
             )
-    if graph.variable_symbols:
+    if graph.batch is not None:
         check_readable(graph)
     for node in graph.nodes:
         if node.target in MATRIX_PRODUCTS:
