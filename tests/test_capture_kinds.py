@@ -514,3 +514,44 @@ def test_an_architecture_trains_with_the_bits_of_the_unsplit_model(
     loss = pipec.compile(model, 2, microbatches=2).step(**inputs)
     expected = unsplit_step(unsplit, inputs, (2, 2))
     assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+
+
+# dimensions of one element
+
+
+class Squeezed(nn.Module):
+    """Scores of rows, squeezed in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh().squeeze(0).squeeze((0, 1))
+        gates = hidden.mean(-1, keepdim=True)[:, None].squeeze()
+        scores = self.last(hidden * gates[:, None])
+        return (scores.squeeze().sin() + scores.clone().squeeze_()) * scores.squeeze((0, 1)).cos()
+
+
+def test_a_microbatch_of_one_row_is_squeezed_as_the_batch_is() -> None:
+    model = Squeezed()
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices=2, loss_fn=mse, microbatches=2)
+    x, target = torch.randn(3, WIDTH), torch.randn(3)
+    loss = mse(unsplit(x), target)
+    loss.backward()
+    torch.testing.assert_close(pipe.step(x, target=target), loss.detach())
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, unsplit.get_parameter(fqn).grad, msg=fqn)
+    torch.testing.assert_close(pipe(x), unsplit(x))
+
+
+def test_a_batch_of_one_row_keeps_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = pipec.compile(Squeezed(), devices=1, loss_fn=mse, microbatches=1)
+    x = torch.randn(2, WIDTH)
+    whole = pipe(x)
+    assert not caplog.records
+    torch.testing.assert_close(pipe(x[:1]), whole[:1])
+    (said,) = [record.message for record in caplog.records]
+    assert "the batch has one row, whose dimension eager torch would squeeze" in said
+    assert "hidden = self.first(x).tanh().squeeze(0)" in said

@@ -45,6 +45,9 @@ _aten = torch.ops.aten
 
 NO_OPS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 
+SQUEEZES = {_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
+"""Operators that look at sizes when they run, to see which dimensions have one element."""
+
 MATRIX_PRODUCTS = {
     _aten.mm.default,
     _aten.bmm.default,
@@ -118,6 +121,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["role"], Buffer):
             node.meta["changed"] = node.meta["role"].fqn in changed
+    kept_row = _fix_squeezes(graph, batch)
     _drop_what_does_nothing(graph, NO_OPS if traced.num_replicas > 1 else NO_OPS.union(COLLECTIVES))
     _check_calls(graph.nodes)
     lifted = _lift_constants(module, traced.mode)
@@ -142,6 +146,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             unclear=traced.unclear,
             unclear_output=results.unclear,
             joined=traced.joined,
+            kept_row=kept_row,
             logs=results.logs,
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
@@ -288,6 +293,37 @@ def _result(described: tuple[str, str | int], traced: Traced, value: fx.Node) ->
             fqn = traced.fqns.get(str(name), name)
             what = f"{fqn}{where(value)}\nOnly buffers of the model can be changed."
     raise CaptureError(f"forward() changes {what}")
+
+
+def _fix_squeezes(graph: fx.Graph, batch: sympy.Symbol | None) -> str:
+    """Let each squeeze name the dimensions that had one element in the capture, whatever size others have.
+
+    A microbatch of one row keeps its dimension of rows, as the batch does in eager torch. Returns where the
+    first squeeze is that would remove it.
+    """
+    kept_row = ""
+    for node in graph.nodes:
+        if node.target in SQUEEZES:
+            source, *given = node.args
+            shape = source.meta["val"].shape
+            dims = sorted({dim % len(shape) for dim in _dims(given, len(shape))}) if shape else []
+            ones = [dim for dim in dims if isinstance(shape[dim], int) and shape[dim] == 1]
+            if any(isinstance(shape[dim], torch.SymInt) and shape[dim].node.expr == batch for dim in dims):
+                kept_row = kept_row or where(node) or f" by {node.name}"
+            if ones:
+                one = len(ones) == 1
+                node.target = _aten.squeeze.dim if one else _aten.squeeze.dims
+                node.args = (source, ones[0] if one else ones)
+            else:
+                node.target, node.args = _aten.alias.default, (source,)
+    return kept_row
+
+
+def _dims(given: Sequence[Any], rank: int) -> Iterable[int]:
+    """The dimensions that a squeeze may remove."""
+    if not given:
+        return range(rank)
+    return [given[0]] if isinstance(given[0], int) else given[0]
 
 
 def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:

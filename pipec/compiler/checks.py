@@ -41,6 +41,16 @@ def told_of_unclear(graph: TrainingGraph) -> str:
     )
 
 
+def told_of_one_row(graph: TrainingGraph, batch_size: int) -> str:
+    """What to tell if eager torch would squeeze the dimension of rows of a batch of one row."""
+    if not graph.kept_row or batch_size != 1:
+        return ""
+    return (
+        "the batch has one row, whose dimension eager torch would squeeze, and pipec keeps as in every other "
+        f"batch{graph.kept_row}\nName the dimensions to squeeze, as in x.squeeze(-1)."
+    )
+
+
 def refuse_tied(plan: Plan) -> None:
     """Refuse weights that several stages use, of which each would have another version."""
     for link in plan.links:

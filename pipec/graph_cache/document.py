@@ -28,6 +28,7 @@ PLAIN = (
     "unclear",
     "unclear_output",
     "joined",
+    "kept_row",
     "logs",
     "paths",
     "training",
