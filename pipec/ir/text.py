@@ -22,7 +22,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pipec.errors import ArtifactError
+from pipec.errors import UNREADABLE, ArtifactError
 from pipec.ir import Dim, Instruction, Link, Op, Phase, Program, Sizes, Value
 
 PHASE_LETTERS: Mapping[Phase, str] = {
@@ -130,8 +130,6 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.GtE: operator.ge,
 }
 
-_UNREADABLE = (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError)
-
 _LARGEST_EXPONENT = 8
 _LARGEST_DIM = 2**63
 
@@ -148,7 +146,7 @@ def evaluate_dim(dim: Dim, sizes: Sizes) -> int:
         size = _evaluate(_parsed(dim), sizes)
         if not isinstance(size, int):
             raise ValueError(f"{size} is not an integer")
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ArtifactError(
             f"dimension {_shown(dim)!r} cannot be evaluated for {_listed(sizes)}: {error}; "
             f"expected integers and {', '.join(sizes) or 'no names'} joined by + - * // % **"
@@ -168,7 +166,7 @@ def holds(guard: str, sizes: Sizes) -> bool:
                 return _COMPARISONS[type(op)](_evaluate(left, sizes), _evaluate(right, sizes))
             case other:
                 raise ValueError(f"{type(other).__name__} is not allowed")
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ArtifactError(
             f"condition {_shown(guard)!r} cannot be evaluated for {_listed(sizes)}: {error}; "
             "expected two dimensions joined by == != < <= > or >="
