@@ -516,6 +516,43 @@ def test_an_architecture_trains_with_the_bits_of_the_unsplit_model(
     assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
 
 
+# buffers that a forward changes
+
+
+class Counting(nn.Module):
+    """Counts forwards, averages activations, and iterates towards the norm of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear(self.norm(x)) - self.mean
+
+
+def test_buffers_that_change_with_each_microbatch_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = {"x": torch.randn(6, WIDTH), "target": torch.randn(6, WIDTH)}
+
+    def said(microbatches: int) -> list[str]:
+        caplog.clear()
+        pipe = pipec.compile(Counting(), devices=1, loss_fn=mse, microbatches=microbatches)
+        for _ in range(2):
+            pipe.step(inputs["x"], target=inputs["target"])
+        assert pipe.get_buffer("num_calls") == 2 * microbatches
+        return [record.message for record in caplog.records if "forward() changes" in record.message]
+
+    (warning,) = said(3)
+    for words in ("num_calls", "mean", "_u", "once for each of the 3 microbatches"):
+        assert words in warning
+    assert "norm.running" not in warning
+    assert said(1) == []
+
+
 # dimensions of one element
 
 
