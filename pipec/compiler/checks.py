@@ -68,9 +68,9 @@ def told_of_changed_buffers(graph: TrainingGraph, model: nn.Module, num_microbat
         return ""
     return (
         f"forward() changes {', '.join(names)}: once for each of the {num_microbatches} microbatches of a "
-        "step, where eager torch changes it once. Replicas each change their own, and go on with the mean, or "
-        "of whole numbers with the sum of the changes. Pass microbatches=1 to change it once, or change it "
-        "between steps, in the training loop"
+        "step, where eager torch changes it once. Replicas each change their own, and go on with the mean, "
+        "or of whole numbers with the sum of the changes. Pass microbatches=1 to change it once, or change "
+        "it between steps, in the training loop"
     )
 
 
