@@ -1,5 +1,11 @@
 """Everything pipec raises on purpose: what was wrong, where, what was expected and what to do."""
 
+UNREADABLE = (
+    *(OSError, EOFError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
+"""What Python raises where data are damaged, of other types than expected, or nested too deeply."""
+
 
 class PipecError(Exception):
     """Any error of pipec's own."""

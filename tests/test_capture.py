@@ -33,6 +33,7 @@ from awkward import (
     Unused,
     batch,
 )
+from models import llama
 from torch import Tensor, nn
 from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
 
@@ -308,6 +309,47 @@ def test_a_model_on_the_meta_device_is_compiled_and_trains_once_it_has_values() 
     loss = pipe.step(inputs["x"], target=inputs["target"])
     expected, _, _ = trained_both_ways(real, inputs)
     assert_equal(Outcome.of(loss, pipe), expected)
+
+
+class Turned(nn.Module):
+    """Has a buffer that no state dict holds, made by ``__init__``, and one that may be real on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(WIDTH) / WIDTH, persistent=False)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5, device="cpu"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.angles.cos() * self.scale
+
+
+def test_a_tensor_that_nobody_gave_a_value_is_refused_by_name() -> None:
+    real, inputs = Between(Turned), batch()
+    with torch.device("meta"):
+        pipe = compiled(Between(Turned))
+    pipe.prepare(inputs["x"], target=inputs["target"]).to_empty(device="cpu")
+    with pytest.raises(InputError, match=r"nothing was written to first\.weight, .*\.\.\. since to_empty"):
+        pipe.step(inputs["x"], target=inputs["target"])
+    pipe.load_state_dict(real.state_dict())
+    for given in (pipe, copy.deepcopy(pipe)):
+        with pytest.raises(InputError, match=r"nothing was written to awkward\.angles since to_empty"):
+            given.step(inputs["x"], target=inputs["target"])
+    pipe.get_buffer("awkward.angles").data.copy_(real.get_buffer("awkward.angles"))
+    loss = pipe.step(inputs["x"], target=inputs["target"])
+    expected, _, _ = trained_both_ways(real, inputs)
+    assert_equal(Outcome.of(loss, pipe), expected)
+
+
+def test_a_llama_on_meta_keeps_rotary_buffers_that_are_real() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    real, inputs = llama()
+    with torch.device("meta"):
+        model = type(real)(real.config)
+    model.model.rotary_emb = LlamaRotaryEmbedding(real.config)
+    pipe = pipec.compile(model, devices=2, microbatches=2).prepare(**inputs)
+    pipe.to_empty(device="cpu").load_state_dict(real.state_dict())
+    torch.testing.assert_close(pipe.step(**inputs), real(**inputs).loss.detach())
 
 
 # a batch that cannot be symbolic

@@ -512,3 +512,81 @@ def test_an_architecture_trains_with_the_bits_of_the_unsplit_model(
     loss = pipec.compile(model, 2, microbatches=2).step(**inputs)
     expected = unsplit_step(unsplit, inputs, (2, 2))
     assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+
+
+# buffers that a forward changes
+
+
+class Counting(nn.Module):
+    """Counts forwards, averages activations, and iterates towards the norm of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear(self.norm(x)) - self.mean
+
+
+def test_buffers_that_change_with_each_microbatch_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = {"x": torch.randn(6, WIDTH), "target": torch.randn(6, WIDTH)}
+
+    def said(microbatches: int) -> list[str]:
+        caplog.clear()
+        pipe = pipec.compile(Counting(), devices=1, loss_fn=mse, microbatches=microbatches)
+        for _ in range(2):
+            pipe.step(inputs["x"], target=inputs["target"])
+        assert pipe.get_buffer("num_calls") == 2 * microbatches
+        return [record.message for record in caplog.records if "forward() changes" in record.message]
+
+    (warning,) = said(3)
+    for words in ("num_calls", "mean", "_u", "once for each of the 3 microbatches"):
+        assert words in warning
+    assert "norm.running" not in warning
+    assert said(1) == []
+
+
+# dimensions of one element
+
+
+class Squeezed(nn.Module):
+    """Scores of rows, squeezed in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh().squeeze(0).squeeze((0, 1))
+        gates = hidden.mean(-1, keepdim=True)[:, None].squeeze()
+        scores = self.last(hidden * gates[:, None])
+        return (scores.squeeze().sin() + scores.clone().squeeze_()) * scores.squeeze((0, 1)).cos()
+
+
+def test_a_microbatch_of_one_row_is_squeezed_as_the_batch_is() -> None:
+    model = Squeezed()
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices=2, loss_fn=mse, microbatches=2)
+    x, target = torch.randn(3, WIDTH), torch.randn(3)
+    loss = mse(unsplit(x), target)
+    loss.backward()
+    torch.testing.assert_close(pipe.step(x, target=target), loss.detach())
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, unsplit.get_parameter(fqn).grad, msg=fqn)
+    torch.testing.assert_close(pipe(x), unsplit(x))
+
+
+def test_a_batch_of_one_row_keeps_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = pipec.compile(Squeezed(), devices=1, loss_fn=mse, microbatches=1)
+    x = torch.randn(2, WIDTH)
+    whole = pipe(x)
+    assert not caplog.records
+    torch.testing.assert_close(pipe(x[:1]), whole[:1])
+    (said,) = [record.message for record in caplog.records]
+    assert "the batch has one row, whose dimension eager torch would squeeze" in said
+    assert "hidden = self.first(x).tanh().squeeze(0)" in said

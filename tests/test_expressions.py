@@ -76,6 +76,7 @@ CALLS: dict[OpOverload, list[Arguments]] = {
     aten.t.default: ONE,
     aten.unsqueeze.default: [call(X, 1), call(X, -1)],
     aten.squeeze.dim: [call(X[:1], 0), call(X[:, :1], -1)],
+    aten.squeeze.dims: [call(X[:1], [0]), call(X[:1, :1], [0, 1])],
     aten.masked_fill.Scalar: [call(X, TRUE, 2), call(X, TRUE, float("-inf")), call(X, TRUE, B)],
     aten.new_zeros.default: SIZES,
     aten.new_ones.default: SIZES,

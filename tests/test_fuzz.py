@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,20 @@ import torch
 from graph_files import PLACEMENT, PROFILE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from resuming import Run, start
 from torch import nn
 
 import pipec
 from pipec import api
 from pipec.arguments import parse_bytes
 from pipec.artifact.check import read_verified
+from pipec.checkpoint.convert import convert, opened
+from pipec.checkpoint.manifest import sum_of, write_manifest
 from pipec.cli.target import load_example
 from pipec.cost.profile import load_profile
 from pipec.errors import PipecError
 from pipec.hardware.topology import read_topology
+from pipec.ir import Compute, Phase
 from pipec.planner.dnn_partitioning import read_dnn_partitioning
 from pipec.planner.pipedream_graph import read_pipedream_graph
 from pipec.schedules import Workload, custom_schedule, make_schedule
@@ -46,6 +51,7 @@ def refused_or_fine(call: Callable[[], object]) -> None:
 # files that were right before something happened to them
 
 _TOKENS = (b"0", b"1", b"-1", b"1000000", b"1e400", b"99999999999999999999", b"nan", b"null", b"true", b'""')
+_TOKENS += (b"[" * 20_000, b"[" * 20_000 + b"]" * 20_000, b"(" * 300)
 _TOKENS += (b'"x"', b'"../x"', b"[]", b"{}", b"[[]]", b"\x00", b"\xff", b"b", b"int64", b"\n", b"")
 
 
@@ -145,14 +151,50 @@ def test_an_artifact_with_new_sums_is_refused_or_as_good(saved: Path, data: st.D
     copy = saved.parent / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(saved, copy)
-    file = copy / data.draw(st.sampled_from(["plan.json", "plan.json", "plan.json", "rank_0.txt"]))
+    file = copy / data.draw(
+        st.sampled_from(["plan.json", "plan.json", "plan.json", "rank_0.txt", "stage_0.py"])
+    )
     before = file.read_bytes()
     kinds = [damaged, rewritten] if file.suffix == ".json" else [damaged]
     file.write_bytes(data.draw(data.draw(st.sampled_from(kinds))(before)))
     sums = copy / "SHA256SUMS"
     old, new = (hashlib.sha256(data).hexdigest() for data in (before, file.read_bytes()))
     sums.write_text(sums.read_text().replace(old, new))
-    refused_or_fine(lambda: pipec.load(copy).step(X, target=Y))
+    refused_or_fine(lambda: read_verified(copy))
+    if file.suffix != ".py":  # code that was changed at random is checked, and not run
+        refused_or_fine(lambda: pipec.load(copy).step(X, target=Y))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A training after a step, and the checkpoint of it."""
+    run, place = start("1 stage"), tmp_path_factory.mktemp("fuzz") / "checkpoint"
+    run.train(0, 1)
+    run.save(place)
+    return run, place
+
+
+@often
+@given(data=st.data())
+def test_a_checkpoint_with_new_sums_is_refused_or_as_good(
+    trained: tuple[Run, Path], data: st.DataObject
+) -> None:
+    run, whole = trained
+    place, converted = whole.parent / "copy", whole.parent / "converted"
+    for left in (place, converted):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(whole, place)
+    file = place / data.draw(st.sampled_from(["manifest.json", "checkpoint.json", "checkpoint.json"]))
+    text = file.read_bytes()
+    file.write_bytes(data.draw(damaged(text) | rewritten(text)))
+    manifest = place / "manifest.json"
+    if file != manifest:
+        sums = {name: sum_of(place / name) for name in json.loads(manifest.read_bytes())["files"]}
+        manifest.unlink()
+        write_manifest(place, sums)
+    refused_or_fine(lambda: opened(place))
+    refused_or_fine(lambda: run.load(place))
+    refused_or_fine(lambda: convert(place, converted, None, None))
 
 
 TOPOLOGY = {
@@ -195,6 +237,28 @@ def test_a_damaged_file_of_orders(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "orders.txt"
     path.write_bytes(data.draw(damaged(text)))
     refused_or_fine(lambda: simulate_schedule(custom_schedule(path, 2, None), Workload.uniform(2)))
+
+
+_NUMBERS = st.sampled_from([0, 0, 0, 1, 1, 2, -1, 2**40, 0.5, "0", None, True])
+_CELLS = st.builds(Compute, st.sampled_from([*Phase, *Phase, "backward", None]), _NUMBERS, _NUMBERS)
+
+
+@often
+@given(data=st.data())
+def test_any_schedule_of_a_function(data: st.DataObject) -> None:
+    fine = make_schedule("1f1b", 2, 2)
+    places = st.lists(st.lists(_NUMBERS, max_size=2) | _NUMBERS, max_size=3)
+    orders = st.lists(st.lists(_CELLS | _NUMBERS, max_size=6) | st.none(), max_size=3)
+    changes: dict[str, st.SearchStrategy[Any]] = {
+        "num_microbatches": _NUMBERS,
+        "placement": places | st.permutations([(0,), (1,)]).map(tuple),
+        "orders": orders | st.permutations(fine.orders) | st.just([[*order][::-1] for order in fine.orders]),
+        "stream": st.sampled_from([None, 3, "stream"]),
+        "name": st.none() | st.text(max_size=2),
+    }
+    names = data.draw(st.sets(st.sampled_from(list(changes)), min_size=1))
+    made = replace(fine, **{name: data.draw(changes[name]) for name in sorted(names)})
+    refused_or_fine(lambda: simulate_schedule(custom_schedule(lambda *_: made, 2, 2), Workload.uniform(2)))
 
 
 @often

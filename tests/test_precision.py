@@ -323,6 +323,38 @@ def test_artifacts_scale_the_loss(tmp_path: Path) -> None:
     assert (loaded.num_skipped, loaded.loss_scale) == (1, eager.scaler.get_scale())
 
 
+class Wide(nn.Module):
+    """Attends to one tensor, which torch does in float32 on a CPU, and multiplies matrices without autocast."""
+
+    def __init__(self, direct: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight, self.direct = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), direct
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.first(x)[:, None]
+        hidden = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)[:, 0]
+        if self.direct:
+            assert hidden.grad_fn.metadata is not None  # which no other front end takes
+        with torch.autocast("cpu", enabled=False):
+            hidden = hidden.float() @ self.weight
+        return nn.functional.mse_loss(self.last(hidden), y)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_backward_runs_without_autocast_as_in_eager_mode(direct: bool) -> None:
+    torch.manual_seed(0)
+    net = Wide(direct)
+    eager, (batch,) = copy.deepcopy(net), batches(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = eager(**batch)
+    loss.backward()
+    pipe = pipec.compile(net, devices=1, microbatches=1, precision="bf16-mixed")
+    assert torch.equal(pipe.step(**batch), loss.detach())
+    for fqn, parameter in net.named_parameters():
+        assert torch.equal(parameter.grad, eager.get_parameter(fqn).grad), fqn
+
+
 def test_an_autocast_around_step_does_what_the_option_does() -> None:
     """To bfloat16. An evaluation has the option, too."""
     (batch,) = batches(1)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,6 +182,50 @@ def test_dropout_draws_as_if_compiled_for_the_length() -> None:
     assert all(
         torch.equal(one.grad, other.grad) for one, other in zip(*(x.parameters() for x in pipes), strict=True)
     )
+
+
+class Rounded(nn.Module):
+    """Sizes that are fractions of a length, rounded in all ways, and a slice of one table in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.positions = nn.Parameter(torch.randn(16, 8) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        hidden = (self.embed(x) + self.positions[:length]).tanh() + self.positions[:length]
+        halves = F.interpolate(hidden.transpose(1, 2), scale_factor=0.5).sum(-1, keepdim=True)
+        parts = [hidden[:, : size(length * 0.3)].sum(1) for size in (round, math.ceil, math.floor)]
+        return self.out(hidden + sum(parts).unsqueeze(1) + halves.transpose(1, 2))
+
+
+def test_sizes_that_are_rounded_fractions_of_a_length_compile_nothing_again() -> None:
+    torch.manual_seed(0)
+    pair = Pair(Rounded(), loss_fn=F.mse_loss)
+    assert [pair.step(**sequences(length)) for length in (7, 9, 8, 10, 16)] == [1, 1, 0, 0, 0]
+
+
+class HalfTheRows(nn.Module):
+    """What it makes of half the rows, as ``size`` has it, adds nothing."""
+
+    def __init__(self, size: Callable[[int], float]) -> None:
+        super().__init__()
+        self.first, self.last, self.size = nn.Linear(4, 8), nn.Linear(8, 3), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(hidden + torch.ones(int(self.size(x.shape[0])), device=x.device).sum() * 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_dynamic"), [(lambda rows: 0.5 * rows, True), (lambda rows: math.log2(rows), False)]
+)
+def test_a_size_made_of_the_rows_is_followed_or_fixed(size: Callable[[int], float], is_dynamic: bool) -> None:
+    torch.manual_seed(0)
+    pair = Pair(HalfTheRows(size), loss_fn=F.mse_loss)
+    pair.step(**sequences(5))
+    assert pair.pipe.plan.dynamic_batch is is_dynamic
 
 
 # sizes that are equal by chance, and sizes of one

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, read
-from pipec.errors import VerifyError
+from pipec.errors import UNREADABLE, VerifyError
 from pipec.ir import GRADIENT_PHASES, Phase, Plan, Program, Stage
 from pipec.programs.verify import verify_plan
 
@@ -49,8 +49,12 @@ def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) 
     try:
         body = ast.parse(source).body
         compile(source, f"stage_{stage.index}.py", "exec", dont_inherit=True)
+        tables = dict(_tables(body))
     except SyntaxError as error:
         yield f"does not compile: line {error.lineno}: {error.msg}"
+        return
+    except UNREADABLE as error:
+        yield f"cannot be read: {type(error).__name__} {error}"
         return
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     for program in programs:
@@ -62,7 +66,6 @@ def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) 
         yield f"has no function of_batch, which makes {', '.join(stage.of_batch)}"
     yield from _late_gradients(plan, stage, functions)
     yield from _unjoined(stage, functions)
-    tables = dict(_tables(body))
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
     for name, expected in zip(("PARAMETERS", "BUFFERS", "UPDATED_BUFFERS"), planned, strict=True):
         if tables.get(name) != expected:

@@ -77,11 +77,17 @@ def stage_module(stage: int, source: str) -> types.ModuleType:
     """The module that the source of a stage defines.
 
     Tracebacks and debuggers show its lines under the name ``stage_N.py``.
+
+    Raises:
+        ArtifactError: it fails as it is loaded, as code that somebody edited may.
     """
     filename = f"<pipec {_digest(source.encode())[:12]}>/stage_{stage}.py"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(f"stage_{stage}")
-    exec(compile(source, filename, "exec"), module.__dict__)
+    try:
+        exec(compile(source, filename, "exec"), module.__dict__)
+    except Exception as error:
+        raise ArtifactError(f"stage_{stage}.py cannot be loaded: {type(error).__name__} {error}") from error
     return module
 
 

@@ -51,6 +51,9 @@ _aten = torch.ops.aten
 
 NO_OPS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 
+SQUEEZES = {_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
+"""Operators that look at sizes when they run, to see which dimensions have one element."""
+
 MATRIX_PRODUCTS = {
     _aten.mm.default,
     _aten.bmm.default,
@@ -124,6 +127,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["role"], Buffer):
             node.meta["changed"] = node.meta["role"].fqn in changed
+    kept_row = _fix_squeezes(graph, batch)
     _drop_what_does_nothing(graph, NO_OPS if traced.num_replicas > 1 else NO_OPS.union(COLLECTIVES))
     _check_calls(graph.nodes)
     lifted = _lift_constants(module, traced.mode)
@@ -148,6 +152,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             of_batch=of_batch,
             findings=replace(traced.findings, output=results.unclear),
             joined=traced.joined,
+            kept_row=kept_row,
             logs=results.logs,
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
@@ -161,7 +166,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
 def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
     """The conditions that a call may break. Those that made one symbol of two hold from then on."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
-    return tuple(guard for guard in guards if guard != sympy.true)
+    return tuple(each for guard in guards for each in sympy.And.make_args(guard) if each != sympy.true)
 
 
 def _check_assumed(graph: fx.Graph, assumed: Sequence[Assumed]) -> None:
@@ -337,6 +342,37 @@ def _result(described: tuple[str, str | int], traced: Traced, value: fx.Node) ->
     raise CaptureError(f"forward() changes {what}")
 
 
+def _fix_squeezes(graph: fx.Graph, batch: sympy.Symbol | None) -> str:
+    """Let each squeeze name the dimensions that had one element in the capture, whatever size others have.
+
+    A microbatch of one row keeps its dimension of rows, as the batch does in eager torch. Returns where the
+    first squeeze is that would remove it.
+    """
+    kept_row = ""
+    for node in graph.nodes:
+        if node.target in SQUEEZES:
+            source, *given = node.args
+            shape = source.meta["val"].shape
+            dims = sorted({dim % len(shape) for dim in _dims(given, len(shape))}) if shape else []
+            ones = [dim for dim in dims if isinstance(shape[dim], int) and shape[dim] == 1]
+            if any(isinstance(shape[dim], torch.SymInt) and shape[dim].node.expr == batch for dim in dims):
+                kept_row = kept_row or where(node) or f" by {node.name}"
+            if ones:
+                one = len(ones) == 1
+                node.target = _aten.squeeze.dim if one else _aten.squeeze.dims
+                node.args = (source, ones[0] if one else ones)
+            else:
+                node.target, node.args = _aten.alias.default, (source,)
+    return kept_row
+
+
+def _dims(given: Sequence[Any], rank: int) -> Iterable[int]:
+    """The dimensions that a squeeze may remove."""
+    if not given:
+        return range(rank)
+    return [given[0]] if isinstance(given[0], int) else given[0]
+
+
 def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
     """Remove ``no_ops`` and assertions, and put the formula of every size where its node was read."""
     for node in list(graph.nodes):
@@ -412,7 +448,7 @@ def _checked(graph: TrainingGraph) -> TrainingGraph:
                 "only the forward can change buffers. Leave the checkpoint out: what is computed again "
                 "follows from memory_limit=... and recompute=..."
             )
-    if graph.variable_symbols:
+    if graph.batch is not None:
         check_readable(graph)
     for node in graph.nodes:
         if node.target in MATRIX_PRODUCTS:

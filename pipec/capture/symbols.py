@@ -92,7 +92,10 @@ def _values(argument: fx.Node | None, dim: int | None) -> list[Any]:
 
 
 def check_readable(graph: TrainingGraph) -> None:
-    """Raise FixedVariableError unless ranks can work out every shape and condition from the variables."""
+    """Raise FixedVariableError unless ranks can work out every shape and condition from the sizes.
+
+    Without variables, raise FixedBatchError.
+    """
     tensors = [
         node.meta["val"]
         for node in graph.module.graph.nodes
@@ -106,11 +109,13 @@ def check_readable(graph: TrainingGraph) -> None:
         for size in shapes:
             evaluate_dim(dimension(size, graph.symbols), sizes)
         for guard in graph.guards:
-            holds(condition(guard, graph.symbols), sizes)
+            if guard.free_symbols & {*graph.variable_symbols}:
+                holds(condition(guard, graph.symbols), sizes)
         for formula in {x for x in read if isinstance(x, sympy.Basic)}:
             dimension(formula, graph.symbols)
     except (ArtifactError, AssertionError, NotImplementedError, TypeError) as error:
-        raise FixedVariableError(f"no stage can follow what depends on it: {error}") from None
+        kind = FixedVariableError if graph.variables else FixedBatchError
+        raise kind(f"no stage can follow what depends on it: {error}") from None
 
 
 def _expression(size: Any) -> Any:

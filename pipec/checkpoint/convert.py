@@ -23,9 +23,10 @@ from pipec.checkpoint.manifest import check_file, read_manifest
 from pipec.checkpoint.optimizers import Group, OptimizerState, tensor_names
 from pipec.checkpoint.parts import Stored
 from pipec.checkpoint.tensors import TensorFiles
+from pipec.checkpoint.together import as_own
 from pipec.checkpoint.torch_folder import METADATA, TorchFolder, names_in
 from pipec.checkpoint.values import decoded, encoded
-from pipec.errors import CheckpointError, InputError
+from pipec.errors import CheckpointError, InputError, PipecError
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,17 @@ def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | 
         InputError: the optimizer's class is missing, or given where nothing needs it.
     """
     require_own(target, None)
-    if (source / METADATA).is_file():
-        return _imported(TorchFolder.open(source), target, optimizer, num_steps)
-    if optimizer is not None or num_steps is not None:
+    is_torch_folder = (source / METADATA).is_file()
+    if not is_torch_folder and (optimizer is not None or num_steps is not None):
         raise InputError("a checkpoint of pipec has its optimizer and its steps; leave out both options")
-    return _exported(found(source), target)
+    try:
+        if is_torch_folder:
+            return _imported(TorchFolder.open(source), target, optimizer, num_steps)
+        return _exported(found(source), target)
+    except PipecError:
+        raise
+    except Exception as error:
+        raise as_own(error, f"converting {source}") from error
 
 
 def opened(place: Path) -> tuple[Document, TensorFiles, TensorFiles]:

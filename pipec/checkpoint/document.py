@@ -16,7 +16,7 @@ from pipec.checkpoint.optimizers import OptimizerState
 from pipec.checkpoint.positions import parsed
 from pipec.checkpoint.values import decoded, encoded
 from pipec.console import log
-from pipec.errors import CheckpointError
+from pipec.errors import UNREADABLE, CheckpointError
 from pipec.runtime.position import Position
 from pipec.runtime.step.loss_scale import LossScale
 
@@ -54,6 +54,13 @@ class RandomStates:
     def of(cls, every: Sequence[str]) -> "RandomStates":
         states = list(dict.fromkeys(every))
         return cls(states, [states.index(each) for each in every])
+
+    def check(self) -> None:
+        """Raise ValueError or RuntimeError for states that are none, or ranks without one."""
+        for state in self.states:
+            torch.Generator().set_state(_state(state))
+        if (self.states and not self.of_rank) or not {*self.of_rank} <= {*range(len(self.states))}:
+            raise ValueError(f"ranks have the random states {self.of_rank}, of {len(self.states)}")
 
     def restore(self, rank: int, num_ranks: int) -> None:
         """Let torch draw what a rank would have drawn next. Ranks that were not there go on as rank 0."""
@@ -130,10 +137,10 @@ def parse_document(text: bytes, path: Path) -> Document:
             )
         document = _DOCUMENT.validate_python(found)
         decoded([document.extra, [each.state for each in document.schedulers]])
-        [_state(each) for each in document.random.states]
+        document.random.check()
         document.stream_positions()
         return document
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{path} is no such file of a checkpoint: {describe(error)}") from error
-    except ValueError as error:
+    except (*UNREADABLE, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipec.errors import CheckpointError
+from pipec.errors import UNREADABLE, CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (
@@ -61,8 +61,9 @@ def _of_index(path: Path) -> dict[str, set[str]]:
         files: dict[str, set[str]] = {}
         for name, file in found.items():
             files.setdefault(file, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        strange = [file for file in files if Path(file).name != file]
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
-    if strange := [file for file in files if Path(file).name != file]:
+    if strange:
         raise CheckpointError(f"{path} names a file outside its folder: {strange[0]!r}")
     return files

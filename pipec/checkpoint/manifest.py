@@ -166,8 +166,8 @@ def check_file(directory: Path, name: str, expected: FileSum) -> None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete. {_REMEDY}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if found != expected.sha256:
         raise CheckpointError(f"{path} is not what was written: its SHA-256 differs. {_REMEDY}")
 

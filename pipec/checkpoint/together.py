@@ -22,7 +22,7 @@ def on_all(ranks: Voices, doing: str, make: Callable[[], Any]) -> list[Any]:
     except TransportError:  # which the others know of
         raise
     except Exception as error:
-        failure = _as_own(error, doing)
+        failure = as_own(error, doing)
     is_input = isinstance(failure, InputError)
     outcome = {"made": made} if failure is None else {"failed": str(failure), "input": is_input}
     every = [json.loads(text) for text in ranks.told(json.dumps(outcome), f"{doing} on every rank")]
@@ -49,7 +49,7 @@ def require_equal(every: Sequence[Any], what: str, remedy: str) -> None:
         raise InputError(f"{what} of rank {other[0]} differs from that of rank 0; {remedy}")
 
 
-def _as_own(error: Exception, doing: str) -> PipecError:
+def as_own(error: Exception, doing: str) -> PipecError:
     """The error as one of pipec's own."""
     if isinstance(error, PipecError):
         return error

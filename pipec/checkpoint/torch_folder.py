@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipec.checkpoint.tensors import TensorKind, kind_of
-from pipec.errors import CheckpointError
+from pipec.errors import UNREADABLE, CheckpointError
 
 METADATA = ".metadata"
 
@@ -73,7 +73,7 @@ class TorchFolder:
                 if hasattr(entry, "chunks")
             }
             places = {(at.fqn, tuple(at.offset or ())): place for at, place in found.storage_data.items()}
-        except (OSError, pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError) as error:
+        except (*UNREADABLE, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return cls(directory, paths, kinds, entries, places)
 

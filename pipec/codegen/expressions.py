@@ -51,6 +51,7 @@ METHODS = {
     aten.t.default: "t",
     aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze",
+    aten.squeeze.dims: "squeeze",
     aten.masked_fill.Scalar: "masked_fill",
     aten.split.Tensor: "split",
     aten.split_with_sizes.default: "split",

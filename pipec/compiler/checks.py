@@ -1,8 +1,16 @@
 """Whether microbatches make what the batch would: what is refused if not, and what the user is told."""
 
+from torch import nn
+
 from pipec.errors import InputError, MixedRowsError
-from pipec.graph import Findings, TrainingGraph, is_collective
+from pipec.graph import Findings, TrainingGraph, UpdatedBuffer, is_collective
 from pipec.ir import Payload, Placement, Plan, Sizes
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Their statistics are of each microbatch, as of each batch in eager torch: docs/replicas.md says so."""
 
 
 def joins_replicas(graph: TrainingGraph) -> bool:
@@ -81,6 +89,31 @@ def warnings_of(findings: Findings) -> list[str]:
             "LayerNorm, they do not"
         )
     return found
+
+
+def told_of_one_row(graph: TrainingGraph, batch_size: int) -> str:
+    """What to tell if eager torch would squeeze the dimension of rows of a batch of one row."""
+    if not graph.kept_row or batch_size != 1:
+        return ""
+    return (
+        "the batch has one row, whose dimension eager torch would squeeze, and pipec keeps as in every other "
+        f"batch{graph.kept_row}\nName the dimensions to squeeze, as in x.squeeze(-1)."
+    )
+
+
+def told_of_changed_buffers(graph: TrainingGraph, model: nn.Module, num_microbatches: int) -> str:
+    """What to tell if a forward changes buffers that are no statistics of torch's norms."""
+    changed = [result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)]
+    owners = {fqn: model.get_submodule(fqn.rpartition(".")[0]) for fqn in changed}
+    names = [fqn for fqn, owner in owners.items() if not isinstance(owner, _NORMS)]
+    if not names or num_microbatches == 1:
+        return ""
+    return (
+        f"forward() changes {', '.join(names)}: once for each of the {num_microbatches} microbatches of a "
+        "step, where eager torch changes it once. Replicas each change their own, and go on with the mean, "
+        "or of whole numbers with the sum of the changes. Pass microbatches=1 to change it once, or change "
+        "it between steps, in the training loop"
+    )
 
 
 def refuse_tied(plan: Plan) -> None:

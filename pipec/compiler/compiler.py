@@ -21,7 +21,15 @@ from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph, best_of
 from pipec.compiler.captures import Captures, Kind, Signature
-from pipec.compiler.checks import check_batch, check_sizes, joins_replicas, told_of_rounds, warnings_of
+from pipec.compiler.checks import (
+    check_batch,
+    check_sizes,
+    joins_replicas,
+    told_of_changed_buffers,
+    told_of_one_row,
+    told_of_rounds,
+    warnings_of,
+)
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.processor import measured_processor
@@ -123,6 +131,8 @@ class Compiler:
         if joins_replicas(first):
             require_equal_rows(rest)
         self._warn_once(told_of_rounds(first, self.autotuner.policy.replicas, count))
+        self._warn_once(told_of_one_row(first, call.batch_size))
+        self._warn_once(told_of_changed_buffers(first, self.model, count))
         while rest:
             staged = self._stages(signature, call, call.batch_size - sum(rest), rest)
             graphs.append(staged.graph)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipec.errors import InputError
+from pipec.errors import UNREADABLE, InputError
 
 VERSION = 1
 
@@ -68,7 +68,7 @@ def load_profile(path: str | Path) -> Profile:
     """Read what ``Profile.save`` wrote. Raises InputError, which says what is wrong with the file."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{path} is no profile: {error}; make one with `pipec profile`") from error
     if not isinstance(data, dict) or data.get("format") != "pipec profile":
         raise InputError(f"{path} is no profile of pipec; make one with `pipec profile`")
@@ -79,7 +79,7 @@ def load_profile(path: str | Path) -> Profile:
         )
     try:
         profile = _parse(data)
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{path} is a damaged profile: {type(error).__name__} {error}") from error
     for name, seconds in profile.seconds().items():
         if not 0 <= seconds < math.inf:

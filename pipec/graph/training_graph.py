@@ -55,6 +55,7 @@ class TrainingGraph:
     ``findings`` say what was proved of the batch. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.
     ``joined`` is the first call of ``pipec.ops``, if any: it joins what replicas run at the same time.
+    ``kept_row`` is where eager torch would squeeze the dimension of rows of a batch of one row, if anywhere.
     ``assumptions`` say whether capturing again would give the same, and ``decided`` whether the values of a
     call's arguments let it branch in the same way; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
@@ -83,6 +84,7 @@ class TrainingGraph:
     prepared: fx.Graph | None = None
     findings: Findings = PROVED
     joined: str = ""
+    kept_row: str = ""
     logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
     paths: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipec.errors import PlanError
+from pipec.errors import UNREADABLE, PlanError
 from pipec.hardware.devices import LinkModel
 from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
 
@@ -187,7 +187,7 @@ def read_topology(path: Path) -> Topology:
     try:
         text = path.read_text(encoding="utf-8")
         return _from_facts(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except UNREADABLE as error:
         raise PlanError(
             f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
             f"(size, bytes_per_second, latency_seconds), in TOML or JSON"

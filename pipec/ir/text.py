@@ -22,7 +22,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pipec.errors import ArtifactError
+from pipec.errors import UNREADABLE, ArtifactError
 from pipec.ir import Dim, Instruction, Link, Op, Phase, Program, Sizes, Value
 
 PHASE_LETTERS: Mapping[Phase, str] = {
@@ -101,17 +101,25 @@ def _scaled(amount: float, smallest: float, units: Sequence[str]) -> str:
     return f"{float(f'{amount:.3g}'):.15g} {units[-1]}"
 
 
-_OPERATORS: Mapping[type[ast.AST], Callable[..., int]] = {
+_OPERATORS: Mapping[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
 }
 
-_FUNCTIONS: Mapping[str, Callable[[Iterable[int]], int]] = {"max": max, "min": min}
+_FUNCTIONS: Mapping[str, Callable[..., float]] = {
+    "max": max,
+    "min": min,
+    "float": float,
+    "round": round,
+    **{f"math.{function.__name__}": function for function in (math.ceil, math.floor, math.sqrt, math.trunc)},
+}
+"""As in ``math.trunc(0.5*float(b))``, the size of what ``F.interpolate`` makes of b."""
 
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Eq: operator.eq,
@@ -121,8 +129,6 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-
-_UNREADABLE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
 
 _LARGEST_EXPONENT = 8
 _LARGEST_DIM = 2**63
@@ -137,12 +143,15 @@ def evaluate_dim(dim: Dim, sizes: Sizes) -> int:
     if isinstance(dim, int):
         return dim
     try:
-        return _evaluate(_parsed(dim), sizes)
-    except _UNREADABLE as error:
+        size = _evaluate(_parsed(dim), sizes)
+        if not isinstance(size, int):
+            raise ValueError(f"{size} is not an integer")
+    except UNREADABLE as error:
         raise ArtifactError(
             f"dimension {_shown(dim)!r} cannot be evaluated for {_listed(sizes)}: {error}; "
             f"expected integers and {', '.join(sizes) or 'no names'} joined by + - * // % **"
         ) from error
+    return size
 
 
 def holds(guard: str, sizes: Sizes) -> bool:
@@ -154,24 +163,14 @@ def holds(guard: str, sizes: Sizes) -> bool:
     try:
         match _parsed(guard):
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-                return _COMPARISONS[type(op)](_number(left, sizes), _number(right, sizes))
+                return _COMPARISONS[type(op)](_evaluate(left, sizes), _evaluate(right, sizes))
             case other:
                 raise ValueError(f"{type(other).__name__} is not allowed")
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ArtifactError(
             f"condition {_shown(guard)!r} cannot be evaluated for {_listed(sizes)}: {error}; "
             "expected two dimensions joined by == != < <= > or >="
         ) from error
-
-
-def _number(node: ast.expr, sizes: Sizes) -> float:
-    """A side of a condition: a dimension; or a number, or the name of one."""
-    match node:
-        case ast.Constant(value=float(number)):
-            return number
-        case ast.Name(id=name) if isinstance(sizes.get(name), float):
-            return sizes[name]
-    return _evaluate(node, sizes)
 
 
 def names_in(dim: Dim) -> set[str]:
@@ -192,12 +191,12 @@ def _parsed(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def _evaluate(node: ast.expr, sizes: Sizes) -> int:
+def _evaluate(node: ast.expr, sizes: Sizes) -> float:
     match node:
-        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+        case ast.Constant(value=int(number) | float(number)) if not isinstance(number, bool):
             result = number
-        case ast.Name(id=name) if isinstance(size := sizes.get(name), int):
-            result = size
+        case ast.Name(id=name) if name in sizes:
+            result = sizes[name]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             result = _OPERATORS[type(op)](_evaluate(operand, sizes))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
@@ -205,8 +204,8 @@ def _evaluate(node: ast.expr, sizes: Sizes) -> int:
             if isinstance(op, ast.Pow) and not 0 <= other <= _LARGEST_EXPONENT:
                 raise ValueError(f"exponent {other} is not within 0 to {_LARGEST_EXPONENT}")
             result = _OPERATORS[type(op)](base, other)
-        case ast.Call(func=ast.Name(id=name), args=[_, *_], keywords=[]) if name in _FUNCTIONS:
-            result = _FUNCTIONS[name](_evaluate(argument, sizes) for argument in node.args)
+        case ast.Call(args=arguments, keywords=[]) if (name := ast.unparse(node.func)) in _FUNCTIONS:
+            result = _FUNCTIONS[name](*(_evaluate(argument, sizes) for argument in arguments))
         case _:
             raise ValueError(f"{type(node).__name__} is not allowed")
     if abs(result) >= _LARGEST_DIM:

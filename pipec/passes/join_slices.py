@@ -91,8 +91,13 @@ def _span(part: fx.Node) -> tuple[int, int]:
 
 
 def _make_up_all(parts: list[fx.Node]) -> bool:
-    """Whether these are gradients of all parts of one dimension, each once."""
+    """Whether these are gradients of all parts of one dimension, each once.
+
+    A symbolic position has no place among others: that of ``table[:t]`` may lie anywhere.
+    """
     if len(parts) < 2 or any(not _is_part(part) or part.args[5:] not in ((), (1,)) for part in parts):
+        return False
+    if any(not isinstance(position, int) for part in parts for position in part.args[3:5]):
         return False
     kinds = {(part.target, part.args[2], part.meta["val"].dtype) for part in parts}
     size = parts[0].meta["val"].shape[parts[0].args[2]]

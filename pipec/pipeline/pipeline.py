@@ -244,6 +244,11 @@ class Pipeline(ShownModel):
         compiler, ranks = self._compiler.of(model), self._ranks
         made = Pipeline(compiler, tensors, ranks, self._batch, updates, self._batched, self._weight)
         memo[id(self)] = made
+        made._unfilled.marked = {
+            fqn: (tensor, tensor._version)
+            for fqn, tensor in tensors.unique().items()
+            if fqn in self._unfilled.marked
+        }
         made._holders, made._emptied = dict(self._holders), emptied
         made._changing = set(self._changing)
         made._split_before = dict(self._split_before)

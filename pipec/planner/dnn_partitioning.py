@@ -25,7 +25,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from pipec.errors import PlanError
+from pipec.errors import UNREADABLE, PlanError
 from pipec.hardware.topology import Device, Level, Topology
 from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
 from pipec.planner.operator_graph import OperatorGraph, Transfer
@@ -52,7 +52,7 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return parse_dnn_partitioning(facts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+    except UNREADABLE as error:
         raise PlanError(
             f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, "
             f"maxSizePerFPGA, maxCPUs, nodes (id, fpgaLatency, cpuLatency, size, isBackwardNode) and "

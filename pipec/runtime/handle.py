@@ -16,6 +16,7 @@ from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
+from pipec.runtime.holder import Unfilled
 from pipec.runtime.messages.agreement import Presence, Told
 from pipec.runtime.messages.facts import Facts, differences, rank_names
 from pipec.runtime.messages.group import Group
@@ -60,6 +61,7 @@ class Handle(nn.Module):
         self._completed: Sequence[Mapping[str, Tensor]] = ()
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
+        self._unfilled = Unfilled()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in super().parameters(recurse):
@@ -179,6 +181,7 @@ class Handle(nn.Module):
         self._refuse_in_a_fork()
         if artifact not in self._executions:
             self._refuse_meta()
+            self._unfilled.refuse(self._tensors_by_fqn(), artifact.plan)
         updates = self._bound_updates(artifact.plan)
         if artifact not in self._executions:
             tensors = self._tensors_by_fqn()
@@ -323,6 +326,16 @@ class Handle(nn.Module):
             **dict(self.named_parameters(remove_duplicate=once)),
             **dict(self.named_buffers(remove_duplicate=once)),
         }
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Give the tensors on the meta device memory on ``device``. Others keep their values, and move there.
+
+        A step refuses tensors that have been given no values by then.
+        """
+        on_meta = [fqn for fqn, tensor in self._tensors_by_fqn().items() if tensor.is_meta]
+        self._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device), recurse)
+        self._unfilled.mark({fqn: x for fqn, x in self._tensors_by_fqn().items() if fqn in on_meta})
+        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError
+from pipec.ir import Plan
+from pipec.runtime.messages.facts import listed
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,55 @@ class Emptied:
     def _empty_now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         there = {fqn: tensor for fqn, tensor in tensors.items() if fqn in self.layouts}
         return {fqn: tensor for fqn, tensor in there.items() if tensor.shape != self.layouts[fqn][0]}
+
+
+@dataclass
+class Unfilled:
+    """The tensors that ``to_empty`` gave memory, by FQN, with the version that each had then.
+
+    A value given in place makes another version. One given through ``.data`` does not, but overwrites the
+    bytes of ones that mark the first element.
+    """
+
+    marked: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def mark(self, tensors: Mapping[str, Tensor]) -> None:
+        """Note that these have no values yet."""
+        for fqn, tensor in tensors.items():
+            if tensor.numel() and not tensor.is_meta:
+                _first_bytes(tensor).fill_(_MARK)
+                self.marked[fqn] = tensor, tensor._version
+
+    def of(self, copies: Mapping[str, Tensor]) -> "Unfilled":
+        """What is noted of these copies of the tensors."""
+        return Unfilled({fqn: (copies[fqn], copies[fqn]._version) for fqn in self.marked})
+
+    def refuse(self, held: Mapping[str, Tensor], plan: Plan) -> None:
+        """Raise InputError if a stage reads a tensor that still has no value."""
+        self.marked = {
+            fqn: (tensor, version)
+            for fqn, (tensor, version) in self.marked.items()
+            if held.get(fqn) is tensor and tensor._version == version and _is_marked(tensor)
+        }
+        if names := [value.name for value in (*plan.parameters, *plan.buffers) if value.name in self.marked]:
+            raise InputError(
+                f"nothing was written to {listed(names)} since to_empty(...) made memory for it. Call "
+                "load_state_dict(...) on the pipeline. A buffer with persistent=False is in no state dict: "
+                "make the module that computes it outside of torch.device('meta') before you compile, and it "
+                "keeps its values; or write into pipe.get_buffer(...)"
+            )
+
+
+_MARK = 255
+
+
+def _first_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_strided((1,), (1,)).view(torch.uint8)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    return bool(tensor.numel() and (_first_bytes(tensor) == _MARK).all())
 
 
 def _owner(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -1,5 +1,6 @@
 """Schedules by name: which rank computes what, in which order. Compute only; ``lower`` adds the rest."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -76,7 +77,7 @@ def _installed(name: str) -> Callable[[int, int], Schedule]:
     """The function that a package registered under ``name``."""
     found = entry_points(group=ENTRY_POINTS)
     if name in found.names:
-        return cast("Callable[[int, int], Schedule]", found[name].load())
+        return functools.partial(custom_schedule, found[name].load())
     known = [*SCHEDULES, *SEARCHED, *ASYNCHRONOUS, *sorted(found.names)]
     match = _SUFFIXED.fullmatch(name)
     if match and match[1] in known:

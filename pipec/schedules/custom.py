@@ -12,14 +12,16 @@ each stage, and ``F3.2`` is the forward of stage 2. In ``placement: 0,1 2`` rank
 stage 0 and take its microbatches in turn. What follows ``#`` is a comment.
 """
 
+import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipec.errors import InputError, PipecError
+from pipec.errors import UNREADABLE, InputError, PipecError
 from pipec.ir import Compute, Phase, Placement, Schedule
-from pipec.ir.arguments import shown
+from pipec.ir.arguments import MOST_MICROBATCHES, check_arguments, shown, whole
 from pipec.ir.columns import Cells
+from pipec.ir.stream import Stream
 from pipec.ir.text import PHASE_LETTERS
 from pipec.schedules.orders import straight_placement
 
@@ -40,7 +42,7 @@ def custom_schedule(
             of compute orders, or the function raises or returns something else.
     """
     if isinstance(source, Path):
-        schedule = parse_orders(_read(source), source.stem)
+        schedule = _checked(parse_orders(_read(source), source.stem), str(source))
         num_microbatches = num_microbatches or schedule.num_microbatches
     else:
         assert num_microbatches is not None
@@ -72,7 +74,47 @@ def _made(function: Callable[[int, int], Schedule], num_ranks: int, num_microbat
         raise InputError(f"{called} raised {type(error).__name__}: {error}") from error
     if not isinstance(schedule, Schedule):
         raise InputError(f"{called} returned {shown(schedule)}; expected a Schedule")
-    return schedule
+    return _checked(schedule, f"what {called} returned")
+
+
+def _checked(schedule: Schedule, where: str) -> Schedule:
+    """The schedule as tuples and columns. That its order is right is for the verifier to see.
+
+    Raises:
+        InputError: it holds something else than a schedule does, or a rank without a stage.
+    """
+    count, stream = schedule.num_microbatches, schedule.stream
+    check_arguments({"num_microbatches": whole(1, MOST_MICROBATCHES)}, {"num_microbatches": count})
+    if not (stream is None or isinstance(stream, Stream)):
+        raise InputError(f"{where}: stream is {shown(stream)}; expected a Stream or None")
+    try:
+        orders = [_columns(order) for order in schedule.orders]
+    except UNREADABLE as error:
+        raise InputError(
+            f"{where}: orders is {shown(schedule.orders)} ({type(error).__name__}: {error}); expected a "
+            "sequence of Compute(phase, stage, microbatch) for each rank"
+        ) from error
+    try:
+        placement = tuple(tuple(map(operator.index, ranks)) for ranks in schedule.placement)
+    except TypeError as error:
+        raise InputError(
+            f"{where}: placement is {shown(schedule.placement)}; expected a sequence of ranks for each stage"
+        ) from error
+    ranks = {rank for replicas in placement for rank in replicas}
+    if ranks != {*range(len(orders))} or any(len({*each}) != len(each) or not each for each in placement):
+        raise InputError(
+            f"{where} has orders of {len(orders)} ranks, and placement {shown(schedule.placement)}; expected "
+            f"stages on ranks 0 to {len(orders) - 1}, each rank with a stage, and each stage with ranks"
+        )
+    return Schedule(str(schedule.name), count, placement, tuple(orders), stream)
+
+
+def _columns(order: Sequence[Compute]) -> Cells:
+    """The order of a rank as columns. Numbers may be those of numpy."""
+    if isinstance(order, Cells):
+        return order
+    index = operator.index
+    return Cells.of([Compute(Phase(x.phase), index(x.stage), index(x.microbatch)) for x in order])
 
 
 def parse_orders(text: str, name: str) -> Schedule:

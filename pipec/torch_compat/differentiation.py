@@ -9,6 +9,7 @@ import sympy
 import torch
 import torch._dynamo
 import torch.fx.traceback as fx_traceback
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -99,6 +100,7 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
         stack.enter_context(tracing(context))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(torch.set_grad_enabled(training))
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))  # as loss.backward() is
         joint = aot_export_joint_with_descriptors(stack, captured.module, captured.args)
     graph_module = joint.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
