@@ -108,6 +108,8 @@ class HeldModel(Streams):
             forget(self, [fqn for fqn, first in self._canonical.items() if first in elsewhere])
             self._empty(elsewhere)
         if self._updates is not None:
+            if not self._unsettled:
+                self._updates.follow()
             self._empty(self._updates.in_shares)
         for fqn, home in there.items():
             tensor = unique.get(fqn)
