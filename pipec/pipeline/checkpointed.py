@@ -32,7 +32,11 @@ class CheckpointedModel(TurnTaker):
 
     @property
     def num_steps(self) -> int:
-        """How many times ``step`` has been called, before the checkpoint that was loaded, too."""
+        """How many mini-batches have been trained on, before the checkpoint that was loaded, too.
+
+        While a loop over a stream runs, those whose losses it was given. One that has ended early may have
+        trained on more, if the schedule has no flush; they count, too.
+        """
         return self._num_steps
 
     @property
@@ -145,6 +149,7 @@ class CheckpointedModel(TurnTaker):
         document, self._own_checkpoints[path] = load(path, training)
         self._num_steps, self._saved_position = document.num_steps, None
         self._reading = self._last_reading = None
+        self._completed = ()
         if positions := document.stream_positions():
             parts = (self.replica, self.num_replicas)
             self._saved_position = lambda: position_of(positions, *parts)
@@ -203,7 +208,7 @@ class CheckpointedModel(TurnTaker):
             {fqn: shapes[fqn] for fqn in parameters},
             self._optimizers(optimizer),
             _listed(scheduler),
-            self._num_steps,
+            self._num_trained,
             self._position() if speaks else None,
             self.num_replicas,
             self._compiler.options.profile,

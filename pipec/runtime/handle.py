@@ -21,6 +21,7 @@ from pipec.runtime.messages.facts import Facts, differences, rank_names
 from pipec.runtime.messages.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.outcomes import Outcome
 from pipec.runtime.step.recording import RecordedStep
 from pipec.runtime.step.updates import Updates
 from pipec.runtime.stream.flow import Flow
@@ -57,7 +58,7 @@ class Handle(nn.Module):
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._flow: Flow | None = None
-        self._completed: Sequence[Mapping[str, Tensor]] = ()
+        self._completed: Sequence[Outcome] = ()
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
 
@@ -126,7 +127,7 @@ class Handle(nn.Module):
         """
         flow, self._flow = self._flow, None
         if flow is not None:
-            self._completed = flow.drain()
+            self._completed = flow.drain(self.optimizer.hyperparameters())
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

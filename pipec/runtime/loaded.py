@@ -37,7 +37,7 @@ from pipec.runtime.stages.batch import dense
 from pipec.runtime.stages.kernels import KERNELS, require_source
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
-from pipec.runtime.step.outcomes import StreamBatch
+from pipec.runtime.step.outcomes import Outcome, StreamBatch
 from pipec.runtime.step.span import Span
 from pipec.runtime.step.updates import Updates
 from pipec.runtime.step.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
@@ -180,7 +180,7 @@ class LoadedPipeline(Streams):
         execution, update = self._execution(self._artifact), not self._accumulates
         begun()
         results = execution.run(batch.leaves, batch.span(self._weight), seed, self._recorded, update)
-        return self._passed_on(self._outcome(results), execution.not_finite)
+        return self._passed_on(Outcome.of(self.plan, results), execution.not_finite)
 
     def _agreed_seed(self, batch: "_Batch") -> int:
         """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
