@@ -15,6 +15,7 @@ from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import TurnTaker
+from pipec.runtime.calls import one_at_a_time
 from pipec.runtime.messages.facts import listed
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.step.execution import Ranks
@@ -44,6 +45,7 @@ class CheckpointedModel(TurnTaker):
         """The processes of the pipeline, and which one this is."""
         return self._ranks
 
+    @one_at_a_time
     def save_checkpoint(
         self,
         directory: str | Path,
@@ -80,6 +82,7 @@ class CheckpointedModel(TurnTaker):
         companions = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
         return self.start_saving(directory, companions, asynchronous, nothing)
 
+    @one_at_a_time
     def start_saving(
         self,
         directory: str | Path,
@@ -114,6 +117,7 @@ class CheckpointedModel(TurnTaker):
         if self._saving is not None and self._saving.is_unseen:
             self._saving.result()
 
+    @one_at_a_time
     def load_checkpoint(
         self,
         directory: str | Path,

@@ -16,6 +16,7 @@ from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
+from pipec.runtime.calls import Calls, one_at_a_time
 from pipec.runtime.messages.agreement import Presence, Told
 from pipec.runtime.messages.facts import Facts, differences, rank_names
 from pipec.runtime.messages.group import Group
@@ -46,6 +47,7 @@ class Handle(nn.Module):
 
     def __init__(self, ranks: Ranks, trained: Artifact | None = None, updates: Updates | None = None) -> None:
         super().__init__()
+        self._one_call = Calls()
         self._ranks = ranks
         self._updates = updates
         if updates is not None:
@@ -78,6 +80,7 @@ class Handle(nn.Module):
                 if parameter is not None:
                     parameter.grad = None
 
+    @one_at_a_time
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
@@ -119,6 +122,7 @@ class Handle(nn.Module):
             )
         return self._updates.optimizer
 
+    @one_at_a_time
     def drain(self) -> None:
         """Complete the mini-batches that a stream has begun, so that all stages have made the same updates.
 
@@ -325,6 +329,7 @@ class Handle(nn.Module):
             **dict(self.named_buffers(remove_duplicate=once)),
         }
 
+    @one_at_a_time
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
         self._release_shares()

@@ -27,6 +27,7 @@ from pipec.ir.arguments import (
 )
 from pipec.ir.batch import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text import evaluate_dim, format_value, holds, names_in
+from pipec.runtime.calls import Losses, one_at_a_time
 from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.messages.facts import Facts, leaf_fact
@@ -127,6 +128,7 @@ class LoadedPipeline(Streams):
         self._weight = microbatch_weight or artifact.plan.microbatch_weight
         hold(self, held)
 
+    @one_at_a_time
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
@@ -166,13 +168,15 @@ class LoadedPipeline(Streams):
     def _agree_to_end(self, why: str) -> None:
         self._require_same("step", {"batches": why})
 
+    @one_at_a_time
     def step_on(self, leaves: Sequence[Any]) -> Tensor:
         """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
         return self._step(self._batch_of(_Leaves(tuple(leaves))))
 
     def stream_on(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
         """As ``stream``, for the leaves of each batch as ``step_on`` takes them."""
-        return self._losses_of(_Leaves(tuple(leaves)) for leaves in batches)
+        given = (_Leaves(tuple(leaves)) for leaves in batches)
+        return Losses(self._one_call, self._losses_of(given))
 
     def _step(self, batch: "_Batch", begun: Begun = nothing) -> Tensor:
         self.drain()
@@ -232,6 +236,7 @@ class LoadedPipeline(Streams):
             require_equal_rows(sizes)
         return _Batch(leaves, call_of, rows, sizes, values)
 
+    @one_at_a_time
     def train(self, mode: bool = True) -> "LoadedPipeline":
         """Do nothing if that is the mode that the artifact was made in.
 

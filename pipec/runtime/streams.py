@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipec.errors import InputError, PipecError
 from pipec.ir.arguments import FLAG, NONE, check_arguments
+from pipec.runtime.calls import Losses
 from pipec.runtime.messages.facts import Facts
 from pipec.runtime.position import Position, Reading
 from pipec.runtime.step.finite import NotFinite
@@ -59,13 +60,14 @@ class Streams(StoppedTogether):
         """
         check_arguments({"batches": ITERABLE, "resume": FLAG | NONE}, locals())
         reading = Reading(batches, self._position_to_resume(resume))
-        return self._with_position(reading, self._losses_of(map(self._given, reading)))
+        losses = self._with_position(reading, self._losses_of(map(self._given, reading)))
+        return Losses(self._one_call, losses)
 
     def _losses_of(self, batches: Iterator[Given]) -> Generator[Tensor]:
         ahead = Ahead(batches)
         return self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
 
-    def _with_position(self, reading: Reading, steps: Generator[Tensor]) -> Iterator[Tensor]:
+    def _with_position(self, reading: Reading, steps: Generator[Tensor]) -> Generator[Tensor]:
         """The losses of the steps, while checkpoints know the position."""
         before, self._completed = self._reading, ()
         self._num_steps -= len(reading.unseen)  # they count again as the loop is given their losses
