@@ -275,3 +275,25 @@ def test_a_signal_between_two_streams_does_not_repeat_the_first(runs: dict[str, 
     assert checkpoints.resume(run.pipe, scheduler=run.scheduler) == "first"
     assert list(run.losses(Stateful(Noisy()), resume=True)) == []
     assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 5
+
+
+def test_a_signal_after_a_loop_was_left_saves_all_that_was_trained_on(
+    runs: dict[str, Run], tmp_path: Path
+) -> None:
+    run, seen = runs["pipedream"], 2
+    run.load(run.fresh)
+    checkpoints, data = pipec.Checkpoints(tmp_path, every=100), list(Stateful(Noisy()))
+    for number, _ in enumerate(run.losses(data), start=1):
+        checkpoints.step(run.pipe, scheduler=run.scheduler, extra=number)
+        if number == seen:
+            break
+    trained = run.pipe.num_steps
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            run.pipe.eval_step(data[0][0], target=data[0][1])
+    finally:
+        STOPS.ignore()
+    assert checkpoints.resume(run.pipe, scheduler=run.scheduler) == seen
+    assert run.pipe.num_steps == trained > seen
+    assert len(list(run.losses(data, resume=True))) == len(data) - seen
