@@ -1,7 +1,9 @@
 """Streams that stop between two mini-batches and go on: with the same batches, and the same bits."""
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import pipec
 from pipec.runtime.processes.stops import STOPS
 
 ROWS, EPOCHS, STOPPED = 6, 3, (3, 6, 9, 10)
-SCHEDULES = ("1f1b", "pipedream")
+SCHEDULES = ("1f1b", "pipedream", "pipedream-2bw")
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -86,7 +88,7 @@ class Run:
             schedule=schedule,
             loss_fn=lambda output, target: (nn.functional.cross_entropy(output, target), {"n": output.sum()}),
             optimizer=partial(optim.SGD, lr=0.1, momentum=0.9),
-            **({"microbatches": 2} if schedule == "1f1b" else {}),
+            **({} if schedule == "pipedream" else {"microbatches": 2}),
         )
         self.scheduler = optim.lr_scheduler.StepLR(self.pipe.optimizer, 1, 0.9)
         self.fresh = directory / schedule
@@ -109,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES[:2])
 def test_a_stream_goes_on_with_the_same_bits(
     runs: dict[str, Run], schedule: str, kind: str, tmp_path: Path
 ) -> None:
@@ -158,6 +160,63 @@ def test_what_was_trained_on_is_neither_read_again_nor_left_out(runs: dict[str, 
     assert data.read == []
     assert len(list(stream)) == 3
     assert data.read == loader.order[2 * ROWS :].tolist()
+
+
+def test_a_fresh_process_is_given_the_losses_that_are_left(runs: dict[str, Run], tmp_path: Path) -> None:
+    """Nothing is compiled when the loop gets them; a checkpoint from there has those that are still left."""
+    run, fresh = runs["pipedream-2bw"], Run("pipedream-2bw", tmp_path)
+    run.load(run.fresh)
+    stream = run.losses(Stateful(Noisy()))
+    next(stream)
+    run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
+    losses = list(stream)
+    fresh.load(tmp_path / "saved")
+    stream = fresh.losses(Stateful(Noisy()), resume=True)
+    assert next(stream) == losses[0]
+    fresh.pipe.save_checkpoint(tmp_path / "again", scheduler=fresh.scheduler)
+    assert list(stream) == losses[1:]
+    fresh.load(tmp_path / "again")
+    assert list(fresh.losses(Stateful(Noisy()), resume=True)) == losses[1:]
+    assert fresh.pipe.num_steps == 5
+
+
+@pytest.mark.parametrize("how", ["break", "interrupt", "interrupt at once", "checkpoint"])
+def test_what_was_trained_on_counts(runs: dict[str, Run], tmp_path: Path, how: str) -> None:
+    """Without the losses that were left, and with them, another run goes on behind the same mini-batches."""
+    run, data = runs["pipedream"], list(LOADERS["stateful"](Noisy()))
+    run.load(run.fresh)
+
+    def batches() -> Iterator[Any]:
+        for number, batch in enumerate(data):
+            if number == {"interrupt": 3, "interrupt at once": 1}.get(how):
+                signal.raise_signal(signal.SIGINT)  # which the thread of the loop gets
+                time.sleep(0.2)
+            yield batch
+
+    seen = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in run.losses(batches()):
+            seen += 1
+            assert run.pipe.num_steps == seen
+            if seen == 2 and how == "checkpoint":
+                run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
+            if seen == 2 and not how.startswith("interrupt"):
+                break
+    trained = run.pipe.num_steps
+    if how != "checkpoint":
+        run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
+    run.load(tmp_path / "saved")
+    assert run.pipe.num_steps == trained > seen
+    parameters = [x.detach().clone() for x in run.pipe.parameters()]
+    unseen = run.losses(data, resume=True)
+    for number in range(seen, trained):
+        next(unseen)
+        assert run.pipe.num_steps == number + 1
+        assert all(map(torch.equal, parameters, run.pipe.parameters()))
+    assert len(list(unseen)) == 5 - trained
+    run.load(tmp_path / "saved")
+    assert len(list(run.losses(data[run.pipe.num_steps :], resume=False))) == 5 - trained
+    assert run.pipe.num_steps == 5
 
 
 def test_a_stream_says_whether_it_goes_on(runs: dict[str, Run], tmp_path: Path) -> None:
@@ -216,3 +275,25 @@ def test_a_signal_between_two_streams_does_not_repeat_the_first(runs: dict[str, 
     assert checkpoints.resume(run.pipe, scheduler=run.scheduler) == "first"
     assert list(run.losses(Stateful(Noisy()), resume=True)) == []
     assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 5
+
+
+def test_a_signal_after_a_loop_was_left_saves_all_that_was_trained_on(
+    runs: dict[str, Run], tmp_path: Path
+) -> None:
+    run, seen = runs["pipedream"], 2
+    run.load(run.fresh)
+    checkpoints, data = pipec.Checkpoints(tmp_path, every=100), list(Stateful(Noisy()))
+    for number, _ in enumerate(run.losses(data), start=1):
+        checkpoints.step(run.pipe, scheduler=run.scheduler, extra=number)
+        if number == seen:
+            break
+    trained = run.pipe.num_steps
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            run.pipe.eval_step(data[0][0], target=data[0][1])
+    finally:
+        STOPS.ignore()
+    assert checkpoints.resume(run.pipe, scheduler=run.scheduler) == seen
+    assert run.pipe.num_steps == trained > seen
+    assert len(list(run.losses(data, resume=True))) == len(data) - seen

@@ -167,6 +167,29 @@ def test_a_loop_that_stops_early_drains() -> None:
     assert_same(pipe, reference)
 
 
+@pytest.mark.parametrize("how", ["break", "drain", "changed"])
+def test_what_a_drain_completes_has_the_rate_of_then(how: str) -> None:
+    """Batches 3 and 4 are completed before the loop asks for them, once the scheduler has made step 3."""
+    pipe = pipeline(3)
+    reference, losses = delayed(pipe, SGD), []
+    makes = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.7)
+    ours, theirs = makes(pipe.optimizer), makes(reference.optimizer)
+    for number, loss in enumerate(pipe.stream(batches(5))):
+        losses.append(loss)
+        ours.step()
+        if number == 2 and how == "break":
+            break
+        if number == 2:
+            {"drain": pipe.drain, "changed": pipe.eval}[how]()
+    pipe.train()
+    for number, batch in enumerate(batches(5)):
+        loss = reference.step(batch)
+        assert number >= len(losses) or torch.equal(losses[number], loss)
+        if number <= 2:
+            theirs.step()
+    assert_same(pipe, reference)
+
+
 @pytest.mark.parametrize("how", ["eval_step", "forward", "state_dict", "drain", "step", "optimizer", "load"])
 def test_what_looks_at_parameters_drains(how: str) -> None:
     """The losses of what was in flight come next; then the pipeline fills again, from version 0."""

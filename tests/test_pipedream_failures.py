@@ -129,6 +129,7 @@ def test_an_interrupt_completes_what_was_begun() -> None:
         if all(map(torch.equal, found, reference.history[-1].values())):
             break
     assert len(losses) < len(reference.history) - 1 <= len(losses) + 3
+    assert pipe.num_steps == len(reference.history) - 1
     restart(reference)
     assert list(pipe.stream(batches(3))) == [reference.step(batch) for batch in batches(3)]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from pipec.checkpoint.values import decoded, encoded
 from pipec.errors import CheckpointError, InputError
-from pipec.runtime.position import Outcome, Position
+from pipec.runtime.position import Position
+from pipec.runtime.step.outcomes import Outcome
 
 
 def described(position: Position | None) -> Any:

@@ -15,6 +15,7 @@ from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import TurnTaker
+from pipec.runtime.calls import one_at_a_time
 from pipec.runtime.messages.facts import listed
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.step.execution import Ranks
@@ -32,7 +33,11 @@ class CheckpointedModel(TurnTaker):
 
     @property
     def num_steps(self) -> int:
-        """How many times ``step`` has been called, before the checkpoint that was loaded, too."""
+        """How many mini-batches have been trained on, before the checkpoint that was loaded, too.
+
+        While a loop over a stream runs, those whose losses it was given. One that has ended early may have
+        trained on more, if the schedule has no flush; they count, too.
+        """
         return self._num_steps
 
     @property
@@ -40,6 +45,7 @@ class CheckpointedModel(TurnTaker):
         """The processes of the pipeline, and which one this is."""
         return self._ranks
 
+    @one_at_a_time
     def save_checkpoint(
         self,
         directory: str | Path,
@@ -76,6 +82,7 @@ class CheckpointedModel(TurnTaker):
         companions = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
         return self.start_saving(directory, companions, asynchronous, nothing)
 
+    @one_at_a_time
     def start_saving(
         self,
         directory: str | Path,
@@ -110,6 +117,7 @@ class CheckpointedModel(TurnTaker):
         if self._saving is not None and self._saving.is_unseen:
             self._saving.result()
 
+    @one_at_a_time
     def load_checkpoint(
         self,
         directory: str | Path,
@@ -145,6 +153,7 @@ class CheckpointedModel(TurnTaker):
         document, self._own_checkpoints[path] = load(path, training)
         self._num_steps, self._saved_position = document.num_steps, None
         self._reading = self._last_reading = None
+        self._completed = ()
         if positions := document.stream_positions():
             parts = (self.replica, self.num_replicas)
             self._saved_position = lambda: position_of(positions, *parts)
@@ -203,7 +212,7 @@ class CheckpointedModel(TurnTaker):
             {fqn: shapes[fqn] for fqn in parameters},
             self._optimizers(optimizer),
             _listed(scheduler),
-            self._num_steps,
+            self._num_trained,
             self._position() if speaks else None,
             self.num_replicas,
             self._compiler.options.profile,

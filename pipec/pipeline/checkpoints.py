@@ -145,7 +145,7 @@ class Checkpoints:
         if pipe is None or pipe.num_steps == 0:
             return
         if pipe.num_steps != self._saved:
-            if latest is None or latest.number != pipe.num_steps:
+            if latest is None or latest.number != pipe.num_steps - pipe.num_left:
                 log(
                     f"pipec: step {pipe.num_steps} is not saved, because the script has not come to "
                     f"checkpoints.step(...) after it; there is step {self._saved}"

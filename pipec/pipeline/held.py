@@ -13,6 +13,7 @@ from pipec.errors import InputError, PlanError
 from pipec.ir import Plan
 from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
+from pipec.runtime.calls import one_at_a_time
 from pipec.runtime.handle import fixed_buffers, holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.messages.facts import Facts, differences, listed, rank_names
@@ -42,6 +43,7 @@ class HeldModel(Streams):
         self.training = compiler.model.training
         hold(self, tensors)
 
+    @one_at_a_time
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Tensor]:
         """A copy of the whole model's state on the CPU, under its own names. Every rank calls this.
 
@@ -52,6 +54,7 @@ class HeldModel(Streams):
         whole = self._whole("full_state_dict", {self._canonical[name] for name in names}, all_ranks)
         return {name: whole[self._canonical[name]] for name in names if whole}
 
+    @one_at_a_time
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
         """Write the whole model's parameters and buffers into ``model``, on rank 0 or on all ranks.
 
@@ -64,6 +67,7 @@ class HeldModel(Streams):
             self._unsettled = True
             fill(model, {name: whole[first] for name, first in self._canonical.items()})
 
+    @one_at_a_time
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -82,6 +86,7 @@ class HeldModel(Streams):
             self._adopt_replaced()
         return result
 
+    @one_at_a_time
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, under the model's names.
 
@@ -258,6 +263,7 @@ class HeldModel(Streams):
             put_back(module, own)
         self._adopt(self._tensors.replaced(own))
 
+    @one_at_a_time
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
         super()._apply(fn, recurse)

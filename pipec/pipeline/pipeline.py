@@ -28,6 +28,7 @@ from pipec.pipeline.shown import ShownModel
 from pipec.pipeline.turns import Asked
 from pipec.plan.local_batch import check_local_batch
 from pipec.plan.step_memory import StepMemory
+from pipec.runtime.calls import one_at_a_time
 from pipec.runtime.holder import Emptied, ModelTensors, forget
 from pipec.runtime.randomness import take
 from pipec.runtime.step.execution import Ranks
@@ -52,6 +53,8 @@ class Pipeline(ShownModel):
     of them. Under ``torchrun``, once it is compiled, they are those of this rank's stages; the model's other
     tensors are emptied where they are, so that their memory is given back and an optimizer passes them over.
     ``full_state_dict`` and ``gather_into`` bring the whole together again.
+
+    It makes one call at a time. A call on a second thread raises InputError meanwhile, and changes nothing.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Pipeline(ShownModel):
         self._axes_are_known = False
         self._served: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
 
+    @one_at_a_time
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
@@ -103,6 +107,7 @@ class Pipeline(ShownModel):
         self._count_step(self._execution(self._artifact).not_finite)
         return loss
 
+    @one_at_a_time
     def join(self, after_update: Callable[[], object] | None = None) -> int:
         """Take part in what replicas do that have more batches than this one, until all ranks have joined.
 
@@ -139,6 +144,7 @@ class Pipeline(ShownModel):
             self._accumulates = accumulates
         return count
 
+    @one_at_a_time
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """What ``step`` would return, without gradients.
 
@@ -146,6 +152,7 @@ class Pipeline(ShownModel):
         """
         return self._loss(self._agreed_on_axes(Asked("eval_step", Mode.LOSS, outputs), args, kwargs, target))
 
+    @one_at_a_time
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
         turn = self._agreed_on_axes(Asked("forward", Mode.FORWARD), args, kwargs)
@@ -202,11 +209,13 @@ class Pipeline(ShownModel):
             return loss
         return loss, _output(compiled, results, plan.outputs[1 + len(plan.logs) :])
 
+    @one_at_a_time
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
         self._compiled(self._agreed_on_axes(Asked("prepare", Mode.TRAIN, outputs), args, kwargs, target))
         return self
 
+    @one_at_a_time
     def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
         """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
 
@@ -224,12 +233,14 @@ class Pipeline(ShownModel):
             self._measured = None
         return StepMemory(self._ranks.most_of_each(measured), self.programs)
 
+    @one_at_a_time
     def train(self, mode: bool = True) -> "Pipeline":
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
         check_arguments(METHODS, locals())
         self._compiler.model.train(mode)
         return super().train(mode)
 
+    @one_at_a_time
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
         """A pipeline of a copy of the model, on the same stages. It compiles its calls itself.
 
@@ -256,6 +267,7 @@ class Pipeline(ShownModel):
         forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
         return made
 
+    @one_at_a_time
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 

@@ -18,10 +18,12 @@ class Counted(Handle):
 
     def _count_step(self, found: NotFinite | None = None) -> None:
         """Count a step, and its update if it made one. Raises NonFiniteError for what was ``found``."""
-        ending, updates = self._artifact.plan.ending, self._updates
-        overflowed = found is not None and is_overflow(found, ending)
-        if found is not None and ending.on_nan is OnNan.RAISE and not overflowed:
-            raise NonFiniteError(refusal_of(found, self._num_steps, ending))
+        updates, overflowed = self._updates, False
+        if found is not None:
+            ending = self._artifact.plan.ending
+            overflowed = is_overflow(found, ending)
+            if ending.on_nan is OnNan.RAISE and not overflowed:
+                raise NonFiniteError(refusal_of(found, self._num_steps, ending))
         self._num_steps += 1
         if updates is not None and self._accumulates:
             return

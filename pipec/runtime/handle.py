@@ -16,12 +16,14 @@ from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
+from pipec.runtime.calls import Calls, one_at_a_time
 from pipec.runtime.holder import Unfilled
 from pipec.runtime.messages.agreement import Presence, Told
 from pipec.runtime.messages.facts import Facts, differences, rank_names
 from pipec.runtime.messages.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.outcomes import Outcome
 from pipec.runtime.step.recording import RecordedStep
 from pipec.runtime.step.updates import Updates
 from pipec.runtime.stream.flow import Flow
@@ -46,6 +48,7 @@ class Handle(nn.Module):
 
     def __init__(self, ranks: Ranks, trained: Artifact | None = None, updates: Updates | None = None) -> None:
         super().__init__()
+        self._one_call = Calls()
         self._ranks = ranks
         self._updates = updates
         if updates is not None:
@@ -58,7 +61,7 @@ class Handle(nn.Module):
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._flow: Flow | None = None
-        self._completed: Sequence[Mapping[str, Tensor]] = ()
+        self._completed: Sequence[Outcome] = ()
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
         self._unfilled = Unfilled()
@@ -79,6 +82,7 @@ class Handle(nn.Module):
                 if parameter is not None:
                     parameter.grad = None
 
+    @one_at_a_time
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
@@ -120,6 +124,7 @@ class Handle(nn.Module):
             )
         return self._updates.optimizer
 
+    @one_at_a_time
     def drain(self) -> None:
         """Complete the mini-batches that a stream has begun, so that all stages have made the same updates.
 
@@ -128,7 +133,7 @@ class Handle(nn.Module):
         """
         flow, self._flow = self._flow, None
         if flow is not None:
-            self._completed = flow.drain()
+            self._completed = flow.drain(self.optimizer.hyperparameters())
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -338,6 +343,7 @@ class Handle(nn.Module):
         self._unfilled.mark({fqn: x for fqn, x in self._tensors_by_fqn().items() if fqn in on_meta})
         return self
 
+    @one_at_a_time
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
         self._release_shares()

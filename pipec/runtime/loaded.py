@@ -28,6 +28,7 @@ from pipec.ir.arguments import (
 from pipec.ir.axis import BatchAxis
 from pipec.ir.batch import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text import evaluate_dim, format_value, holds, names_in
+from pipec.runtime.calls import Losses, one_at_a_time
 from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.messages.facts import Facts, leaf_fact
@@ -38,7 +39,7 @@ from pipec.runtime.stages.batch import dense
 from pipec.runtime.stages.kernels import KERNELS, require_source
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
-from pipec.runtime.step.outcomes import StreamBatch
+from pipec.runtime.step.outcomes import Outcome, StreamBatch
 from pipec.runtime.step.span import Span
 from pipec.runtime.step.updates import Updates
 from pipec.runtime.step.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
@@ -128,6 +129,7 @@ class LoadedPipeline(Streams):
         self._weight = microbatch_weight or artifact.plan.microbatch_weight
         hold(self, held)
 
+    @one_at_a_time
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
@@ -167,13 +169,15 @@ class LoadedPipeline(Streams):
     def _agree_to_end(self, why: str) -> None:
         self._require_same("step", {"batches": why})
 
+    @one_at_a_time
     def step_on(self, leaves: Sequence[Any]) -> Tensor:
         """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
         return self._step(self._batch_of(_Leaves(tuple(leaves))))
 
     def stream_on(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
         """As ``stream``, for the leaves of each batch as ``step_on`` takes them."""
-        return self._losses_of(_Leaves(tuple(leaves)) for leaves in batches)
+        given = (_Leaves(tuple(leaves)) for leaves in batches)
+        return Losses(self._one_call, self._losses_of(given))
 
     def _step(self, batch: "_Batch", begun: Begun = nothing) -> Tensor:
         self.drain()
@@ -181,7 +185,7 @@ class LoadedPipeline(Streams):
         execution, update = self._execution(self._artifact), not self._accumulates
         begun()
         results = execution.run(batch.leaves, batch.span(self._weight), seed, self._recorded, update)
-        return self._passed_on(self._outcome(results), execution.not_finite)
+        return self._passed_on(Outcome.of(self.plan, results), execution.not_finite)
 
     def _agreed_seed(self, batch: "_Batch") -> int:
         """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
@@ -234,6 +238,7 @@ class LoadedPipeline(Streams):
             require_equal_rows(sizes)
         return _Batch(leaves, plan.axes, call_of, rows, sizes, values)
 
+    @one_at_a_time
     def train(self, mode: bool = True) -> "LoadedPipeline":
         """Do nothing if that is the mode that the artifact was made in.
 

@@ -6,7 +6,7 @@ was trained on is passed over; and batches that had been read ahead are read as 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError
-
-
-class Outcome(NamedTuple):
-    """The loss and the logs of a mini-batch that has been trained on."""
-
-    loss: Tensor
-    logs: Mapping[str, Tensor]
+from pipec.runtime.step.outcomes import Outcome
 
 
 class Mark(NamedTuple):
@@ -53,7 +47,7 @@ class Reading(Iterator[Any]):
     """Reads batches, from a position on if there is one.
 
     ``passed`` counts those whose losses the loop is given. ``unseen`` are the losses that come before those
-    of the batches that are read here.
+    of the batches that are read here. ``is_left``: the loop has ended before it was given all of them.
     """
 
     def __init__(self, batches: Iterable[Any], position: Position | None) -> None:
@@ -63,6 +57,7 @@ class Reading(Iterator[Any]):
         self._marks = deque[Mark]()
         self._first: Tensor | None = None
         self.unseen = deque(position.unseen if position else ())
+        self.is_left = False
         self._num_before = position.num_batches if position else 0
         self._num_passed = self._num_before - len(self.unseen)
         self._again = deque(position.ahead if position else ())
@@ -96,6 +91,13 @@ class Reading(Iterator[Any]):
         self._num_passed += 1
         if self._num_passed > self._num_before:
             self._marks.popleft()
+
+    def leave(self, completed: Sequence[Outcome]) -> None:
+        """The loop has ended, and will not be given the losses of those that are ``completed``."""
+        self.unseen.extend(completed)
+        for _ in completed:
+            self._marks.popleft()
+        self.is_left = bool(self.unseen)
 
     def position(self, completed: Sequence[Outcome]) -> Position:
         """Where this is. ``completed`` have been trained on since the last one that has passed."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import count
 from typing import Any, cast
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from pipec.errors import InputError, PipecError
 from pipec.ir.arguments import FLAG, NONE, check_arguments
+from pipec.runtime.calls import Losses
 from pipec.runtime.messages.facts import Facts
-from pipec.runtime.position import Outcome, Position, Reading
+from pipec.runtime.position import Position, Reading
 from pipec.runtime.step.finite import NotFinite
+from pipec.runtime.step.outcomes import Outcome
 from pipec.runtime.stopped import StoppedTogether
 from pipec.runtime.stream.ahead import Ahead, Item
 from pipec.runtime.stream.batches import ITERABLE, Given, given_by
@@ -58,25 +60,48 @@ class Streams(StoppedTogether):
         """
         check_arguments({"batches": ITERABLE, "resume": FLAG | NONE}, locals())
         reading = Reading(batches, self._position_to_resume(resume))
-        return self._with_position(reading, self._losses_of(map(self._given, reading)))
+        losses = self._with_position(reading, self._losses_of(map(self._given, reading)))
+        return Losses(self._one_call, losses)
 
     def _losses_of(self, batches: Iterator[Given]) -> Generator[Tensor]:
         ahead = Ahead(batches)
         return self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
 
-    def _with_position(self, reading: Reading, steps: Generator[Tensor]) -> Iterator[Tensor]:
+    def _with_position(self, reading: Reading, steps: Generator[Tensor]) -> Generator[Tensor]:
         """The losses of the steps, while checkpoints know the position."""
-        self._completed = ()
-        with contextlib.closing(steps):
-            while reading.unseen:
-                self._reading, outcome = reading, reading.unseen.popleft()
-                reading.passed()
-                yield self._passed_on(outcome)
-            for loss in steps:
+        before, self._completed = self._reading, ()
+        self._num_steps -= len(reading.unseen)  # they count again as the loop is given their losses
+        try:
+            with contextlib.closing(steps):
+                while reading.unseen:
+                    self._reading, outcome = reading, reading.unseen.popleft()
+                    reading.passed()
+                    yield self._passed_on(outcome)
+                for loss in steps:
+                    self._reading = self._last_reading = reading
+                    reading.passed()
+                    yield loss
+            self._reading = None
+        finally:
+            if self._reading is reading or (self._reading is before and self._completed):
                 self._reading = self._last_reading = reading
-                reading.passed()
-                yield loss
-        self._reading = None
+                reading.leave(self._completed)
+                self._completed = ()
+                self._num_steps += len(reading.unseen)
+
+    @property
+    def num_left(self) -> int:
+        """How many of the last steps are mini-batches whose losses a loop was not given, since it ended."""
+        last = self._last_reading
+        return len(last.unseen) if last is not None and last.is_left else 0
+
+    @property
+    def _num_trained(self) -> int:
+        """The steps, with those whose losses the running loop is still to be given."""
+        loop = self._reading
+        if self._saved_position is not None or loop is None or loop.is_left:
+            return self._num_steps
+        return self._num_steps + len(loop.unseen) + len(self._completed)
 
     def stay_where_last_step_was(self) -> None:
         """Let a checkpoint be within the stream that gave the last loss, even if it is over by now."""
@@ -98,8 +123,7 @@ class Streams(StoppedTogether):
         """Where the stream is that is being iterated over, or that was left, or that was not yet resumed."""
         if self._saved_position is not None:
             return self._saved_position()
-        completed = [self._outcome(results) for results in self._completed]
-        return None if self._reading is None else self._reading.position(completed)
+        return None if self._reading is None else self._reading.position(self._completed)
 
     def _stream(self, ahead: Ahead) -> Generator[Tensor]:
         for number in count():
@@ -119,7 +143,7 @@ class Streams(StoppedTogether):
         try:
             while True:
                 if flow is not None and self._stops_here:
-                    flow.drain()  # what was begun has losses, which come first
+                    flow.drain(self.optimizer.hyperparameters())  # which gives losses, and they come first
                 refuse_recording(self._recorded)
                 refuse_accumulating(self._accumulates)
                 if flow is None:
@@ -135,21 +159,15 @@ class Streams(StoppedTogether):
                         return
                     announce = self._announce if self._ranks.world.distributed else None
                     flow = self._flow = Flow(compiled, ahead, number, announce)
-                results = flow.results(number, self.optimizer.hyperparameters())
-                if results is None:
+                outcome = flow.outcome(number, self.optimizer.hyperparameters())
+                if outcome is None:
                     flow = None
                     continue
-                ahead.settle()
                 number += 1
-                yield self._passed_on(self._outcome(results), flow.found(number - 1))
+                yield self._passed_on(outcome, flow.found(number - 1))
         finally:
             if flow is self._flow:
                 self.drain()
-
-    def _outcome(self, results: Mapping[str, Tensor]) -> Outcome:
-        plan = self._artifact.plan
-        kept = zip(plan.logs, plan.outputs[1:], strict=False)
-        return Outcome(results["loss"], {name: results[output] for name, output in kept})
 
     def _passed_on(self, outcome: Outcome, found: NotFinite | None = None) -> Tensor:
         """The loss of a mini-batch that has been trained on, whose logs are kept."""

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -23,6 +24,19 @@ class StreamBatch:
     sizes: Sequence[int]
     shares: Sequence[float]
     values: Sizes = field(default_factory=dict)
+
+
+class Outcome(NamedTuple):
+    """The loss and the logs of a mini-batch that has been trained on."""
+
+    loss: Tensor
+    logs: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, plan: Plan, results: Mapping[str, Tensor]) -> Self:
+        """Those among the results of a step, by name."""
+        kept = zip(plan.logs, plan.outputs[1:], strict=False)
+        return cls(results["loss"], {name: results[output] for name, output in kept})
 
 
 Arrival = Callable[[], Sequence[Tensor]]

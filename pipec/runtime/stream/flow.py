@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipec.errors import PipecError
 from pipec.runtime.step.finite import NotFinite
-from pipec.runtime.step.outcomes import StreamBatch
+from pipec.runtime.step.outcomes import Outcome, StreamBatch
 from pipec.runtime.stream.ahead import Ahead, Item
 from pipec.runtime.stream.batches import Given
 from pipec.runtime.stream.stream_execution import StreamExecution
@@ -51,23 +51,26 @@ class Flow:
         self._reads: dict[int, int] = {}
         self._announced: dict[int, Callable[[], bool]] = {}
         self._num_announced = self._num_allowed = first
-        self._left: list[Mapping[str, Tensor]] = []
-        self._refused: list[Mapping[str, Tensor]] = []
+        self._left: list[Outcome] = []
+        self._refused: list[Outcome] = []
         self._num_given = 0
         self._found: tuple[int, NotFinite] | None = None
         self._over = False
         self._run = self._execution.begin(self._batch, batch, compiled.seed)
         self._leaving = weakref.finalize(self, self._run.abandon)
 
-    def results(self, number: int, groups: Groups) -> Mapping[str, Tensor] | None:
-        """Those of batch ``number``, the next one; None if it is not among those of this run.
+    def outcome(self, number: int, groups: Groups) -> Outcome | None:
+        """That of batch ``number``, the next one; None if it is not among those of this run.
+
+        ``groups`` are the hyperparameters that the script has set by now. No batch is being read afterwards.
 
         Raises:
             ExecutionError, TransportError: a rank failed.
         """
         if not self._over and not self._compiled.is_right():
-            self.drain()
+            self.drain(groups)
         if self._over:
+            self._ahead.settle()
             left = self._left or self._refused
             self._num_given += bool(left)
             return left.pop(0) if left else None
@@ -77,12 +80,16 @@ class Flow:
                 results = self._run.results(groups)
         except BaseException:
             self._over = True
+            self._take_left()  # an interrupt has completed what was begun
             self._leaving.detach()
             raise
         if results is None:
             self._close()
-        self._num_given += results is not None
-        return results
+            return None
+        self._ahead.settle()
+        self._run.forget_results()
+        self._num_given += 1
+        return self._outcome(results)
 
     def found(self, number: int) -> NotFinite | None:
         """Why batch ``number``, whose results have been given, ends the stream; None if nothing is wrong."""
@@ -90,20 +97,29 @@ class Flow:
             self._found = self._execution.found()
         return self._found[1] if self._found and self._found[0] == number - self._first else None
 
-    def drain(self) -> list[Mapping[str, Tensor]]:
-        """Complete what was begun, unless the process ends; returns the results that nobody has asked for.
+    def drain(self, groups: Groups) -> list[Outcome]:
+        """Complete what was begun, unless the process ends; returns the outcomes that nobody has asked for.
 
         They are those that come next, and leave the list then. One of which nothing came is not among them.
+        Their updates have the hyperparameters of now, which are ``groups``.
         """
         if not self._over and self._leaving.alive:
             self._over = True
             with self._execution.dropping_gradients():
-                left = self._run.drain()
-            self._found = self._execution.found()
-            num_good = max(self._found[0] - self._num_given, 0) if self._found else len(left)
-            self._left, self._refused = left[:num_good], left[num_good:]
+                self._run.drain(groups)
+            self._take_left()
             self._close()
         return self._left
+
+    def _take_left(self) -> None:
+        """Keep the outcomes that nobody has asked for, apart from those of which nothing came."""
+        left = [self._outcome(results) for results in self._run.left]
+        self._found = self._execution.found()
+        num_good = max(self._found[0] - self._num_given, 0) if self._found else len(left)
+        self._left, self._refused = left[:num_good], left[num_good:]
+
+    def _outcome(self, results: Mapping[str, Tensor]) -> Outcome:
+        return Outcome.of(self._execution.artifact.plan, results)
 
     def _read_ahead(self, number: int) -> None:
         """Let batches be read that some rank may need for this one; announce those that have been read."""

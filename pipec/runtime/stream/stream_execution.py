@@ -104,9 +104,10 @@ class StreamExecution(Linked[RoundInterpreter]):
         with self.dropping_gradients():
             assert self._updates is not None, "a stream updates"
             run = self.begin(lambda number: None if number else batch, batch, seed)
-            results = run.results(self._updates.optimizer.hyperparameters())
+            groups = self._updates.optimizer.hyperparameters()
+            results = run.results(groups)
             assert results is not None, "the mini-batch is there"
-            run.drain()
+            run.drain(groups)
         _, self.not_finite = self.found() or (0, None)
         return results
 

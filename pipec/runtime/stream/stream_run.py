@@ -38,7 +38,8 @@ class StreamRun(ABC):
         self._results: dict[int, Results] = {}
         self._num_asked = self._num_given = 0
         self._end: int | None = None
-        self._drains = False
+        self._drains = self._is_complete = False
+        self._last: Groups = ()
         self._changed = threading.Condition()
         for each in interpreters:
             each.begin(self._batch, self._emit, seed)
@@ -51,11 +52,22 @@ class StreamRun(ABC):
             ExecutionError, TransportError: a rank failed.
         """
 
-    def drain(self) -> list[Results]:
-        """Complete what was begun; returns the results that nobody has asked for. The run is over then."""
+    def drain(self, groups: Groups) -> None:
+        """Complete what was begun. The run is over then.
+
+        ``groups`` are the hyperparameters of updates of which the last mini-batch has not been asked for.
+        """
+        self._last = groups
         self._drain_at_once()
         self._finish()
-        return self._unasked()
+
+    @property
+    def left(self) -> list[Results]:
+        """Those of all completed mini-batches that were not given; none if the run did not complete."""
+        if not self._is_complete:
+            return []
+        assert self._end is not None, "a run that is over has ended"
+        return [self._results[number] for number in range(self._num_given, self._end)]
 
     @abstractmethod
     def _finish(self) -> None:
@@ -92,16 +104,11 @@ class StreamRun(ABC):
                 self._results.setdefault(number, results)
             self._changed.notify_all()
 
-    def _given(self, number: int) -> Results:
-        """Hand over the results of a mini-batch."""
+    def forget_results(self) -> None:
+        """Let go of the results of the next mini-batch, which the script is given."""
         with self._changed:
-            self._num_given = number + 1
-            return self._results.pop(number)
-
-    def _unasked(self) -> list[Results]:
-        """Those of all mini-batches that were completed without having been asked for."""
-        assert self._end is not None, "a run that is over has ended"
-        return [self._results[number] for number in range(self._num_asked, self._end)]
+            del self._results[self._num_given]
+            self._num_given += 1
 
 
 class ThreadsRun(StreamRun):
@@ -119,7 +126,6 @@ class ThreadsRun(StreamRun):
         self._in_process = in_process
         self._groups: dict[int, Groups] = {}
         self._num_advanced: Counter[int] = Counter()
-        self._last: Groups = ()
         self._failure: BaseException | None = None
         self._over = False
         self._jobs = [functools.partial(self._work, each) for each in interpreters]
@@ -133,7 +139,7 @@ class ThreadsRun(StreamRun):
             self._changed.notify_all()
         self._wait_until(lambda: number in self._results or (self._end is not None and number >= self._end))
         if number in self._results:
-            return self._given(number)
+            return self._results[number]
         self._num_asked = number
         self._finish()
         return None
@@ -182,7 +188,7 @@ class ThreadsRun(StreamRun):
         if not isinstance(failure, PipecError):  # after which somebody asks what is left
             self._forget()
         with self._changed:
-            self._failure, self._over = failure, True
+            self._failure, self._over, self._is_complete = failure, True, failure is None
             self._changed.notify_all()
 
     def _work(self, interpreter: RoundInterpreter) -> None:
@@ -225,8 +231,6 @@ class ThreadsRun(StreamRun):
 class ProcessRun(StreamRun):
     """The rank of this process, on the thread of the script."""
 
-    _last: Groups = ()
-
     def abandon(self) -> None:
         """Do nothing: this rank works only while it is asked for results."""
 
@@ -236,7 +240,7 @@ class ProcessRun(StreamRun):
         self._last = groups
         interpreter.advance(number, groups)
         if number in self._results:
-            return self._given(number)
+            return self._results[number]
         self._num_asked = number
         self._finish()
         return None
@@ -245,3 +249,4 @@ class ProcessRun(StreamRun):
         (interpreter,) = self._interpreters
         interpreter.finish(self._last)
         interpreter.forget()
+        self._is_complete = True

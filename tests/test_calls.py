@@ -1,0 +1,107 @@
+"""A pipeline makes one call at a time: those of other threads are refused, and it goes on working."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from updating import batches, model
+
+import pipec
+from pipec.errors import InputError
+from pipec.runtime.calls import Calls
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> pipec.Pipeline:
+    return pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW)
+
+
+def test_calls_of_other_threads_are_refused(pipe: pipec.Pipeline, tmp_path: Path) -> None:
+    """While a step runs, which waits here for a batch of the stream that it is in."""
+    (batch,) = batches(1)
+    others: dict[str, Callable[[], Any]] = {
+        "step": lambda: pipe.step(**batch),
+        "forward": lambda: pipe(**batch),
+        "eval_step": lambda: pipe.eval_step(**batch),
+        "prepare": lambda: pipe.prepare(**batch),
+        "stream": lambda: next(pipe.stream(batches(1))),
+        "measure_memory": lambda: pipe.measure_memory(**batch),
+        "join": pipe.join,
+        "drain": pipe.drain,
+        "train": pipe.train,
+        "save": lambda: pipe.save(tmp_path / "artifact"),
+        "save_checkpoint": lambda: pipe.save_checkpoint(tmp_path / "checkpoint"),
+        "load_checkpoint": lambda: pipe.load_checkpoint(tmp_path / "checkpoint"),
+        "state_dict": pipe.state_dict,
+        "full_state_dict": pipe.full_state_dict,
+        "load_state_dict": lambda: pipe.load_state_dict({}),
+        "gather_into": lambda: pipe.gather_into(model()),
+        "_apply": pipe.double,
+        "optimizer": pipe.optimizer.state_dict,
+    }
+    refused = dict[str, str]()
+
+    def reading() -> Iterator[Any]:
+        for name, call in others.items():
+            try:
+                call()
+            except InputError as error:
+                refused[name] = str(error)
+        yield from batches(2)
+
+    assert len(list(pipe.stream(reading()))) == 2
+    assert refused.keys() == others.keys()
+    assert refused["step"].startswith("step was called on thread 'pipec batches' while stream ran on another")
+    assert list(pipe.stream(batches(2)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_that_step_at_once_make_whole_steps() -> None:
+    """As many as were not refused; the pipeline is what those alone have made of it."""
+    pipe, alone = (pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW) for _ in range(2))
+    (batch,) = batches(1)
+    start, refused = threading.Barrier(3), list[Exception]()
+    pipe.step(**batch)
+
+    def train() -> None:
+        start.wait()
+        for _ in range(5):
+            try:
+                pipe.step(**batch)
+            except InputError as error:
+                refused.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pipe.num_steps == 16 - len(refused) >= 6
+    for _ in range(pipe.num_steps):
+        alone.step(**batch)
+    assert pipe.step(**batch) == alone.step(**batch)
+
+
+def test_a_fork_waits_for_no_thread() -> None:
+    calls, (there, here) = Calls(), os.pipe()
+    calls.begin("step")
+
+    def fork() -> None:
+        if os.fork() == 0:
+            calls.begin("eval_step")
+            calls.end()
+            os.write(here, b"began")
+            os._exit(0)
+        os.wait()
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert os.read(there, 5) == b"began"
