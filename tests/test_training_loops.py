@@ -7,17 +7,14 @@ from collections.abc import Mapping
 
 import pytest
 from training_faults import FAULTS, find
-from training_loops import ONE_PROCESS_SEEDS, REFUSALS, TWO_RANKS_SEEDS, Result, draw, run, run_on_two_ranks
+from training_loops import ONE_PROCESS_SEEDS, TWO_RANKS_SEEDS, Result, draw, fails, run, run_on_two_ranks
 
 pytestmark = pytest.mark.slow
 
 
 def require_equal(result: Result, ranks: int) -> None:
-    """An error of pipec's own is as good, if it is one that is known."""
-    if result.kind == "refused" and any(text in result.detail for text in REFUSALS):
-        return
     again = f"PYTHONPATH=. python tests/training_loops.py --shrink --ranks {ranks} --seed {result.seed}"
-    assert result.kind == "equal", f"{result.kind} {result.detail}\n{again}\n{draw(result.seed, ranks)}"
+    assert not fails(result), f"{result.kind} {result.detail}\n{again}\n{draw(result.seed, ranks)}"
 
 
 @pytest.mark.parametrize("seed", ONE_PROCESS_SEEDS)

@@ -7,6 +7,7 @@ A fault is a context in which a part of pipec is replaced by one that is wrong.
 """
 
 import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
@@ -17,9 +18,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from training_loops import ONE_PROCESS_SEEDS, TWO_RANKS_SEEDS, Result, begin, draw, run, run_on_two_ranks
+from training_loops import (
+    ONE_PROCESS_SEEDS,
+    TWO_RANKS_SEEDS,
+    Result,
+    begin,
+    draw,
+    fails,
+    run,
+    run_on_two_ranks,
+)
 
-from pipec.ir import Piece
+from pipec.ir import Piece, Sharding
 from pipec.pipeline import pipeline
 from pipec.pipeline.held import HeldModel
 from pipec.runtime.handle import Handle
@@ -27,7 +37,7 @@ from pipec.runtime.optimizers import PipelineOptimizer, StageOptimizer
 from pipec.runtime.stages.gradients import GradientSum
 from pipec.runtime.stages.replicas import GradientReduction
 from pipec.runtime.stages.shards import BucketShard
-from pipec.runtime.step import updates
+from pipec.runtime.step import updates, verdict
 from pipec.runtime.step.updates import StageUpdate, Updates
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -121,10 +131,10 @@ def rolled(gradients: Any) -> Any:
     return lambda self: {name: each.roll(1) for name, each in gradients(self).items()}
 
 
-def shifted(part: Any) -> Any:
-    def wrong(self: BucketShard, slice_: torch.Tensor, piece: Piece) -> torch.Tensor:
-        at = max(self.sharding.position(piece) - self._first - (piece.start > 0), 0)
-        return slice_[at : at + piece.size]
+def one_short(piece_of: Any) -> Any:
+    def wrong(self: Sharding, index: int, replica: int) -> Piece:
+        piece: Piece = piece_of(self, index, replica)
+        return dataclasses.replace(piece, stop=piece.stop - (piece.stop < self.sizes[index]))
 
     return wrong
 
@@ -187,7 +197,7 @@ FAULTS: Mapping[str, Fault] = {
     "clip factor above 1": replaced(
         updates, "clip_factor", lambda _: lambda squares, most: most / (squares.sqrt() + 1e-6)
     ),
-    "the norm leaves out small tensors": replaced(updates, "sum_of_squares", of_matrices),
+    "the norm leaves out small tensors": replaced(verdict, "sum_of_squares", of_matrices),
     "the norm is always the second": replaced(Handle, "clip_grad_norm_", own_norm),
     "a microbatch's gradient is lost": replaced(GradientSum, "add", second_dropped),
     "what was accumulated is halved": replaced(GradientSum, "begin_step", halved),
@@ -195,7 +205,7 @@ FAULTS: Mapping[str, Fault] = {
     "replicas average": replaced(GradientSum, "deposit", averaged),
     "tied gradients count twice": replaced(GradientSum, "add_one", counted_twice),
     "gradients of a shard are off by one": replaced(BucketShard, "gradients", rolled),
-    "the slice of a shard is off by one": replaced(BucketShard, "_part", shifted),
+    "the slice of a shard is one too short": replaced(Sharding, "_piece", one_short),
     "eval_step leaves the mode": replaced(pipeline.Pipeline, "eval_step", left_in_evaluation),
     "a loaded state is ignored": replaced(StageOptimizer, "load", nothing),
     "loaded learning rates are ignored": replaced(PipelineOptimizer, "load_state_dict", own_groups_kept),
@@ -220,15 +230,13 @@ def find(name: str) -> tuple[Result | None, int]:
     if name in OF_RANKS:
         with tempfile.TemporaryDirectory() as scratch:
             ranks = run_on_two_ranks(TWO_RANKS_SEEDS, Path(scratch), ["--fault", name])
-        found = [
-            next((each for each in pair if each.kind != "equal"), None) for pair in zip(*ranks, strict=True)
-        ]
+        found = [next(filter(fails, pair), None) for pair in zip(*ranks, strict=True)]
         first = next((number for number, each in enumerate(found) if each), len(found) - 1)
         return found[first], first + 1
     with FAULTS[name]():
         for number, seed in enumerate(ONE_PROCESS_SEEDS):
             result = run(draw(seed, 1))
-            if result.kind in ("differs", "raises"):
+            if fails(result):
                 return result, number + 1
     return None, len(ONE_PROCESS_SEEDS)
 
