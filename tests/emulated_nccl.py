@@ -2,12 +2,14 @@
 
 As on a GPU, a group has one stream on each of its ranks, which works on one message after the other. A send
 lasts until the other rank has received it. Delays are random. A message that has arrived is found to be over
-only some time later, as if the host were ahead of the device.
+only some time later, as if the host were ahead of the device. Collectives are in the order of the sorted
+ranks, as torch has them.
 
 What computes is the CPU: a wait for a message holds up the thread of its rank.
 """
 
 import contextlib
+import functools
 import random
 import threading
 import time
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from pipec.ir import Program
 from pipec.runtime.messages.distributed import TorchDistributed
+from pipec.runtime.messages.group import Meetings, ThreadGroup
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.shared_memory import SharedMemory
 
@@ -71,19 +74,33 @@ class _Sent(NamedTuple):
 
 
 class Group:
-    """A group as one of its ranks sees it. ``wires`` has what is sent between two ranks, for all of them."""
+    """A group as one of its ranks sees it. ``wires`` has what is sent between two ranks, for all of them.
 
-    def __init__(self, rank: int, wires: dict[tuple[int, int], "SimpleQueue[_Sent]"], seed: int) -> None:
+    ``together`` makes its collectives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        wires: dict[tuple[int, int], "SimpleQueue[_Sent]"],
+        together: ThreadGroup,
+        seed: int,
+    ) -> None:
         self.rank, self._wires, self._random = rank, wires, random.Random(seed)
-        self._stream: SimpleQueue[tuple[Sequence[Message], Work]] = SimpleQueue()
+        self.together = together
+        self._stream: SimpleQueue[tuple[Callable[[], None], Work]] = SimpleQueue()
         self.running = self.num_started = self.num_found_over = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def start(self, messages: Sequence[Message]) -> Work:
+        return self.run(functools.partial(self._exchange, messages))
+
+    def run(self, job: Callable[[], None]) -> Work:
+        """Let the stream do a job behind those before it."""
         self.running += 1
         self.num_started += 1
         work = Work(self, self.num_started, self._random.randrange(3))
-        self._stream.put((messages, work))
+        self._stream.put((job, work))
         return work
 
     def abort(self) -> None:
@@ -91,12 +108,12 @@ class Group:
 
     def _run(self) -> None:
         while True:
-            messages, work = self._stream.get()
+            job, work = self._stream.get()
             time.sleep(self._random.random() * 3e-4)
-            self._exchange(messages)
+            job()
             self.running -= 1
             over = work.over
-            del messages, work  # which hold memory
+            del job, work  # which hold memory
             over.set()
 
     def _exchange(self, messages: Sequence[Message]) -> None:
@@ -138,6 +155,7 @@ class Distributed:
         self._here = threading.local()
         self._numbers: dict[int, int] = defaultdict(int)
         self._wires: dict[int, Any] = defaultdict(lambda: defaultdict(SimpleQueue))
+        self._meetings: dict[int, Meetings] = {}
         self.groups: dict[int, list[Group]] = defaultdict(list)
 
     @contextlib.contextmanager
@@ -151,7 +169,9 @@ class Distributed:
         self._numbers[rank] += 1
         if rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
-        self.groups[rank].append(Group(rank, self._wires[number], 1000 * rank + number))
+        meetings = self._meetings.setdefault(number, Meetings(len(ranks), lambda: None))
+        together = ThreadGroup(meetings, sorted(ranks).index(rank))
+        self.groups[rank].append(Group(rank, self._wires[number], together, 1000 * rank + number))
         return self.groups[rank][-1]
 
     def isend(self, tensor: Tensor, peer: int, group: Group) -> Work:
@@ -164,8 +184,13 @@ class Distributed:
         return [messages[0].group.start(messages)]
 
     def all_reduce(self, tensor: Tensor, group: Group, async_op: bool) -> Work:
-        """Nothing reads the sum, so that there is none."""
-        return group.start([])
+        return group.run(lambda: group.together.all_reduce(tensor)())
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Work:
+        return group.run(lambda: group.together.reduce_scatter(output, tensor)())
+
+    def all_gather(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Work:
+        return group.run(lambda: group.together.all_gather(output, tensor)())
 
     def is_busy(self, rank: int) -> bool:
         """Whether messages run on the device of a rank."""

@@ -52,7 +52,7 @@ class Split:
                 if own:
                     self._add(build({name: self.parameters[name].numel() for name in own}, num_replicas))
         if attach:
-            self.optimizer.attach(self.stages, alone)
+            self.optimizer.attach(self.stages, self.parameters, alone)
 
     def _add(self, sharding: Sharding) -> None:
         for replica in range(sharding.num_replicas):

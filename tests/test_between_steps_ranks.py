@@ -125,6 +125,9 @@ def test_what_one_rank_alone_changes_is_refused_on_all(tmp_path: Path) -> None:
             net[3].register_forward_hook(lambda module, inputs, output: 2 * output)
         attempt(lambda: step("hook"))
         net[3]._forward_hooks.clear()
+        net[0].weight.requires_grad_(rank == 0)
+        attempt(lambda: step("frozen"))
+        net[0].weight.requires_grad_(True)
         with torch.autocast("cpu", enabled=rank == 1):
             attempt(lambda: step("autocast"))
         if rank == 1:
@@ -140,4 +143,5 @@ def test_what_one_rank_alone_changes_is_refused_on_all(tmp_path: Path) -> None:
     assert "  modules: " in said
     assert "  autocast and defaults: no autocast, torch.float32 on rank 0; autocast to" in said
     assert "  replaced: none on rank 0; 4.weight, 4.bias on rank 1" in said
-    assert said.count("InputError: the ranks") == 5
+    assert "  0.weight: trained on rank 0; frozen on rank 1" in said
+    assert said.count("InputError: the ranks") == 6

@@ -113,7 +113,7 @@ def test_state_that_was_loaded_before_there_are_stages_is_theirs(factory: Factor
     copy_values(split, resumed)
     resumed.optimizer.load_state_dict(copy.deepcopy(split.optimizer.state_dict()))
     require_equal(resumed.optimizer.state_dict(), split.optimizer.state_dict())
-    resumed.optimizer.attach(resumed.stages, alone)
+    resumed.optimizer.attach(resumed.stages, resumed.parameters, alone)
     run(plain, resumed, numbers=range(5, 10))
     require_same(resumed, plain)
 
@@ -136,6 +136,7 @@ def test_each_process_may_hold_a_part() -> None:
     for process in processes:
         process.optimizer.attach(
             process.stages,
+            process.parameters,
             lambda own: [parts(each) for each in processes],
         )
     run(whole, *processes, numbers=range(5))
@@ -152,9 +153,9 @@ def test_replicas_that_update_the_same_have_one_state() -> None:
     first, second = (Split(factory) for _ in range(2))
     run(first, second, numbers=range(3))
     expected = copy.deepcopy(first.optimizer.state_dict())
-    first.optimizer.attach(first.stages, lambda own: [own, parts(second)])
+    first.optimizer.attach(first.stages, first.parameters, lambda own: [own, parts(second)])
     require_equal(first.optimizer.state_dict(), expected)
-    first.optimizer.attach([*first.stages, *second.stages], alone)
+    first.optimizer.attach([*first.stages, *second.stages], first.parameters, alone)
     require_equal(first.optimizer.state_dict(), expected)
     assert first.optimizer.param_groups[0]["params"][0] is first.parameters["a.weight"]
 
@@ -237,6 +238,6 @@ def test_a_state_dict_that_does_not_fit_is_refused(change: Any, message: str) ->
 def test_a_part_that_no_process_has_is_missed() -> None:
     split = Split(EVERY["AdamW"], 3)
     split.step(0)
-    split.optimizer.attach(split.stages, lambda own: [own[1:]])
+    split.optimizer.attach(split.stages, split.parameters, lambda own: [own[1:]])
     with pytest.raises(InputError, match=r"1027 elements of a.weight .* state for 448 to 896, 896 to 1027"):
         split.optimizer.state_dict()

@@ -223,7 +223,7 @@ def test_whole_parameters_may_lie_in_a_flat_buffer(factory: Factory) -> None:
     parts = buffer.split([each.numel() for each in split.parameters.values()])
     owned = {Piece(name, 0, part.numel()): part for name, part in zip(SHAPES, parts, strict=True)}
     split.stages = [split.optimizer.on_stage(owned)]
-    split.optimizer.attach(split.stages, alone)
+    split.optimizer.attach(split.stages, split.parameters, alone)
     for number in range(3):
         split.step(number)
         plain.step(number)

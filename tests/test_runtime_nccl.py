@@ -35,11 +35,11 @@ from runtime_stages import (
 from torch import Tensor
 
 from pipec.errors import ExecutionError, InputError
-from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
+from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import Interpreter
 from pipec.runtime.messages import distributed as transport_of_processes
-from pipec.runtime.messages import nccl
+from pipec.runtime.messages import nccl, processes_group
 from pipec.runtime.messages.buffers import Buffer, Memory
 from pipec.runtime.messages.connections import MOST_UNDER_WAY, Direction
 from pipec.runtime.messages.nccl import NcclConnections, in_rounds, transferable
@@ -567,8 +567,33 @@ def test_what_nccl_carries_is_not_viewed() -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> emulated_nccl.Distributed:
     found = emulated_nccl.Distributed()
-    monkeypatch.setattr(nccl, "dist", found)
+    for module in (nccl, processes_group):
+        monkeypatch.setattr(module, "dist", found)
+    monkeypatch.setattr(processes_group, "_reduce_scatter", found.reduce_scatter)
+    monkeypatch.setattr(processes_group, "_all_gather", found.all_gather)
     return found
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 0, 1), (1, 2)])
+def test_collectives_are_in_the_order_of_the_ranks(
+    emulated: emulated_nccl.Distributed, ranks: tuple[int, ...]
+) -> None:
+    """A group gives its k-th rank the k-th part, though torch sorts the ranks."""
+
+    def run(rank: int, transport: emulated_nccl.Emulated) -> tuple[list[float], list[float]] | None:
+        transport._connections.gather([ranks])
+        if rank not in ranks:
+            return None
+        group, size = transport.group(ranks), len(ranks)
+        part, whole = torch.zeros(2), torch.zeros(2 * size)
+        group.reduce_scatter(part, torch.arange(2.0 * size) + 100 * rank)()
+        group.all_gather(whole, torch.full((2,), float(rank)))()
+        return part.tolist(), whole.tolist()
+
+    found, total = run_ranks(emulated, [Program(rank, []) for rank in range(3)], run), 100 * sum(ranks)
+    for k, rank in enumerate(ranks):
+        part = [total + len(ranks) * (2.0 * k), total + len(ranks) * (2.0 * k + 1)]
+        assert found[rank] == (part, [float(each) for each in ranks for _ in range(2)])
 
 
 @pytest.mark.parametrize(("name", "num_steps"), [("gpipe", 20), ("1f1b", 100)])

@@ -245,3 +245,34 @@ def test_a_pipeline_that_updates_and_clips_nothing_says_how() -> None:
     pipe = pipec.compile(model(), 1, microbatches=1)
     with pytest.raises(InputError, match=r"pass optimizer=... to pipec.compile"):
         _ = pipe.optimizer
+
+
+class WholeTensors(optim.SGD):
+    """Not known to be elementwise, so that replicas keep shares of whole tensors."""
+
+
+def test_clipped_steps_have_the_same_bits_on_any_ranks() -> None:
+    """Squares are added by parameter. Two microbatches have one sum, on one replica or on two."""
+    layouts: list[dict[str, Any]] = [
+        {"devices": 1},
+        {"devices": 3, "stages": 3},
+        {"devices": 4, "replicas": 2},
+        {"devices": 2, "stages": 1, "shard": "gradients"},
+    ]
+    weights = []
+    for layout in layouts:
+        torch.manual_seed(0)
+        own = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).double()
+        x = torch.randn(4, WIDTH).double()
+        pipe = pipec.compile(
+            own,
+            loss_fn=nn.functional.mse_loss,
+            microbatches=2,
+            optimizer=partial(WholeTensors, lr=0.5),
+            clip_grad_norm=0.1,
+            **layout,
+        )
+        for _ in range(8):
+            pipe.step(x, target=x)
+        weights.append(torch.cat([each.detach().flatten() for each in own.parameters()]))
+    assert all(torch.equal(weights[0], each) for each in weights[1:])

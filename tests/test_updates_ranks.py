@@ -153,3 +153,60 @@ def _check_state(shard: str | None, tmp_path: Path) -> None:
     )
     names = ("full_state_dict", "gather_into", "eval_step", "call", "resumed")
     assert [each.splitlines() for each in printed] == [[f"{name} same" for name in names]] * 2
+
+
+def test_processes_follow_what_a_script_changes_between_steps(tmp_path: Path) -> None:
+    """Each replica has a share of the parameters that a step uses, and all of those that it leaves out."""
+    first, second = told(
+        tmp_path,
+        """
+        from torch import nn
+        from test_tasks_in_turn import Pair
+
+        def refused():
+            try:
+                pair.pipe.step(pair.batch, True)
+            except pipec.InputError as error:
+                print(str(error).splitlines()[0][:44], *str(error).splitlines()[1:2])
+
+        pair = Pair(devices=2, stages=1, shard="parameters", timeout=30.0)
+        weight = pair.own.a[0].weight
+        for task in (True, False, True):
+            pair.step(task)
+        print({name[0]: steps for name, steps in pair.steps_of_state().items()})
+        for task in (True, False):
+            pair.step(task, update=not task)
+        pair.step(True, update=False)
+        pair.own.zero_grad(set_to_none=False)
+        refused()
+        for model in (pair.own, pair.plain):
+            model.zero_grad()
+        pair.step(True, update=False)
+        for model in (pair.own, pair.plain):
+            model.a.zero_grad()
+        pair.step(True)
+        whole = torch.randn(8, 8, dtype=torch.float64)
+        for model in (pair.own, pair.plain):
+            model.a[0].weight.data = whole.clone()
+        pair.step(True, update=False)
+        pair.pipe.gather_into(pair.own, all_ranks=True)
+        pair.step(True)
+        nn.utils.vector_to_parameters(torch.ones(64, dtype=torch.float64), [weight])
+        refused()
+        weight.data = weight.new_empty(0)
+        weight.requires_grad_(rank == 0)
+        refused()
+        weight.requires_grad_(True)
+        pair.step(True)
+        print("same")
+        """,
+        num_ranks=2,
+    )
+    assert first == second
+    assert [line for line in first.splitlines() if not line.startswith("pipec: ")] == [
+        "{'t': 3.0, 'a': 2.0, 'b': 1.0}",
+        "the gradient of trunk.0.weight is kept in sh",
+        "a.0.weight.data is now of torch.float64 and ",
+        "the ranks do not freeze the same parameters:   a.0.weight: trained on rank 0; frozen on rank 1",
+        "same",
+    ]

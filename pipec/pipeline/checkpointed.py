@@ -86,7 +86,7 @@ class CheckpointedModel(TurnTaker):
         """As ``save_checkpoint``. Once the checkpoint is at its place, the first rank calls ``then``."""
         path = self._agreed_path("save_checkpoint", directory, asynchronous)
         training = self._training(companions["optimizer"], companions["scheduler"], speaks=True)
-        if self._updates is not None and self._updates.has_gradients:
+        if self._updates is not None and self._updates.has_gradients(self._tensors.unique_parameters()):
             raise InputError(
                 "gradients have been accumulated that no update has used, and a checkpoint keeps none; save "
                 "after a step outside of accumulate()"

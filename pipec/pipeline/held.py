@@ -15,7 +15,7 @@ from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
 from pipec.runtime.handle import fixed_buffers, holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
-from pipec.runtime.messages.facts import listed, rank_names
+from pipec.runtime.messages.facts import Facts, differences, listed, rank_names
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.updates import Updates
 from pipec.runtime.streams import Streams
@@ -108,6 +108,8 @@ class HeldModel(Streams):
             forget(self, [fqn for fqn, first in self._canonical.items() if first in elsewhere])
             self._empty(elsewhere)
         if self._updates is not None:
+            if not self._unsettled:
+                self._updates.follow()
             self._empty(self._updates.in_shares)
         for fqn, home in there.items():
             tensor = unique.get(fqn)
@@ -216,10 +218,28 @@ class HeldModel(Streams):
             )
 
     def _agree_on_trained(self, every: Sequence[int]) -> bool:
-        """Switch requires_grad where any rank has, which may be the only one to hold it; whether any has."""
+        """Switch requires_grad everywhere if all ranks that hold a parameter have; whether any was switched.
+
+        Raises:
+            InputError: some of them have, or only ranks that do not hold it. Every rank raises it.
+        """
         if all(found == hash(self._trains) for found in every):
             return False
-        self._trains = self._ranks.agreement.switched(self._trains, self._tensors.trained())
+        flags = self._ranks.agreement.flags(self._tensors.trained())
+        trains, every_rank = list[bool](), range(len(flags))
+        facts: list[Facts] = [{} for _ in flags]
+        for fqn, before, *found in zip(self._tensors.parameters, self._trains, *flags, strict=True):
+            holders = self._holders.get(self._canonical[fqn], every_rank)
+            trains.append(found[holders[0]])
+            if len({found[rank] for rank in (every_rank if trains[-1] == before else holders)}) > 1:
+                for fact, flag in zip(facts, found, strict=True):
+                    fact[fqn] = "trained" if flag else "frozen"
+        if any(facts):
+            raise InputError(
+                f"the ranks do not freeze the same parameters:\n{differences(facts)}\nEvery rank that holds "
+                "one sets its requires_grad alike; see that no `if rank == ...` keeps a rank from it"
+            )
+        self._trains = tuple(trains)
         self._tensors.train(self._trains)
         return True
 

@@ -214,15 +214,16 @@ class Handle(nn.Module):
             self._executions.clear()
             devices, is_distributed = self._ranks.devices, self._ranks.world.distributed
             own = dict(self.named_parameters())
-            self._updates.bind(plan, own, devices, is_distributed, self._gathered_states)
+            self._updates.bind(plan, own, devices, is_distributed, self._gathered_states, self._holders)
             self._empty(self._updates.in_shares)
+            self._updates.mark_gradients()
         return self._updates
 
     def _release_shares(self) -> None:
         """Let parameters that are kept in shares be whole, before they are divided in another way."""
         self.drain()
         if self._updates is not None:
-            self._updates.release(dict(self.named_parameters()), self._group_of)
+            self._updates.release(self._group_of)
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -231,7 +232,7 @@ class Handle(nn.Module):
         if self._updates is None:
             yield
         else:
-            with self._updates.gathered(dict(self.named_parameters()), self._group_of):
+            with self._updates.gathered(self._group_of):
                 yield
 
     def _group_of(self, rank: int, stage: int) -> Group:

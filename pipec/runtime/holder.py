@@ -156,11 +156,15 @@ class Emptied:
     layouts: dict[str, tuple[torch.Size, tuple[int, ...]]] = field(default_factory=dict)
 
     def empty(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give back the memory of these tensors, which stay the objects they are."""
+        """Give back the memory of these tensors, which stay the objects they are, and of their gradients.
+
+        An empty gradient stays: it shows that there is one in shares.
+        """
         for fqn, tensor in tensors.items():
             self.layouts.setdefault(fqn, (tensor.shape, tensor.stride()))
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.grad = None
+            if tensor.grad is not None and tensor.grad.numel():
+                tensor.grad = None
 
     def convert(self, tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> None:
         """Let those of these that are empty now have the types that ``function`` gives to tensors."""

@@ -103,11 +103,9 @@ class Agreement:
         """Raise InputError on every rank, all of which call this. It says what is wrong with their facts."""
         raise InputError(refusal([json.loads(text) for text in self._transport.gather(json.dumps(facts))]))
 
-    def switched(self, agreed: Sequence[bool], own: Sequence[bool]) -> tuple[bool, ...]:
-        """The flags that were ``agreed`` on, each switched if it is another on any rank now."""
-        every = [json.loads(text) for text in self._transport.gather(json.dumps([agreed, own]))]
-        before, now = every[0][0], zip(*(flags for _, flags in every), strict=True)
-        return tuple(was != any(x != was for x in found) for was, found in zip(before, now, strict=True))
+    def flags(self, own: Sequence[bool]) -> list[list[bool]]:
+        """The flags of each rank, on every rank."""
+        return [json.loads(text) for text in self._transport.gather(json.dumps(own))]
 
     def exchange(self, doing: str, own: Tensor) -> list[Tensor]:
         """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""

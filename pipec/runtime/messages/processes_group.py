@@ -23,11 +23,16 @@ class ProcessesGroup:
 
     gloo's own reduce-scatter and all-gather take two to three times as long as it takes to send every part to
     whom it belongs, which is therefore what is done over gloo; sums are then in the order of the ranks.
+
+    torch sorts the ranks of a group, and gives the k-th part to the k-th of these. Where ``ranks`` are in
+    another order, parts are put into torch's order before, and back behind a collective.
     """
 
     def __init__(self, index: int, ranks: tuple[int, ...], explaining: Explaining) -> None:
         self.index, self.size = index, len(ranks)
         self._ranks, self._explaining = ranks, explaining
+        self._sorted = sorted(range(self.size), key=ranks.__getitem__)
+        self._is_sorted = self._sorted == [*range(self.size)]
 
     def all_reduce(self, tensor: Tensor) -> Wait:
         return self._start(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
@@ -35,7 +40,8 @@ class ProcessesGroup:
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Wait:
         with self._explaining() as connections:
             if not isinstance(connections, GlooConnections):
-                return self._start(lambda group: _reduce_scatter(output, tensor, group=group, async_op=True))
+                given = tensor if self._is_sorted else tensor.view(self.size, -1)[self._sorted].view(-1)
+                return self._start(lambda group: _reduce_scatter(output, given, group=group, async_op=True))
             outgoing = list(tensor.view(self.size, -1))
             incoming = [torch.empty_like(output) for _ in outgoing]
             swap = self._swap(connections, outgoing, incoming)
@@ -52,11 +58,21 @@ class ProcessesGroup:
     def all_gather(self, output: Tensor, tensor: Tensor) -> Wait:
         with self._explaining() as connections:
             if not isinstance(connections, GlooConnections):
-                return self._start(lambda group: _all_gather(output, tensor, group=group, async_op=True))
+                return self._all_gather_sorted(output, tensor)
             parts = list(output.view(self.size, -1))
             if parts[self.index].data_ptr() != tensor.data_ptr():
                 parts[self.index].copy_(tensor)
             return self._swap(connections, [tensor] * self.size, parts)
+
+    def _all_gather_sorted(self, output: Tensor, tensor: Tensor) -> Wait:
+        found = output if self._is_sorted else torch.empty_like(output)
+        wait = self._start(lambda group: _all_gather(found, tensor, group=group, async_op=True))
+
+        def wait_and_order() -> None:
+            wait()
+            output.view(self.size, -1)[self._sorted] = found.view(self.size, -1)
+
+        return wait if self._is_sorted else wait_and_order
 
     def _swap(self, connections: GlooConnections, outgoing: list[Tensor], incoming: list[Tensor]) -> Wait:
         """Send the k-th of ``outgoing`` to the k-th rank, and receive the k-th of ``incoming`` from it."""

@@ -10,7 +10,7 @@
 
 from pipec.runtime.optimizers.facade import Gather, PipelineOptimizer
 from pipec.runtime.optimizers.factory import Factory, is_elementwise, parameter_on
-from pipec.runtime.optimizers.norms import clip_factor, sum_of_squares, values_of
+from pipec.runtime.optimizers.norms import clip_factor, norms_of, sum_of_squares, values_of
 from pipec.runtime.optimizers.scratch import update_scratch
 from pipec.runtime.optimizers.stage import StageOptimizer
 from pipec.runtime.optimizers.state import StatePart

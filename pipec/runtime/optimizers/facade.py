@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipec.errors import InputError
@@ -63,18 +63,19 @@ class PipelineOptimizer(Optimizer):
         """The optimizer of what this rank updates of a stage; see ``StageOptimizer``."""
         return StageOptimizer(self, self._factory, self._whole, owned, on_host)
 
-    def attach(self, stages: Sequence[StageOptimizer], gather: Gather) -> None:
+    def attach(
+        self, stages: Sequence[StageOptimizer], parameters: Mapping[str, nn.Parameter], gather: Gather
+    ) -> None:
         """Let these stages of this process hold the state: that of those before, or what was loaded.
 
-        Every process calls it. The groups then have the parameters that the stages update; of several
-        replicas in this process, those of the first.
+        Every process calls it. The stages of all processes have all parameters: what is not updated for a
+        while keeps its state. The groups then have the model's ``parameters`` of this process.
         """
         states = self._states()
         self._stages, self._gather, self._loaded = list(stages), gather, {}
-        held = {name: each for stage in reversed(stages) for name, each in stage.parameters.items()}
         for group in self.param_groups:
             named = zip(group["param_names"], group["params"], strict=True)
-            group["params"] = [held.get(name, parameter) for name, parameter in named]
+            group["params"] = [parameters.get(name, parameter) for name, parameter in named]
         for stage in stages if states else ():
             stage.load(states)
 

@@ -7,19 +7,21 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def sum_of_squares(gradients: Iterable[Tensor], exactly: bool = True) -> Tensor:
-    """What these gradients, or pieces of gradients, add to the square of the global norm.
+def norms_of(gradients: Iterable[Tensor], exactly: bool = True) -> list[Tensor]:
+    """The norms of gradients, or of pieces of them, as float64.
 
-    It is a float64, so that the sum over ranks hardly depends on how elements are distributed over them. (A
-    float32 norm of a million elements is off by 1e-5 on a CPU.) Where it only matters whether it is finite,
-    norms in the gradients' own type take a tenth of the time. They may be infinite where no element is.
+    So their sum of squares hardly depends on how elements are distributed over ranks. (A float32 norm of a
+    million elements is off by 1e-5 on a CPU.) Where it only matters whether it is finite, norms in the
+    gradients' own type take a tenth of the time. They may be infinite where no element is.
     """
     dtype = torch.float64 if exactly else None
-    norms = [torch.linalg.vector_norm(values_of(each), dtype=dtype) for each in gradients]
-    total = torch.zeros((), dtype=torch.float64)
-    for norm in norms:
-        total = total.to(norm.device) + norm.double().square()
-    return total
+    return [torch.linalg.vector_norm(values_of(each), dtype=dtype).double() for each in gradients]
+
+
+def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
+    """The square of the norm of all of these gradients, which are on one device."""
+    norms = norms_of(gradients)
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def clip_factor(sum_of_squares: Tensor, max_norm: float) -> Tensor:

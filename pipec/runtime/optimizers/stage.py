@@ -69,6 +69,12 @@ class StageOptimizer:
         """The parameters of the model that this rank updates as a whole."""
         return {name: each for name, each in self._tensors.items() if isinstance(each, nn.Parameter)}
 
+    def move_to(self, owned: Mapping[Piece, Tensor]) -> None:
+        """Go on with some of the pieces in other memory, that has their values already."""
+        for piece, memory in owned.items():
+            if (tensor := self._tensors.get(piece.name)) is not None:
+                tensor.data = memory.view(tensor.shape)
+
     def update(
         self,
         gradients: Mapping[str, Tensor],

@@ -4,7 +4,7 @@ The parameters of the bucket lie in one flat tensor of as many equal slices as t
 replica updates its slice; the slices of all are then gathered, at once or when they are needed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -65,13 +65,23 @@ class BucketShard:
         own = flat[self._first : self._first + sharding.width]
         self._own = own if keeps_parameters else own.clone()
         self._gradient: Tensor | None = None
+        self._with_gradient: frozenset[str] = frozenset()
         self._summing: tuple[Tensor, Wait] | None = None
         self._gathering: Wait | None = None
+
+    def move_to(self, flat: Tensor) -> None:
+        """Let the parameters, which are kept whole, lie in other memory, that has their values already."""
+        assert self._keeps, "what is gathered for each use lies where it is gathered"
+        self._flat, self._own = flat, flat[self._first : self._first + self._own.numel()]
 
     def held(self) -> dict[str, list[Tensor]]:
         """What there is by kind, as a meter counts it."""
         gradients = [] if self._gradient is None else [self._gradient]
         return {"parameters": [self._own], "gradients": gradients}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._own.dtype
 
     def owned(self) -> dict[Piece, Tensor]:
         """The memory of each piece that this replica updates."""
@@ -101,20 +111,54 @@ class BucketShard:
             wait()
             part = part.to(self._own.dtype)
             self._gradient = part if self._gradient is None else self._gradient.add_(part)
+            self._with_gradient = frozenset(self.sharding.names)
 
     def gradients(self) -> dict[str, Tensor]:
         """The sums of the gradients of the pieces that this replica updates."""
         if self._gradient is None:
             return {}
         pieces = self.sharding.pieces(self._index)
-        return {piece.name: self._part(self._gradient, piece) for piece in pieces}
+        return {p.name: self._part(self._gradient, p) for p in pieces if p.name in self._with_gradient}
 
     @property
-    def has_gradients(self) -> bool:
-        return self._gradient is not None or self._summing is not None
+    def with_gradient(self) -> frozenset[str]:
+        """The parameters that have a gradient, the same ones on all replicas."""
+        return self._with_gradient
+
+    def set_parameter(self, name: str, whole: Tensor) -> None:
+        """Keep this replica's piece of what a parameter is to be."""
+        self._set(self._own, name, whole)
+
+    def set_gradient(self, name: str, whole: Tensor | None) -> None:
+        """Let a parameter have this gradient, or none, whatever was added up before."""
+        self._with_gradient = self._with_gradient - {name} if whole is None else self._with_gradient | {name}
+        if not self._with_gradient:
+            self._gradient = None
+        elif self._gradient is None:
+            self._gradient = torch.zeros_like(self._own)
+        if self._gradient is not None:
+            self._set(self._gradient, name, whole)
+
+    def _set(self, slice_: Tensor, name: str, whole: Tensor | None) -> None:
+        if piece := self.sharding.owners(name).get(self._index):
+            own = self._part(slice_, piece)
+            own.zero_() if whole is None else own.copy_(whole.detach().reshape(-1)[piece.start : piece.stop])
+
+    def start_gather_gradients(self, group: Group) -> Callable[[], dict[str, Tensor]]:
+        """Start to collect the sums of all replicas; returns what waits for the whole gradients."""
+        assert self._gradient is not None, "only what was added up is gathered"
+        flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
+        wait = group.all_gather(flat, self._gradient)
+
+        def gathered() -> dict[str, Tensor]:
+            wait()
+            whole = views(self.sharding, self._like, flat)
+            return {name: whole[name] for name in self._with_gradient}
+
+        return gathered
 
     def forget_gradients(self) -> None:
-        self._gradient = None
+        self._gradient, self._with_gradient = None, frozenset()
 
     def drop_gradients(self) -> None:
         """Forget gradients, those that a step has started to sum and did not finish, too."""

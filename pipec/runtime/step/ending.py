@@ -10,6 +10,7 @@ import torch
 
 from pipec.ir import Bucket, Instruction, Kind, Op
 from pipec.runtime.messages.group import Group
+from pipec.runtime.optimizers import sum_of_squares
 from pipec.runtime.stages.replicas import BufferAverage, GradientReduction
 from pipec.runtime.stages.shards import BucketShard
 from pipec.runtime.stages.stage import BoundStage
@@ -18,7 +19,7 @@ from pipec.runtime.step.finite import require_finite
 from pipec.runtime.step.outcomes import Outcomes
 from pipec.runtime.step.rank import Delivery, Rank
 from pipec.runtime.step.updates import StageUpdate
-from pipec.runtime.step.verdict import Verdict, squares_on
+from pipec.runtime.step.verdict import Verdict, norms_on, order_of_parameters
 
 Left = list[tuple[Instruction, Action]]
 
@@ -95,24 +96,30 @@ class EndingLinker:
         return average.start
 
     def _norm(self) -> Action:
-        """Sum the squares of the norms for every update to come, and see whether all losses are numbers."""
+        """Sum the squares of the norms for every update to come, and see whether all losses are numbers.
+
+        Each parameter's is summed over the ranks first, and then those of all in the model's order. So the
+        bits of the sum do not depend on which ranks have which parameters.
+        """
         rank, group = self._rank, self._rank.transport.group(range(self._rank.plan.num_ranks))
         waits = [wait for stage in rank.stages for wait in self._gradients_of(stage)]
         device = next(iter(rank.stages.values())).device
         verdict = Verdict(rank, group, device) if rank.plan.ending.may_drop else None
-        updates = rank.updating.updates
+        updates, names = rank.updating.updates, order_of_parameters(rank)
 
         def norm() -> None:
-            total = torch.zeros(2, dtype=torch.float64, device=device)
-            for squares in squares_on(rank):
-                total[0] += squares.to(device)
+            table = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
+            if norms := norms_on(rank):
+                none = torch.zeros((), dtype=torch.float64, device=device)
+                table[:-1] = torch.stack([norms.get(name, none) for name in names]).square_()
             if verdict is not None:
-                total[1] = verdict.num_nan_losses()
-            group.all_reduce(total)()
+                table[-1] = verdict.num_nan_losses()
+            group.all_reduce(table)()
+            total = table[:-1].sum()
             if updates is not None and updates.max_norm is not None:
-                rank.updating.factor = updates.factor(total[0])
+                rank.updating.factor = updates.factor(total)
             if verdict is not None:
-                verdict.follow(*total.tolist())
+                verdict.follow(*torch.stack([total, table[-1]]).tolist())
 
         return self._after(waits, norm if verdict else self._if_updating(norm))
 
@@ -149,7 +156,8 @@ class EndingLinker:
                 require_finite(update.counted)
             versions.stash([i for i, weight in enumerate(stage.weights) if weight.grad is not None])
             if update is not None:
-                factor = updates.factor(update.squares()) if updates.max_norm is not None else None
+                clips = updates.max_norm is not None
+                factor = updates.factor(sum_of_squares(update.counted.values())) if clips else None
                 update.update(factor, updating.groups)
                 stage.gradients.follow_update()
             stage.advance()

@@ -303,6 +303,8 @@ class Execution(Linked[Interpreter]):
             update: Whether a program that updates does so.
             measured: If the step succeeds, what the ranks of this process held is appended.
         """
+        if self._updates is not None:
+            self._updates.follow()
         microbatches = self._microbatches(leaves, span)
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         devices = self._ranks.devices
@@ -325,6 +327,8 @@ class Execution(Linked[Interpreter]):
                 if isinstance(error, PipecError) and (note := self._half_made()):
                     error.add_note(note)
             raise
+        if self._updates is not None:
+            self._updates.mark_gradients()
         self.not_finite = self._interpreters[0].not_finite
         if measured is not None:
             measured += [meter.memory(rank) for rank, meter in meters.items()]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import NonFiniteError
-from pipec.ir import Ending, Payload, Plan
+from pipec.ir import Ending, Payload, Plan, stages_on
 from pipec.runtime.messages.group import Group
 from pipec.runtime.optimizers import values_of
 
@@ -79,24 +79,25 @@ def found_together(
     rank: int,
     losses: Mapping[int, Tensor],
     gradients: Mapping[str, Tensor],
+    names: Sequence[str],
     group: Group,
     device: torch.device,
 ) -> NotFinite | None:
     """What some rank has found, the same on all ranks, which call this together; None if all is finite.
 
-    A loss comes before gradients. Of these it is the last one in the model's order, which backwards came to
-    first.
+    A loss comes before gradients. Of these it is the last one in the model's order, that of ``names``, which
+    backwards came to first.
     """
-    order = {value.name: number for number, value in enumerate(plan.parameters, start=1)}
+    order = {name: number for number, name in enumerate(names, start=1)}
     loss = first_nan(losses)
     table = torch.zeros(plan.num_ranks, 2, dtype=torch.int64, device=device)
     table[rank, 0] = 0 if loss is None else loss + 1
     table[rank, 1] = max((order[name] for name in not_finite(gradients)), default=0)
     group.all_reduce(table)()
-    return _told(plan, table.tolist())
+    return _told(plan, names, table.tolist())
 
 
-def _told(plan: Plan, rows: Sequence[Sequence[int]]) -> NotFinite | None:
+def _told(plan: Plan, names: Sequence[str], rows: Sequence[Sequence[int]]) -> NotFinite | None:
     losses = [(row[0] - 1, rank) for rank, row in enumerate(rows) if row[0]]
     if losses:
         microbatch, rank = min(losses)
@@ -104,9 +105,9 @@ def _told(plan: Plan, rows: Sequence[Sequence[int]]) -> NotFinite | None:
     last, rank = max((row[1], rank) for rank, row in enumerate(rows))
     if not last:
         return None
-    name = plan.parameters[last - 1].name
+    name = names[last - 1]
     own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed)
-    return NotFinite(rank, next(own), parameter=name)
+    return NotFinite(rank, next(own, stages_on(plan.placement, rank)[0]), parameter=name)
 
 
 def stage_of_loss(plan: Plan) -> int:

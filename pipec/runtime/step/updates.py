@@ -1,7 +1,7 @@
 """The updates of a program: what each rank of this process updates of each stage, with which gradients."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.errors import InputError
-from pipec.ir import Bucket, Piece, Plan, Shard, Sharding, Stage
+from pipec.ir import Bucket, Piece, Plan, Shard, Sharding, Stage, stages_on
 from pipec.ir.sharding import even_slices, whole_tensors
-from pipec.runtime.messages.group import Group
 from pipec.runtime.optimizers import (
     Factory,
     Gather,
@@ -26,46 +24,33 @@ from pipec.runtime.stages.replicas import travelling_as
 from pipec.runtime.stages.shards import BucketShard, flat_memory
 from pipec.runtime.step.finite import NotFinite
 from pipec.runtime.step.loss_scale import LossScale
-
-GroupOf = Callable[[int, int], Group]
-"""The replicas of a stage as a rank sees them."""
+from pipec.runtime.step.sharded_bucket import GroupOf, ShardedBucket
 
 
 @dataclass(frozen=True)
 class StageUpdate:
-    """What one rank updates of a stage: whole parameters, and its share of buckets.
+    """What one rank updates of a stage: whole parameters by name, and its share of buckets.
 
-    ``counts_whole`` says whether the gradients of the whole parameters count in the global norm: of replicas
-    that have the same, one counts them.
+    ``counted_whole`` are those of the whole parameters whose gradients this rank counts in the global norm:
+    of replicas that have the same, one counts them.
     """
 
     optimizer: StageOptimizer
-    parameters: Sequence[nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]
     shards: Mapping[int, BucketShard]
-    counts_whole: bool
-
-    def squares(self) -> Tensor:
-        """What this rank adds to the square of the global norm."""
-        return sum_of_squares(self.counted.values())
+    counted_whole: frozenset[str]
 
     @property
     def counted(self) -> dict[str, Tensor]:
         """The gradients, or pieces of them, that this rank counts in the global norm, by name."""
-        gradients = self._whole() if self.counts_whole else {}
-        return gradients | self._shared()
+        whole = self._whole()
+        return {name: whole[name] for name in whole if name in self.counted_whole} | self._shared()
 
     def _whole(self) -> dict[str, Tensor]:
-        names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
-        return {names[id(p)]: p.grad for p in self.parameters if p.grad is not None}
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def _shared(self) -> dict[str, Tensor]:
         return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there are gradients that no update has used."""
-        whole = any(parameter.grad is not None for parameter in self.parameters)
-        return whole or any(shard.has_gradients for shard in self.shards.values())
 
     def held(self) -> dict[str, list[Tensor]]:
         """What the optimizer and the shares keep, by kind, as a meter counts it."""
@@ -77,7 +62,7 @@ class StageUpdate:
 
     def drop_gradients(self) -> None:
         """Forget all gradients, those that are on their way, too."""
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None
         for shard in self.shards.values():
             shard.drop_gradients()
@@ -114,6 +99,7 @@ class Updates:
         self._optimized = frozenset(name for group in groups for name in group["param_names"])
         self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
         self._stages: dict[tuple[int, int], StageUpdate] = {}
+        self._buckets: list[ShardedBucket] = []
         self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
         self._bound: object = None
         self.spoiled: dict[int, NotFinite] = {}
@@ -127,16 +113,26 @@ class Updates:
     @property
     def in_shares(self) -> list[str]:
         """The parameters that are there in shares alone, and empty until they are gathered."""
-        return [name for shard in self._in_shares() for name in shard.sharding.names]
+        return [name for bucket in self._in_shares() for name in bucket.names]
 
     def shares(self) -> dict[Piece, Tensor]:
         """The memory of what this process keeps of the parameters that are there in shares alone."""
-        return {piece: memory for shard in self._in_shares() for piece, memory in shard.owned().items()}
+        self.follow()
+        return {piece: memory for bucket in self._in_shares() for piece, memory in bucket.owned().items()}
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there are gradients that no update has used."""
-        return any(update.has_gradients for update in self._stages.values())
+    def has_gradients(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether there are gradients of this process's ``parameters`` that no update has used."""
+        return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
+
+    def follow(self) -> None:
+        """Take over what the script has done to parameters and gradients that are kept in shares."""
+        for bucket in self._buckets:
+            bucket.follow()
+
+    def mark_gradients(self) -> None:
+        """Show the script which of the parameters in shares have a gradient."""
+        for bucket in self._buckets:
+            bucket.mark_gradients()
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> "Updates":
         """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
@@ -176,6 +172,7 @@ class Updates:
         self.spoiled.clear()
         for update in self._stages.values():
             update.drop_gradients()
+        self.mark_gradients()
 
     def bind(
         self,
@@ -184,11 +181,14 @@ class Updates:
         devices: Mapping[int, torch.device],
         is_distributed: bool,
         gather: Gather,
+        holders: Mapping[str, Sequence[int]],
     ) -> None:
         """Divide the parameters among those who update them, as the plan says.
 
         ``devices`` are those of the ranks of this process. Replicas of a stage that share a process share its
-        parameters. In a stream, where they update at different times, each but the first has copies.
+        parameters. In a stream, where they update at different times, each but the first has copies. A
+        parameter that the plan does not use may have a gradient from other steps: its ``holders``, or rank 0,
+        update it with the first of their stages.
         """
         self._bound, self._stages, self._copies = _key(plan), {}, {}
         keeps = plan.ending.shard is not Shard.PARAMETERS or not is_distributed
@@ -216,9 +216,16 @@ class Updates:
                 own = parameters
                 if plan.ending.stream and rank != here[0]:
                     own = self._copied(plan.stages[stage], rank, parameters, devices[rank])
-                updates_whole = is_distributed or bool(plan.ending.stream) or rank == placement[0]
-                self._add(plan, rank, stage, shards, own, updates_whole)
-        self.optimizer.attach([update.optimizer for update in self._stages.values()], gather)
+                whole = self._whole_on(plan, rank, stage, holders)
+                if not is_distributed:
+                    shares = {*plan.stages[stage].parameters} if plan.ending.stream else set[str]()
+                    whole = {name: who for name, who in whole.items() if rank == who[0] or name in shares}
+                self._add(plan, rank, stage, shards, {**parameters, **own}, whole)
+            for number, bucket in buckets.items():
+                updates = {rank: self._stages[rank, stage] for rank in here}
+                members = {rank: (each.shards[number], each.optimizer) for rank, each in updates.items()}
+                self._buckets.append(ShardedBucket(bucket, parameters, members))
+        self.optimizer.attach([update.optimizer for update in self._stages.values()], parameters, gather)
 
     def copies(self, rank: int) -> Mapping[str, Tensor]:
         """The parameters of which a rank has copies of its own."""
@@ -248,6 +255,21 @@ class Updates:
         divide = even_slices if self.optimizer.elementwise >= sizes.keys() else whole_tensors
         return divide(sizes, num_replicas)
 
+    def _whole_on(
+        self, plan: Plan, rank: int, stage: int, holders: Mapping[str, Sequence[int]]
+    ) -> dict[str, Sequence[int]]:
+        """What a rank updates with a stage as whole parameters, by name, with all ranks that do so.
+
+        Those of a bucket are among them.
+        """
+        used = plan.stages[stage]
+        found = {name: plan.placement[stage] for name in used.parameters if name not in used.borrowed}
+        if stage == stages_on(plan.placement, rank)[0]:
+            in_plan = {name for each in plan.stages for name in each.parameters}
+            idle = {name: tuple(holders.get(name, (0,))) for name in self._like if name not in in_plan}
+            found |= {name: who for name, who in idle.items() if rank in who}
+        return {name: who for name, who in found.items() if name in self._optimized}
+
     def _add(
         self,
         plan: Plan,
@@ -255,15 +277,10 @@ class Updates:
         stage: int,
         shards: Mapping[int, BucketShard],
         parameters: Mapping[str, nn.Parameter],
-        updates_whole: bool,
+        whole: Mapping[str, Sequence[int]],
     ) -> None:
         divided = {name for shard in shards.values() for name in shard.sharding.names}
-        own = [
-            name
-            for name in plan.stages[stage].parameters
-            if name not in divided and name not in plan.stages[stage].borrowed and updates_whole
-            if name in self._optimized
-        ]
+        own = [name for name in whole if name not in divided]
         owned: dict[Piece, Tensor] = {
             Piece(name, 0, self._like[name].numel()): parameters[name] for name in own
         }
@@ -272,53 +289,33 @@ class Updates:
         if owned or shards:
             self._stages[rank, stage] = StageUpdate(
                 self.optimizer.on_stage(owned, plan.ending.state_on_host),
-                [parameters[name] for name in own],
+                {name: parameters[name] for name in own},
                 shards,
-                counts_whole=plan.ending.stream is not None or rank == plan.placement[stage][0],
+                frozenset(name for name in own if plan.ending.stream or rank == whole[name][0]),
             )
 
     @contextmanager
-    def gathered(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> Iterator[None]:
+    def gathered(self, group_of: GroupOf) -> Iterator[None]:
         """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
-        shards = self._make_whole(parameters, group_of)
+        for bucket in self._buckets:
+            bucket.gather(group_of)
         try:
             yield
         finally:
-            for shard in shards:
-                shard.take_over()
-                for name in shard.sharding.names:
-                    parameters[name].data = parameters[name].new_empty(0)
+            for bucket in self._buckets:
+                bucket.let_go()
 
-    def release(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
-        """Let all parameters be whole until a program is bound again. Every rank does so together.
+    def release(self, group_of: GroupOf) -> None:
+        """Let all parameters, and their gradients, be whole until a program is bound again.
 
-        Raises:
-            InputError: gradients that were accumulated are in shares, which would be lost.
+        Every rank does so together.
         """
-        every = (shard for update in self._stages.values() for shard in update.shards.values())
-        if self._bound and any(shard.has_gradients for shard in every):
-            raise InputError(
-                "gradients have been accumulated that no update has used, and what is trained or held "
-                "changes: undo the change, make the update with a step outside of accumulate(), and go on"
-            )
-        self._make_whole(parameters, group_of)
-        self._bound = None
+        for bucket in self._buckets:
+            bucket.release(group_of)
+        self._buckets, self._bound = [], None
 
-    def _in_shares(self) -> list[BucketShard]:
-        every = (shard for update in self._stages.values() for shard in update.shards.values())
-        return [shard for shard in every if self._bound and not shard.keeps_parameters]
-
-    def _make_whole(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> list[BucketShard]:
-        """Gather what is kept in shares alone; returns the shares."""
-        found = []
-        for (rank, stage), update in self._stages.items() if self._bound else ():
-            for shard in update.shards.values():
-                if not shard.keeps_parameters:
-                    shard.start_gather(group_of(rank, stage))
-                    for name, tensor in shard.finish_gather().items():
-                        parameters[name].data = tensor
-                    found.append(shard)
-        return found
+    def _in_shares(self) -> list[ShardedBucket]:
+        return [bucket for bucket in self._buckets if not bucket.keeps_parameters]
 
 
 def _little(like: Tensor, device: torch.device | str) -> nn.Parameter:

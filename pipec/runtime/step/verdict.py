@@ -1,14 +1,14 @@
 """What the norm decides of a step of which nothing may come, because something in it is not finite."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pipec.ir import OnNan
 from pipec.runtime.messages.group import Group
-from pipec.runtime.optimizers import sum_of_squares
+from pipec.runtime.optimizers import norms_of
 from pipec.runtime.step.finite import NotFinite, found_together, is_overflow
 from pipec.runtime.step.rank import Rank
 from pipec.runtime.step.results import Results
@@ -53,7 +53,8 @@ class Verdict:
     def _found(self) -> NotFinite | None:
         gradients = {name: x for named in _gradients_on(self._rank) for name, x in named.items()}
         plan, number = self._rank.plan, self._rank.number
-        return found_together(plan, number, self._losses(), gradients, self._group, self._device)
+        order = order_of_parameters(self._rank)
+        return found_together(plan, number, self._losses(), gradients, order, self._group, self._device)
 
     def _losses(self) -> Mapping[int, Tensor]:
         results = self._rank.results
@@ -61,10 +62,16 @@ class Verdict:
         return results.losses
 
 
-def squares_on(rank: Rank) -> Iterator[Tensor]:
-    """What each stage of a rank adds to the square of the global norm."""
-    clips = rank.plan.ending.clips
-    return (sum_of_squares(gradients.values(), exactly=clips) for gradients in _gradients_on(rank))
+def order_of_parameters(rank: Rank) -> Sequence[str]:
+    """The parameters whose gradients are looked at, in the model's order."""
+    updates, plan = rank.updating.updates, rank.plan
+    return [*updates.shapes] if updates else [value.name for value in plan.parameters]
+
+
+def norms_on(rank: Rank) -> dict[str, Tensor]:
+    """The norms of the gradients that a rank counts in the global norm, by name."""
+    counted = {name: x for gradients in _gradients_on(rank) for name, x in gradients.items()}
+    return dict(zip(counted, norms_of(counted.values(), exactly=rank.plan.ending.clips), strict=True))
 
 
 def _gradients_on(rank: Rank) -> Iterator[dict[str, Tensor]]:

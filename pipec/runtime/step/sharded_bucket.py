@@ -1,0 +1,178 @@
+"""The parameters of a sharded bucket as the script has them, which may change them between two steps."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipec.errors import InputError
+from pipec.ir import Bucket, Piece
+from pipec.runtime.messages.group import Group
+from pipec.runtime.optimizers import StageOptimizer
+from pipec.runtime.stages.shards import BucketShard, flat_memory
+
+GroupOf = Callable[[int, int], Group]
+"""The replicas of a stage as a rank sees them."""
+
+
+class ShardedBucket:
+    """Lets the shards of this process follow what a script does to ``parameter.data`` and ``parameter.grad``.
+
+    ``members`` has, by rank, a shard and the optimizer that updates it; in one process, all ranks share the
+    parameters. A parameter whose gradient is added up in shards has a mark in ``.grad``: NaN in its shape, in
+    the memory of one element. To take the mark away drops the gradient; to write zeros into it, or to put
+    another tensor in its place, sets the gradient, as without shards.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Mapping[str, nn.Parameter],
+        members: Mapping[int, tuple[BucketShard, StageOptimizer]],
+    ) -> None:
+        self._bucket, self._members = bucket, members
+        self._parameters = {name: parameters[name] for name in bucket.names}
+        self._shards = [shard for shard, _ in members.values()]
+        self._marks: dict[str, Tensor] = {}
+        self._note_addresses()
+        self._follow_gradients()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._bucket.names
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether the parameters are whole between steps."""
+        return self._shards[0].keeps_parameters
+
+    def owned(self) -> dict[Piece, Tensor]:
+        """The memory of what this process keeps of the parameters."""
+        return {piece: memory for shard in self._shards for piece, memory in shard.owned().items()}
+
+    def follow(self) -> None:
+        """Take over what the script has done since the last step.
+
+        Raises:
+            InputError: it has given a parameter or a gradient other than what a shard can be taken of.
+        """
+        self._follow_gradients()
+        if not self.keeps_parameters:
+            self._take_in()
+        elif any(x.data_ptr() != address or not x.is_contiguous() for x, address in self._addresses):
+            self._move()
+        self.mark_gradients()
+
+    def mark_gradients(self) -> None:
+        """Show the script which parameters have a gradient."""
+        present = self._shards[0].with_gradient
+        for name in present | self._marks.keys():
+            if name not in present:
+                del self._marks[name]
+                self._parameters[name].grad = None
+            elif name not in self._marks:
+                self._marks[name] = self._parameters[name].grad = _mark(self._parameters[name])
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        for shard in self._shards:
+            shard.drop_gradients()
+        self.mark_gradients()
+
+    def gather(self, group_of: GroupOf) -> None:
+        """Let the parameters be whole."""
+        if self.keeps_parameters:
+            return
+        self._take_in()
+        for rank, (shard, _) in self._members.items():
+            shard.start_gather(group_of(rank, self._bucket.stage))
+            for name, tensor in shard.finish_gather().items():
+                self._parameters[name].data = tensor
+
+    def let_go(self) -> None:
+        """Keep the shards of what the parameters have become since ``gather``."""
+        if not self.keeps_parameters:
+            for shard in self._shards:
+                shard.take_over()
+            for parameter in self._parameters.values():
+                parameter.data = parameter.new_empty(0)
+
+    def release(self, group_of: GroupOf) -> None:
+        """Let parameters and gradients be whole, for good. Every rank does so together."""
+        self._follow_gradients()
+        self.gather(group_of)
+        waits = [
+            shard.start_gather_gradients(group_of(rank, self._bucket.stage))
+            for rank, (shard, _) in self._members.items()
+            if shard.with_gradient
+        ]
+        gradients = {name: gradient for wait in waits for name, gradient in wait().items()}
+        self.drop_gradients()
+        for name, gradient in gradients.items():
+            parameter = self._parameters[name]
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+    def _note_addresses(self) -> None:
+        self._addresses = [(each, each.data_ptr()) for each in self._parameters.values()]
+
+    def _follow_gradients(self) -> None:
+        changed = [
+            (name, parameter)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not (mark := self._marks.get(name)) or (mark is not None and mark._version)
+        ]
+        for name, parameter in changed:
+            if parameter.grad is not None and parameter.grad.numel() != self._size(name):
+                raise InputError(
+                    f"the gradient of {name} is kept in shards, so that .grad is empty here, and what is "
+                    "written there reaches no rank; set it to None, as zero_grad(set_to_none=True) does, to "
+                    "drop the gradient, and compile with another shard=... to set it"
+                )
+        for name, parameter in changed:
+            for shard in self._shards:
+                shard.set_gradient(name, parameter.grad)
+            self._marks.pop(name, None)
+            parameter.grad = None
+
+    def _move(self) -> None:
+        """Let the parameters lie together again, in new memory: the script may hold what was theirs."""
+        dtype = self._shards[0].dtype
+        for name, parameter in self._parameters.items():
+            if parameter.dtype != dtype or parameter.numel() != self._size(name):
+                raise self._unlike(name)
+        flat = flat_memory(self._bucket, self._shards[0].sharding, self._parameters)
+        for shard, optimizer in self._members.values():
+            shard.move_to(flat)
+            optimizer.move_to(shard.owned())
+        self._note_addresses()
+
+    def _take_in(self) -> None:
+        """Take the shards of parameters that the script has given whole values."""
+        dtype = self._shards[0].dtype
+        for name, parameter in self._parameters.items():
+            if parameter.dtype == dtype and not parameter.untyped_storage().data_ptr():
+                continue
+            if parameter.dtype != dtype or parameter.numel() != self._size(name):
+                raise self._unlike(name)
+            for shard in self._shards:
+                shard.set_parameter(name, parameter)
+            parameter.data = parameter.new_empty(0)
+
+    def _size(self, name: str) -> int:
+        sharding = self._shards[0].sharding
+        return sharding.sizes[sharding.names.index(name)]
+
+    def _unlike(self, name: str) -> InputError:
+        parameter = self._parameters[name]
+        return InputError(
+            f"{name}.data is now of {parameter.dtype} and shape {list(parameter.shape)}, but the shards of "
+            f"{name} have {self._size(name)} elements of {self._shards[0].dtype}; give it a whole tensor of "
+            "that type, or call pipe.load_state_dict(...), and change types with the pipeline's own methods"
+        )
+
+
+def _mark(parameter: Tensor) -> Tensor:
+    """What stands in ``.grad`` for a gradient that is elsewhere."""
+    nan = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+    return nan.expand(parameter.shape)
