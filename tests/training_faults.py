@@ -173,8 +173,8 @@ def always_updating(self: Any) -> Iterator[None]:
     yield
 
 
-def of_matrices(sum_of_squares: Any) -> Any:
-    return lambda gradients, *args: sum_of_squares([each for each in gradients if each.numel() > 4], *args)
+def of_large(norms_of: Any) -> Any:
+    return lambda gradients, *args: [each * (each > 0.02) for each in norms_of(gradients, *args)]
 
 
 def of_all_replicas(counted: Any) -> Any:
@@ -197,7 +197,7 @@ FAULTS: Mapping[str, Fault] = {
     "clip factor above 1": replaced(
         updates, "clip_factor", lambda _: lambda squares, most: most / (squares.sqrt() + 1e-6)
     ),
-    "the norm leaves out small tensors": replaced(verdict, "sum_of_squares", of_matrices),
+    "the norm leaves out small gradients": replaced(verdict, "norms_of", of_large),
     "the norm is always the second": replaced(Handle, "clip_grad_norm_", own_norm),
     "a microbatch's gradient is lost": replaced(GradientSum, "add", second_dropped),
     "what was accumulated is halved": replaced(GradientSum, "begin_step", halved),
@@ -210,6 +210,7 @@ FAULTS: Mapping[str, Fault] = {
     "a loaded state is ignored": replaced(StageOptimizer, "load", nothing),
     "loaded learning rates are ignored": replaced(PipelineOptimizer, "load_state_dict", own_groups_kept),
     "load_state_dict leaves one out": replaced(HeldModel, "load_state_dict", last_left_out),
+    "what scripts do to shards is not seen": replaced(Updates, "follow", nothing),
     "microbatches count alike": replaced(pipeline, "loss_shares", alike),
 }
 
@@ -218,9 +219,6 @@ OF_RANKS: Mapping[str, Fault] = {
     "what was updated is not gathered": replaced(BucketShard, "start_gather", nothing),
     "replicas do not sum": replaced(GradientReduction, "finish", nothing),
     "shares are not taken over": replaced(BucketShard, "take_over", lambda _: BucketShard.drop),
-    "accumulated sums of shards are forgotten": replaced(
-        Updates, "has_gradients", lambda _: property(lambda _: False)
-    ),
 }
 """What only processes that each have a replica can get wrong."""
 
