@@ -42,9 +42,6 @@ from pipec.graph import TrainingGraph, copy_graph
 SAME = 1e-7
 """Relative: microbatches and replicas sum in another order than the whole batch, and training adds to it."""
 
-KNOWN = frozenset[str]()
-"""What pipelines do not do right yet, and no case does. Empty it, and cases do."""
-
 
 # a case: data alone
 
@@ -913,8 +910,7 @@ class _Draw:
     """Draws a case. It follows what the actions so far have done, so that they make sense to a script."""
 
     seed: int
-    ranks: int | None = None
-    known: frozenset[str] = KNOWN
+    ranks: int
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -924,8 +920,7 @@ class _Draw:
         return self.rng.random() < probability
 
     def case(self) -> Case:
-        ranks = self.ranks or self.rng.choice((1, 1, 2))
-        layout = self._layout(ranks)
+        layout = self._layout(self.ranks)
         self.owner = (
             "pipeline"
             if layout.shard or layout.offload or self.chance(0.5)
@@ -990,33 +985,21 @@ class _Draw:
             self.chance(0.2),
         )
 
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the optimizer has state that a step without its parameter might drop."""
-        return self.owner == "pipeline" and not (
-            self.optimizer.kind == "SGD" and "momentum" not in dict(self.optimizer.options)
-        )
-
-    @property
-    def may_branch(self) -> bool:
-        return not (self.keeps_state and "state of what a step does not use" in self.known)
-
     def _actions(self) -> Iterator[Action]:
-        self.pending = self.has_saved = self.has_grads = False
+        self.pending = self.has_saved = False
         self.training = self.flagged = True
         self.frozen = set(self.network.frozen)
         self.variants: set[tuple[Any, ...]] = set()
         self.num_ways = self.rng.choice(WAYS)
         self.sizes = [max(self.layout.microbatches, rows) for rows in (8, 7)]
-        self.pending_variants: set[tuple[Any, ...]] = set()
         for _ in range(ITERATIONS):
             for _ in range(self.rng.choice((0, 1, 1, 2))):
                 yield from self._change()
             yield from self._iteration()
 
     def _batch(self) -> tuple[Any, ...]:
-        """A mini-batch, in a way of calling the model that is known, or one more if there may be."""
-        whens = {block.when for block in self.network.blocks if self.may_branch}
+        """A mini-batch and a branch."""
+        whens = {block.when for block in self.network.blocks}
         task = (
             self.rng.choice(self.network.tasks)
             if whens & {"first task", "second task"}
@@ -1039,20 +1022,9 @@ class _Draw:
     def _trained_batch(self) -> tuple[Any, ...] | None:
         for _ in range(8):
             batch = self._batch()
-            variant = self._variant("train", batch)
-            known = self.variants | {variant}
-            if len(known) <= self.num_ways or variant in self.variants:
-                pending = self.pending_variants | {variant[1:]}
-                if self.pending and len(pending) > 1 and not self._may_accumulate_over_others:
-                    continue
-                self.variants.add(variant)
-                self.pending_variants.add(variant[1:])
+            if self._may(self._variant("train", batch)):
                 return batch
         return None
-
-    @property
-    def _may_accumulate_over_others(self) -> bool:
-        return self.owner != "pipeline" or "accumulation over other parameters" not in self.known
 
     def _iteration(self) -> Iterator[Action]:
         """An iteration of the loop: gradients, an update and what goes with it."""
@@ -1069,9 +1041,9 @@ class _Draw:
             if batch is not None:
                 yield Action("add", batch)
                 self.pending = True
-                if self.chance(0.15) and self._may_touch("zero_grad in shares"):
+                if self.chance(0.15):
                     yield self._zero()
-                if self.chance(0.15) and self._may_touch("gradients by hand in shares"):
+                if self.chance(0.15):
                     yield self._gradient()
                 if self.chance(0.15):
                     yield from self._evaluate()
@@ -1084,7 +1056,6 @@ class _Draw:
         else:
             yield Action("step", batch)
         self.pending = False
-        self.pending_variants.clear()
 
     def _iteration_of_script(self) -> Iterator[Action]:
         zero_first = self.chance(0.3)
@@ -1112,13 +1083,8 @@ class _Draw:
     def _gradient(self) -> Action:
         names = [name for name, each in self.model.named_parameters() if name not in self.frozen]
         names = [name for name in names if not name.startswith("unused")]
-        if not self._may_accumulate_over_others:
-            names = [name for name in names if name.startswith("head")]
         hows = ("set", "none", "scale") if self.layout.shard is None else ("set", "none")
         return Action("gradient", (self.rng.choice(names), self.rng.choice(hows)))
-
-    def _may_touch(self, what: str) -> bool:
-        return self.layout.shard is None or what not in self.known
 
     def _evaluate(self) -> Iterator[Action]:
         batch, kind, changes_mode = self._batch(), self.rng.choice(("loss", "output")), self.chance(0.6)
@@ -1151,16 +1117,13 @@ class _Draw:
             yield Action("mode", (self.rng.choice(("pipe", "model")), self.training))
 
     def _flag(self) -> Iterator[Action]:
-        flags = self.may_branch and any(block.when == "if flagged" for block in self.network.blocks)
-        if flags and not self.pending:
+        if any(block.when == "if flagged" for block in self.network.blocks):
             self.flagged = not self.flagged
             yield Action("flag", (self.flagged,))
 
     def _freeze(self) -> Iterator[Action]:
         if self.optimizer.leaves_out_frozen and self.owner == "pipeline":
             return  # the factory would make other groups, which is refused
-        if not self.may_branch or (self.pending and not self._may_accumulate_over_others):
-            return
         names = freezable(self.network)
         if self.optimizer.leaves_out_frozen:
             names = [name for name in names if name not in self.network.frozen]
@@ -1188,8 +1151,6 @@ class _Draw:
             hows.remove("vector")
             if self.layout.shard == "parameters":
                 return  # they are there in shares alone
-        if not self._may_touch("values by .data in shares"):
-            hows = hows[:3]
         yield Action("value", (self.rng.choice(tensors)[0], self.rng.choice(hows)))
 
     def _save_or_load(self) -> Iterator[Action]:
@@ -1212,7 +1173,7 @@ class _Draw:
             yield Action("renew")
 
 
-def draw(seed: int, ranks: int | None = None) -> Case:
+def draw(seed: int, ranks: int) -> Case:
     return _Draw(seed, ranks).case()
 
 
