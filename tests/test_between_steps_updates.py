@@ -88,6 +88,17 @@ def test_what_was_frozen_at_first_is_updated_once_it_is_trained(layout: dict[str
         pair.step()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_stage_of_frozen_parameters_alone_may_have_replicas(layout: dict[str, Any]) -> None:
+    pair = Pair(**layout)
+    pair.on_both(lambda model: model[:4].requires_grad_(False))  # type: ignore[index]
+    for _ in range(2):
+        pair.step()
+    first = pair.pipe.plan.stages[0]
+    assert first.parameters
+    assert {*first.parameters} <= {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_parameter_that_is_replaced_keeps_its_name_and_its_state(layout: dict[str, Any]) -> None:
     pair = Pair(**layout)

@@ -65,7 +65,7 @@ def in_parts(
     for stage in stages:
         ranks, own = placement[stage.index], dict[str, Value]()
         for node in stage.parameters if len(ranks) > 1 else ():
-            if uses[fqn := node.meta["role"].fqn] == 1 and not _is_sparse(stage, fqn):
+            if uses[fqn := node.meta["role"].fqn] == 1 and _has_dense_gradient(stage, fqn):
                 own[fqn] = value_of(graph, node, fqn)
         speed = stage_speed(topology, ranks)
         price = functools.partial(priced, ranks=ranks, topology=topology, asked=ending)
@@ -77,9 +77,9 @@ def in_parts(
     return found
 
 
-def _is_sparse(stage: StageFunctions, fqn: str) -> bool:
+def _has_dense_gradient(stage: StageFunctions, fqn: str) -> bool:
     made = [node for function in stage.functions for name, node in function.gradients if name == fqn]
-    return any(node.meta["val"].layout is torch.sparse_coo for node in made)
+    return bool(made) and all(node.meta["val"].layout is torch.strided for node in made)
 
 
 @dataclass(frozen=True)
