@@ -353,10 +353,12 @@ def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
     """The rows of the first argument that is split along the batch, and shows how many there are."""
     positions = [*(given.position for given in plan.inputs), *range(len(plan.axes))]
     for position in positions:
-        leaf, axis = leaves[position] if position < len(leaves) else None, plan.axes[position]
+        leaf = leaves[position] if position < len(leaves) else None
+        axis = plan.axes[position]
         if axis is None or not isinstance(leaf, Tensor) or leaf.ndim <= axis.dim:
             continue
-        if (rows := axis.rows(leaf.shape)) is not None:
+        rows: int | None = axis.rows(leaf.shape)
+        if rows is not None:
             return rows
     raise InputError(f"the arguments hold no batch; expected {_expected(plan)}")
 
