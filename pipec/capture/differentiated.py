@@ -1,4 +1,4 @@
-"""How microbatches add up in a graph that has its backward already, so that its loss cannot be rewritten."""
+"""How microbatches add up where the graph cannot be rewritten: it has its backward, or the user says how."""
 
 import copy
 from collections.abc import Collection
@@ -8,9 +8,9 @@ from torch import fx
 
 from pipec.capture.batch import analyse
 from pipec.capture.calls import place_of
-from pipec.capture.markers import OF_BATCH, RESULT, SHARE
+from pipec.capture.markers import OF_BATCH, RESULT, ROW_NUMBERS, SHARE
 from pipec.graph import Findings
-from pipec.torch_compat import CAUSE, Captured
+from pipec.torch_compat import CAUSE, Captured, pytree
 
 
 def analyse_differentiated(
@@ -37,6 +37,32 @@ def analyse_differentiated(
         what = "needs a value of the whole batch, in a model that differentiates by itself"
         return replace(found, unproven=f"{place_of(rewritten[0])} {what}")
     return found
+
+
+def analyse_outputs(
+    module: fx.GraphModule, batched: Collection[str], size: int, num_replicas: int
+) -> Findings:
+    """As ``analyse``, for the results besides the loss, of which the user says how it adds up.
+
+    It is tried on a copy, whose marks the results get.
+    """
+    output = module.graph.output_node()
+    results = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
+    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+    found = analyse(copied, batched, size, True, num_replicas)
+    made = [x for x in pytree.tree_leaves(copied.graph.output_node().args) if isinstance(x, fx.Node)]
+    marks: dict[fx.Node, fx.Node] = {}
+    for result, marked in [*zip(results, made, strict=True)][1:]:
+        rewritten = [node for node in _leading_to(marked) if node.target in (OF_BATCH, SHARE, ROW_NUMBERS)]
+        if marked.target is RESULT or rewritten:
+            why = f"{place_of(rewritten[0])} needs a value of the whole batch" if rewritten else None
+            rest = [why, []] if why else marked.args[1:]
+            with module.graph.inserting_before(output):
+                marks[result] = module.graph.call_function(RESULT, (result, *rest))
+    loss = results[0]
+    output.args = fx.map_arg(output.args, lambda node: node if node is loss else marks.get(node, node))
+    module.recompile()
+    return replace(found, mixed="", unproven="")
 
 
 def _forward(graph: fx.Graph, num_results: int) -> fx.Graph:

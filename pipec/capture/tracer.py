@@ -6,7 +6,6 @@ differentiates something itself, forward and backward are traced together. Each 
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
-import copy
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from pipec import ops, torch_compat
 from pipec.capture.attributes import readable_values
@@ -26,7 +25,7 @@ from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.checks import expect_all_scattered
 from pipec.capture.diagnosis import brief, capture_error
-from pipec.capture.differentiated import analyse_differentiated
+from pipec.capture.differentiated import analyse_differentiated, analyse_outputs
 from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import checkpoints, number_operators
@@ -36,7 +35,7 @@ from pipec.capture.splitting import all_have_rows
 from pipec.capture.step import Step, model_names, step_of
 from pipec.capture.symbols import FixedVariableError, number_values
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import PROVED, Assumptions, Findings, Gradient, TrainingGraph
+from pipec.graph import Assumptions, Findings, Gradient, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch import variable_values
 from pipec.torch_compat import Captured
@@ -344,20 +343,18 @@ class _Tracer:
     def _analyse(self, captured: Captured, sample: Call, joined: str) -> Findings:
         """Make the losses of microbatches add up, as far as that can be proved.
 
-        If they shall not, a copy is made to add up where replicas are ``joined``, for what it refuses.
+        Where the user says how they add up, only the other results are looked at.
         """
         if not (self._adds_up or joined):
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
-            return PROVED
-        module = captured.module
-        module = module if self._adds_up else fx.GraphModule(module, copy.deepcopy(module.graph))
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
         if captured.differentiated is not None:
             return analyse_differentiated(captured, batched, size, has_loss, num_replicas)
-        findings = analyse(module, batched, size, has_loss, num_replicas)
-        return findings if self._adds_up else PROVED
+        if self._adds_up:
+            return analyse(captured.module, batched, size, has_loss, num_replicas)
+        return analyse_outputs(captured.module, batched, size, num_replicas)
 
     def assumptions(self) -> Assumptions:
         """What the last graph takes for granted of the model and of the loss function."""

@@ -388,7 +388,8 @@ class _Walk:
         """Let a node read something else in place of these tensors. Returns whether that can be done."""
         wanted = {id(tensor) for tensor in tensors}
         found = [x for x in node.all_input_nodes if id(self.values.get(x)) in wanted]
-        return bool(found) and all([made(source, node) for source in found])
+        replaced = [made(source, node) for source in found]
+        return bool(found) and all(replaced)
 
     def _mean_of(self, total: fx.Node, reader: fx.Node) -> bool:
         """Let ``reader`` read a sum divided by the microbatch's share."""

@@ -103,7 +103,7 @@ class OperatorCall:
         return Unproven(why or f"calls {self.op}, of which pipec does not know what it does to rows", self.op)
 
     def require_no_numbers(self) -> None:
-        """Raise NeedsNumbersError if an argument has numbers of rows that count from the microbatch's first."""
+        """Raise NeedsNumbersError if an argument numbers rows from the first one of the microbatch."""
         own = [t for t, v in zip(self.tensors, self.values, strict=True) if isinstance(v, Rows) and v.numbers]
         if own:
             raise NeedsNumbersError(own)

@@ -55,9 +55,9 @@ def _fits(call: OperatorCall, rows: Rows) -> bool:
     """Whether what is no row is the same for each of them."""
     from_end = len(call.shape) - rows.dim
     for tensor, value in zip(call.tensors, call.values, strict=True):
-        if isinstance(value, Whole) and value.fill is None and tensor.ndim >= from_end:
-            if tensor.shape[-from_end] != 1:
-                return False
+        is_plain = isinstance(value, Whole) and value.fill is None
+        if is_plain and tensor.ndim >= from_end and tensor.shape[-from_end] != 1:
+            return False
     return True
 
 
@@ -76,7 +76,7 @@ def _degree(call: OperatorCall) -> int | None:
     if call.name in DIVIDING and call.arguments.get("rounding_mode") is None:
         return degrees[0] - sum(degrees[1:])
     if call.name in ADDING | KEEPING | {"neg", "abs", "relu", "where"}:
-        numbers = {degree for degree in degrees}
+        numbers = set(degrees)
         if call.name in KEEPING | {"neg", "abs", "relu"}:
             return degrees[0]
         return numbers.pop() if len(numbers) == 1 else (0 if not numbers else None)
@@ -108,9 +108,9 @@ def _of_sums(call: OperatorCall) -> Value:
     others = sum(value.degree for value in call.values if isinstance(value, Whole))
     if call.name in MULTIPLYING and len(sums) == 1:
         return Sum(sums[0].degree + others + sum(degree or 0 for degree in numbers))
-    if call.name in DIVIDING and len(sums) == 1 and isinstance(call.values[0], Sum):
-        if call.arguments.get("rounding_mode") is None:
-            return Sum(sums[0].degree - others - sum(degree or 0 for degree in numbers))
+    divides = call.name in DIVIDING and call.arguments.get("rounding_mode") is None
+    if divides and len(sums) == 1 and isinstance(call.values[0], Sum):
+        return Sum(sums[0].degree - others - sum(degree or 0 for degree in numbers))
     return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
 
 

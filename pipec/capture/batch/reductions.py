@@ -1,12 +1,11 @@
 """What becomes of rows where elements are brought together: sums, means, products of matrices, statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from pipec.capture.batch.call import OperatorCall, rows_among, unknown_among
-from pipec.capture.batch.pointwise import aligned_rows
 from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
 
 
@@ -185,22 +184,17 @@ def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Value:
         if isinstance(one, Whole) or isinstance(other, Whole):
             return Sum(degree)
         return call.mixed("multiplies a sum over the rows of a microbatch")
-    inner, outer = left.ndim - 1, max(right.ndim - 2, 0)
-    if (isinstance(one, Rows) and one.dim == inner) or (
-        isinstance(other, Rows) and other.dim == outer == right.ndim - 2
-    ):
-        pass
+    inner = left.ndim - 1
     is_contracted = [
         isinstance(one, Rows) and one.dim == inner,
         isinstance(other, Rows) and other.dim == (right.ndim - 2 if right.ndim > 1 else 0),
     ]
     if any(is_contracted):
-        assert isinstance(one, Rows | Whole)
-        if all(is_contracted) and isinstance(one, Rows) and isinstance(other, Rows):
-            if (one.outer, one.inner) == (other.outer, other.inner):
-                return Sum(degree)
-        fills = [isinstance(x, Whole) and x.fill is not None for x in (one, other)]
-        return Sum(degree) if any(fills) else call.mixed("multiplies rows with what stands for other rows")
+        pairs = [(x.outer, x.inner) for x in (one, other) if isinstance(x, Rows)]
+        fills = any(isinstance(x, Whole) and x.fill is not None for x in (one, other))
+        if fills or (all(is_contracted) and pairs[0] == pairs[1]):
+            return Sum(degree)
+        return call.mixed("multiplies rows with what stands for other rows")
     kept = []
     if isinstance(one, Rows):
         kept.append(one)
@@ -259,7 +253,7 @@ def _only_first(call: OperatorCall, value: Value) -> Value:
     return pointwise_of_last(call)
 
 
-def on_last(num: int) -> "Rule":
+def on_last(num: int) -> Callable[[OperatorCall], Value]:
     """A rule for operators that work within the last ``num`` dimensions."""
 
     def rule(call: OperatorCall) -> Value:
@@ -329,7 +323,7 @@ def histogram(call: OperatorCall) -> Value:
     has_limits = "bins" not in call.arguments or call.arguments.get("min") != call.arguments.get("max")
     if isinstance(value, Rows) and not has_limits:
         return call.mixed("takes the smallest and the largest value of rows")
-    return Sum() if isinstance(value, Rows | Picked) and not value == Picked(places=True) else value
+    return Sum() if isinstance(value, Rows | Picked) and value != Picked(places=True) else value
 
 
 def searched(call: OperatorCall) -> Value:
@@ -382,10 +376,3 @@ def attention(call: OperatorCall) -> tuple[Value, ...] | Value:
         if not (isinstance(aligned, Whole) or aligned == values[0]):
             return call.unproven()
     return values[0]
-
-
-from collections.abc import Callable  # noqa: E402
-
-Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
-
-__all__ = ["aligned_rows"]

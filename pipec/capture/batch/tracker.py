@@ -148,7 +148,12 @@ class Tracker(TorchDispatchMode):
 
     def _needs_order(self, call: OperatorCall) -> bool:
         """Whether a call tells rows of all replicas apart by their place, where that is not the batch's."""
-        if not self.in_turns or not call.tensors or id(call.first) not in self.in_turns or call.name not in _TELLING_PLACES:
+        if (
+            not self.in_turns
+            or not call.tensors
+            or id(call.first) not in self.in_turns
+            or call.name not in _TELLING_PLACES
+        ):
             return False
         dim = call.arguments.get("dim")
         if isinstance(dim, int) and call.first.ndim:
@@ -345,9 +350,7 @@ def _bincount(args: Sequence[Any]) -> Tensor:
     return torch.empty(CHOSEN, dtype=torch.int64, device=_META)
 
 
-def _trilinear(
-    one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], unroll_dim: int = 1
-) -> Tensor:
+def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], unroll_dim: int = 1) -> Tensor:
     """What ``nn.Bilinear`` calls, as its formula says."""
     *expanded, summed = dims[:4]
     for each, tensor in enumerate(factors := [one, two, three]):
