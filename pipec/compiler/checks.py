@@ -63,8 +63,8 @@ def check_sizes(graph: TrainingGraph, num_microbatches: int, rows: int, values: 
     if graph.batch is not None and not graph.serves(rows, values):
         raise InputError(
             f"the model's code takes another way for the {rows} rows of the batch than for those of "
-            f"one of its {num_microbatches} microbatches: it compares sizes where {graph.broken_guard(rows, values)} is "
-            "expected. Compute it with microbatches=1, or let the code not depend on the number of rows"
+            f"one of its {num_microbatches} microbatches: it expects {graph.broken_guard(rows, values)}. "
+            "Compute it with microbatches=1, or let the code not depend on the number of rows"
         )
 
 

@@ -13,6 +13,7 @@ from pipec.torch_compat.arithmetic import remembered_arithmetic
 from pipec.torch_compat.branches import (
     Decision,
     MemoryKept,
+    TorchDispatchMode,
     branches_decided,
     example_of,
     has_values,
@@ -81,6 +82,7 @@ __all__ = [
     "Place",
     "Symbolic",
     "TensorKinds",
+    "TorchDispatchMode",
     "ValueGuard",
     "ValueSize",
     "bounded_ctc_losses",

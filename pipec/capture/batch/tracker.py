@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.capture.batch.call import (
     OperatorCall,
@@ -25,7 +24,7 @@ from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, rule_of
 from pipec.capture.batch.values import Rows, Sum, Value, Whole
 from pipec.graph import Assumed
-from pipec.torch_compat import OpOverload, decompositions, pytree
+from pipec.torch_compat import OpOverload, TorchDispatchMode, decompositions, pytree
 
 _META = torch.device("meta")
 
