@@ -122,6 +122,13 @@ def test_states_of_equal_looks_are_equal() -> None:
     assert training == again
     assert hash(training) == hash(again)
     assert training.facts == again.facts
+    assert training.facts["torch"] == torch.__version__
+
+
+def test_a_precision_that_is_set_to_what_it_is_changes_nothing() -> None:
+    before = around()
+    torch.set_float32_matmul_precision("highest")
+    assert around() == before
 
 
 def test_constants_that_change_are_named() -> None:

@@ -49,9 +49,11 @@ from pipec.ir import Mode
 Patch = pytest.MonkeyPatch
 
 NUMBER, WORD, NOTHING, FLAG = 2.0, "two", None, False
-PAIR, NUMBERS, OPTIONS = (1.0, 2.0), [1.0, 2.0], {"scale": 2.0, "nested": [{"scale": 2.0}]}
+PAIR, NUMBERS = (1.0, 2.0), [1.0, 2.0]
+OPTIONS: dict[str, Any] = {"scale": 2.0, "nested": [{"scale": 2.0}]}
 NAMES, FROZEN = {"a"}, frozenset({"a"})
-TENSOR, ARRAY, SCALAR = torch.ones(4), np.ones(4, np.float32), np.float32(2.0)
+TENSOR, ARRAY = torch.ones(4), np.ones(4, np.float32)
+SCALAR: Any = np.float32(2.0)
 MATRIX = np.ones((2, 4), np.float32)
 DOUBLES, BYTES, BYTEARRAY = array.array("d", [1.0, 2.0]), b"\x01\x02", bytearray(b"\x01\x02")
 DEQUE = collections.deque([1.0, 2.0])
@@ -187,7 +189,7 @@ class Child(Thing):
 
 
 THING = Thing()
-REFERENCE = weakref.ref(THING)
+REFERENCE: Any = weakref.ref(THING)
 
 
 def scaled(x: Tensor, by: float = 2.0, *, more: float = 1.0) -> Tensor:
@@ -220,11 +222,14 @@ def numbers() -> Any:
     yield NUMBER
 
 
-CLOSED, PARTIAL, TABLE = closure(2.0), functools.partial(scaled, by=2.0), {"function": scaled}
+CLOSED: Any = closure(2.0)
+PARTIAL, TABLE = functools.partial(scaled, by=2.0), {"function": scaled}
 METHOD = THING.__call__
 
 
 class Twice(torch.autograd.Function):
+    apply: Any
+
     factor = 2.0
 
     @staticmethod
@@ -327,6 +332,11 @@ def _set(holder: Any, name: str, value: Any) -> Change:
     return lambda net, patch: patch.setattr(holder, name, value)
 
 
+def _forget(net: Any, patch: Patch) -> None:
+    patch.setitem(HERE, "NUMBER", 3.0)
+    remembered.cache_clear()
+
+
 NOTICED: dict[str, tuple[Read, Change]] = {
     # globals
     "global": (lambda net, x: x * NUMBER, to("NUMBER", 3.0)),
@@ -419,7 +429,7 @@ NOTICED: dict[str, tuple[Read, Change]] = {
     "bound method": (lambda net, x: METHOD(x), attribute("THING", "_hidden", 3.0)),
     "remembered result": (
         lambda net, x: x * remembered(),
-        lambda net, patch: (patch.setitem(HERE, "NUMBER", 3.0), remembered.cache_clear()),
+        _forget,
     ),
     "property of an object": (lambda net, x: x * THING.scale, attribute("THING", "_hidden", 3.0)),
     "descriptor": (lambda net, x: x * THING.described, attribute("THING", "_hidden", 3.0)),

@@ -10,8 +10,9 @@ from torch.utils import _device
 
 
 def _precision(backend: str, operators: str) -> Callable[[], Any]:
-    """How products of float32 are computed: torch's older settings change the same."""
-    return functools.partial(torch._C._get_fp32_precision_getter, backend, operators)
+    """How products of float32 are computed, which torch's older settings set, too; "ieee" if nobody has."""
+    ask = functools.partial(torch._C._get_fp32_precision_getter, backend, operators)
+    return lambda: "ieee" if (found := ask()) == "none" else found
 
 
 SETTINGS: Mapping[str, Callable[[], Any]] = {
