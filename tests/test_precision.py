@@ -324,7 +324,7 @@ def test_artifacts_scale_the_loss(tmp_path: Path) -> None:
 
 
 class Wide(nn.Module):
-    """Attends to one tensor, which torch does in float32 on a CPU, and multiplies matrices without autocast."""
+    """Attends to one tensor, in float32 where torch does so, and multiplies matrices without autocast."""
 
     def __init__(self, direct: bool = False) -> None:
         super().__init__()

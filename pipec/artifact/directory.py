@@ -201,11 +201,15 @@ def _check_file(directory: Path, name: str, digest: str) -> None:
     path = directory / name
     if Path(name).name != name:
         raise ArtifactError(f"{directory / SUMS} names a file outside its folder: {name!r}")
-    if not path.is_file():
+    try:
+        found = _digest(path.read_bytes())
+    except FileNotFoundError as error:
         raise ArtifactError(
             f"{path} is missing, which {SUMS} lists; the artifact is incomplete, or {SUMS} damaged"
-        )
-    if _digest(path.read_bytes()) != digest:
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        raise ArtifactError(f"{path}, which {SUMS} lists, cannot be read: {error}") from error
+    if found != digest:
         raise ArtifactError(
             f"{path} is not what was saved: its SHA-256 differs from the one in {SUMS}. Restore the file, "
             f"save the pipeline anew, or if you mean the change: `sha256sum *.* > {SUMS}` in that folder"
