@@ -30,7 +30,7 @@ def held_bytes(pipe):
     states = [t for o in optimizers for e in o.state.values() for t in e.values() if hasattr(t, "numel")]
     return {{
         "parameters": sum((flats | own).values()),
-        "gradients": bytes_of(p.grad for p in pipe.parameters() if p.grad is not None)
+        "gradients": bytes_of(p.grad for p in pipe.parameters() if p.grad is not None and p.grad.stride(-1))
         + bytes_of(s._gradient for s in shards if s._gradient is not None),
         "state": bytes_of(states),
     }}
