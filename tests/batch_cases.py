@@ -481,6 +481,19 @@ def scatter_mean(h: Tensor, groups: Tensor) -> Tensor:
     return (sums / counts[:, None])[groups]
 
 
+def summed_in_place(h: Tensor, groups: Tensor) -> Tensor:
+    sums = h.new_zeros(CLASSES, WIDTH)
+    sums.index_add_(0, groups, h)
+    return sums
+
+
+def returned_and_written(h: Tensor) -> tuple[Tensor, Tensor]:
+    total = h.sum(0)
+    twice = total * 2
+    total.add_(1)
+    return total, twice
+
+
 def packed(h: Tensor, rnn: nn.LSTM, lengths: Tensor) -> Tensor:
     rows = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
     return rnn(rows)[1][0][-1]
@@ -961,6 +974,28 @@ MIXING: dict[str, BatchCase] = {
     ),
     "the number of a row plus one": flat(lambda h: h[(torch.arange(h.shape[0]) + 1) % h.shape[0]]),
     "the number of a row, squared": flat(lambda h: h + torch.arange(h.shape[0])[:, None] ** 2 / 10),
+    "rows by half their number": flat(lambda h: h[torch.arange(h.shape[0]) // 2]),
+    "rows added at their number": flat(lambda h: h.index_add(0, torch.arange(h.shape[0]), h)),
+    "rows filled at their number": flat(lambda h: h.index_fill(0, torch.arange(h.shape[0]), 0.5) * h),
+    "half the number of rows": flat(lambda h: h * (h.new_zeros(h.shape[0] // 2) + 1).sum()),
+    "one row more": flat(lambda h: h * (h.new_zeros(h.shape[0] + 1) + 1).sum()),
+    "one row less": flat(lambda h: h * (h[1:] * 0 + 1).sum()),
+    "features renormed over the batch": flat(lambda h: h.renorm(2, 1, 1.0)),
+    "the first row of an input scaled": quick(
+        flat(
+            lambda h, x: h * written(lambda z: z[0].mul_(2))(x),
+            others=(values(WIDTH),),
+        )
+    ),
+    "the first element of an input changed": flat(
+        lambda h, x: h * written(lambda z: z.view(-1)[0].add_(1))(x), others=(values(WIDTH),)
+    ),
+    "half of an input zeroed": flat(
+        lambda h, x: h * written(lambda z: z.chunk(2)[0].zero_())(x), others=(values(WIDTH),)
+    ),
+    "all but the first of an input zeroed": flat(
+        lambda h, x: h * written(lambda z: z[1:].zero_())(x), others=(values(WIDTH),)
+    ),
     "all rows by their number": quick(flat(lambda h: h[torch.arange(h.shape[0])])),
     "an identity": quick(flat(lambda h: h + torch.eye(*h.shape, dtype=h.dtype))),
     "an identity of the batch": flat(lambda h: h + torch.eye(h.shape[0], dtype=h.dtype).sum(1, keepdim=True)),
@@ -1481,6 +1516,13 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
     "output and states of an LSTM": output(
         lambda y, a: a(y[:, None]), lambda: nn.LSTM(WIDTH, 3, batch_first=True)
     ),
+    "a sum made in place": quick(
+        output(
+            summed_in_place,
+            others=(classes,),
+        )
+    ),
+    "rows written after they are returned": output(returned_and_written),
     "a squeeze": output(lambda y: y.squeeze(), rows=(4,)),
     "a sum times the rows": output(lambda y: y.mean(0) * len(y)),
     "a sum over the root of rows": output(lambda y: y.sum(0) / len(y) ** 0.5),

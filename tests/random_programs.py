@@ -133,7 +133,7 @@ F.conv1d({v}, t[:, :, None]) | F.conv1d({v}, t[:, :5, None]) | F.conv1d({v}, t[:
 F.avg_pool1d({v}, 2) | F.max_pool1d({v}, 2, 1) | F.conv1d({v}.mT, t[:, :, None])
 F.conv1d({v}[None], t[:, :, None])[0] | F.interpolate({v}, scale_factor=2) | F.adaptive_avg_pool1d({v}, 2)
 F.instance_norm({v}) | F.group_norm({v}, 1) | F.batch_norm({v}, c, c.abs())
-F.batch_norm({v}, c[:5], c[:5].abs()) | F.batch_norm({v}, None, None, training=True)
+F.batch_norm({v}, c[:5], c[:5].abs())
 F.scaled_dot_product_attention({v}, {u}, {u})
 F.scaled_dot_product_attention({v}.transpose(0, 1), {u}.transpose(0, 1), {u}.transpose(0, 1))
 F.mse_loss({v}, {u}, reduction="none") | F.mse_loss({v}, {u}) | F.cross_entropy({v}, k, reduction="none")
