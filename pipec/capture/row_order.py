@@ -18,18 +18,23 @@ import torch
 from torch import fx
 
 from pipec.capture.markers import RESULT
-from pipec.capture.rewriting import KEPT, put, value_of
+from pipec.capture.rewriting import KEPT, value_of
 from pipec.ir.axis import BatchAxis
 
 _aten = torch.ops.aten
 
 
-def mark_rows(result: fx.Node, axis: BatchAxis) -> fx.Node:
-    """Say of a result of a captured graph where it has the rows of the batch.
+def mark_result(result: fx.Node, unclear: str = "", axis: BatchAxis | None = None) -> fx.Node:
+    """Say of a result of a captured graph that it adds up, or where it has the rows of the batch.
 
-    The graph is to return what this returns. The output of the batch then has its rows in their order.
+    The graph is to return what this returns. With an ``axis``, the output of the batch has its rows in their
+    order. ``unclear`` names the call after which it is not known how results of microbatches make the batch's.
     """
-    return put(result, "result", RESULT, result, "", [axis.dim, axis.outer, axis.inner])
+    along = [] if axis is None else [axis.dim, axis.outer, axis.inner]
+    with result.graph.inserting_before(result.graph.output_node()):  # behind all that writes into the result
+        marked = result.graph.call_function(RESULT, (result, unclear, along))
+    marked.meta = {key: result.meta[key] for key in KEPT if key in result.meta}
+    return marked
 
 
 def rows_in_front(marked: fx.Node, axis: BatchAxis, rows: Any) -> fx.Node:

@@ -82,6 +82,11 @@ def warnings_of(findings: Findings) -> list[str]:
         "runs, with a row replaced"
         for place, op in dict.fromkeys((each.place, each.op) for each in findings.assumed)
     ]
+    found += [
+        f"{place}: each microbatch draws numbers of its own there, where the unsplit model draws them once "
+        "for all rows; draw them outside, and pass them as an argument, to have the same for all"
+        for place in findings.drawn
+    ]
     if findings.norms:
         found.append(
             f"{findings.norms} batch norms take their statistics of each microbatch, not of the whole batch, "

@@ -25,7 +25,7 @@ class Findings:
     ``unproven``: it is not known whether it does. ``assumed``: calls that are checked when the first
     step runs. ``output`` is where an output, other than
     the loss, is neither row by row nor a sum or mean. ``norms`` is how many batch norms take the statistics
-    of a microbatch.
+    of a microbatch. ``drawn``: random numbers that belong to no row, dropout apart.
     """
 
     mixed: str = ""
@@ -33,6 +33,7 @@ class Findings:
     assumed: tuple[Assumed, ...] = ()
     output: str = ""
     norms: int = 0
+    drawn: tuple[str, ...] = ()
 
 
 PROVED = Findings()

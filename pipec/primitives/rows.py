@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipec.errors import MixedRowsError
+
 _checked: set[tuple[object, ...]] = set()
 
 
@@ -42,7 +44,7 @@ def check_rows(
             kept = [each for each in range(rows) if each != row]
             index = torch.tensor(kept, device=result.device)
             if not _same(result.index_select(dim, index), again.index_select(dim, index)):
-                raise ValueError(
+                raise MixedRowsError(
                     f"{place}: another row of the batch changes what {op} computes of a row, so that "
                     "microbatches do not make what the whole batch would. Compile with microbatches=1"
                 )

@@ -14,7 +14,7 @@ is, and the analysis goes on with what was put in::
 """
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,14 +25,14 @@ from torch import Tensor, fx, nn
 from pipec.capture.batch.call import ROWS, NeedsMeanError, NeedsNumbersError, tensors_in
 from pipec.capture.batch.conditions import refuse_unless_of_batch
 from pipec.capture.batch.tracker import Known, Tracker, following
-from pipec.capture.batch.values import MEAN, Mixed, Picked, Rows, Sum, Unproven, Value, Whole
+from pipec.capture.batch.values import MEAN, Mixed, Picked, Rows, Sum, Unproven, Value, Whole, is_whole
 from pipec.capture.call import plain_name
 from pipec.capture.calls import changes_argument, named_arguments, operator_name, place_of, reduction_of
 from pipec.capture.checks import leading_to_checks
 from pipec.capture.joins import BROADCASTS, GATHERS, JOINS, REDUCES, batch_norm_of_round
-from pipec.capture.markers import OF_BATCH, RESULT, ROW_NUMBERS, SHARE
-from pipec.capture.rewriting import Chain, put, value_of
-from pipec.capture.row_order import mark_rows
+from pipec.capture.markers import OF_BATCH, ROW_NUMBERS, SHARE
+from pipec.capture.rewriting import KEPT, Chain, put, value_of
+from pipec.capture.row_order import mark_result
 from pipec.graph import Findings, is_assumption
 from pipec.ir.axis import BatchAxis
 from pipec.torch_compat import HigherOrderOperator, pytree, value_symbols
@@ -76,8 +76,6 @@ class _Walk:
     _odd: set[fx.Node] = field(default_factory=set)
     """Numbers that come from the number of rows, or from values, and are no power of the former."""
     _causes: dict[int, fx.Node] = field(default_factory=dict)
-    _means: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    _numbers: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         split = [node for node in self._arguments() if plain_name(str(node.target)) in self.batched]
@@ -223,6 +221,9 @@ class _Walk:
             result = self._stand_in(node, Unproven("could not be made right"))
         self.values[node] = result
         self._note(node, result)
+        if self.tracker.drawn and self._symbol is not None and "dropout" not in operator_name(node):
+            self._drawn.append(node)
+        self.tracker.drawn = False
         self._take_of_batch(node, result)
 
     def _is_of_values(self, source: fx.Node) -> bool:
@@ -238,9 +239,13 @@ class _Walk:
             return self._higher_order(node, args)
         if operator_name(node) in _HOLDING_NUMBERS:
             return self._constant(node, args, kwargs)
-        if operator_name(node) == "embedding_bag" and args[0].ndim == 2:
+        if operator_name(node) == "embedding_bag":
             return self._bags(node, args)
         odd = [source for source in node.all_input_nodes if source in self._odd]
+        if any(self._grows(source) for source in odd):
+            return self._stand_in(
+                node, Mixed("computes with the number of rows, which is another one in a microbatch")
+            )
         if odd and operator_name(node) not in _SHAPING:
             return self._stand_in(
                 node, Unproven("computes with a number that depends on the rows of the microbatch")
@@ -251,6 +256,11 @@ class _Walk:
             raise TypeError("a call of a module")
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    def _grows(self, number: fx.Node) -> bool:
+        """Whether a number comes from the number of rows, and not from values alone."""
+        value = value_of(number)
+        return hasattr(value, "node") and self._symbol in sympy.sympify(value.node.expr).free_symbols
+
     def normalized(self, x: Tensor) -> Tensor:
         """A batch norm over the rows of all replicas: a declared exception."""
         return self.tracker.tell(torch.empty_like(x), self.tracker.known(x))
@@ -260,7 +270,7 @@ class _Walk:
         read = [source for source in node.all_input_nodes if not isinstance(self.values[source], Tensor)]
         values = {self.value_of(source) for source in read}
         data = next(iter([*args[-1:], *kwargs.values()]), None)
-        if not read or values == {Whole()}:
+        if not read or all(map(is_whole, values)):
             return (
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 if node.op == "call_method"
@@ -275,7 +285,9 @@ class _Walk:
     def _bags(self, node: fx.Node, args: Sequence[Any]) -> Any:
         """``embedding_bag`` of rows of numbers, which torch calls with the places where rows begin."""
         values = {self.tracker.value_of(x) for x in tensors_in((args, dict(node.kwargs))) if x is not args[1]}
-        rows = values == {Rows(0)} and self.tracker.value_of(args[1]) == Whole()
+        if args[0].ndim != 2 and not all(map(is_whole, values)):
+            return self._stand_in(node, Mixed("looks up bags by the places where they begin"))
+        rows = values == {Rows(0)} and is_whole(self.tracker.value_of(args[1]))
         if not rows and values | {self.tracker.value_of(args[1])} != {Whole()}:
             return self._stand_in(node, Unproven("looks up in a table, and adds up"))
         return self._stand_in(node, Rows(0) if rows else Whole())
@@ -301,7 +313,7 @@ class _Walk:
             return output
         rows = all(isinstance(value, Rows) and not value.degree for value in values)
         sums = len(values) == 1 and isinstance(next(iter(values)), Sum)
-        if not (rows or sums or values == {Whole()}):
+        if not (rows or sums or all(map(is_whole, values))):
             return self._told(output, Unproven("has a backward of its own, and returns sums and rows"))
         degree = next(iter(values)).degree if sums else 0  # type: ignore[union-attr]
         gradients = [
@@ -313,9 +325,9 @@ class _Walk:
             expected, value = self.tracker.value_of(tensor), self.tracker.value_of(gradient)
             zero = isinstance(value, Whole) and value.fill == 0
             right: Value = replace(expected, degree=degree) if isinstance(expected, Rows) else Sum(degree)
-            if values != {Whole()} and value != right and not zero:
+            if not all(map(is_whole, values)) and value != right and not zero:
                 why = value.why if isinstance(value, Mixed | Unproven) else "mixes rows"
-                kind = Mixed if isinstance(value, Mixed) else Unproven
+                kind = Unproven if isinstance(value, Unproven) else Mixed
                 return self._told(output, kind(f"has a backward of its own, which {why}"))
         return output
 
@@ -383,6 +395,7 @@ class _Walk:
         return [self.values.get(source) for source in node.all_input_nodes]
 
     _kept_causes: list[Value] = field(default_factory=list)
+    _drawn: list[fx.Node] = field(default_factory=list)
 
     def _replace(self, node: fx.Node, tensors: Sequence[Tensor], made: Any) -> bool:
         """Let a node read something else in place of these tensors. Returns whether that can be done."""
@@ -398,26 +411,35 @@ class _Walk:
         shared = changes_argument(reader) and reader.args[0] is total and len(total.users) > 1
         if shared or not value_of(total).is_floating_point():
             return False
-        if total not in self._means:
-            share = put(total, "share", SHARE, value_of(total).device)
-            cast = put(share, "share", torch.ops.aten._to_copy.default, share, dtype=value_of(total).dtype)
-            mean = put(cast, total.name, operator.truediv, total, cast)
-            mean.meta["example_value"] = value_of(total)
-            share.meta["example_value"] = cast.meta["example_value"] = torch.empty((), device="meta")
-            self._means[total] = mean
-            for each in (share, cast, mean):
-                self.visit(each)
-        reader.replace_input_with(total, self._means[total])
+        share = self._before(reader, total, SHARE, value_of(total).device)
+        cast = self._before(
+            reader, total, torch.ops.aten._to_copy.default, share, dtype=value_of(total).dtype
+        )
+        mean = self._before(reader, total, operator.truediv, total, cast)
+        mean.meta["example_value"] = value_of(total)
+        share.meta["example_value"] = cast.meta["example_value"] = torch.empty((), device="meta")
+        for each in (share, cast, mean):
+            self.visit(each)
+        reader.replace_input_with(total, mean)
+        mean.args = (total, cast)
         return True
+
+    def _before(
+        self, reader: fx.Node, source: fx.Node, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """A call right before ``reader``, behind all that writes into ``source``, whose operator it is of."""
+        with reader.graph.inserting_before(reader):
+            node = reader.graph.create_node("call_function", function, args, kwargs)
+        node.meta = {key: source.meta[key] for key in KEPT if key in source.meta}
+        return node
 
     def _numbers_of(self, numbers: fx.Node, reader: fx.Node) -> bool:
         """Let ``reader`` read the numbers of rows as they are in the batch."""
-        if numbers not in self._numbers:
-            made = put(numbers, "row_numbers", ROW_NUMBERS, numbers)
-            made.meta["example_value"] = value_of(numbers)
-            self._numbers[numbers] = made
-            self.visit(made)
-        reader.replace_input_with(numbers, self._numbers[numbers])
+        made = self._before(reader, numbers, ROW_NUMBERS, numbers)
+        made.meta["example_value"] = value_of(numbers)
+        self.visit(made)
+        reader.replace_input_with(numbers, made)
+        made.args = (numbers,)
         return True
 
     def _take_of_batch(self, node: fx.Node, result: Any) -> None:
@@ -477,11 +499,11 @@ class _Walk:
         problem: Value | None = None
         with following(self.tracker):
             if loss is not None and self.value_of(loss) == Sum() and self._mean_of(loss, output):
-                loss = self._means[loss]
+                loss = next(x for x in pytree.tree_leaves(output.args) if isinstance(x, fx.Node))
         if loss is not None and self.tracker.ambiguous and self.value_of(loss) == MEAN:
             number, rows = self.tracker.ambiguous[0], self.size
             problem = Unproven(f"computes with {number}, which may come from the {rows} rows of a microbatch")
-        if loss is not None and self.value_of(loss) not in (MEAN, Whole()):
+        if loss is not None and self.value_of(loss) != MEAN and not is_whole(self.value_of(loss)):
             problem = self.value_of(loss)
             if not isinstance(problem, Mixed | Unproven):
                 problem = Mixed("is no sum or mean over the rows of the batch")
@@ -491,6 +513,7 @@ class _Walk:
             self._placed(problem, loss) if isinstance(problem, Unproven) else "",
             tuple(self.tracker.assumed),
             norms=self.tracker.trained_norms,
+            drawn=tuple(dict.fromkeys(place_of(x) for x in self._drawn if x in _leading_to(output))),
         )
 
     def _placed(self, value: Value, node: fx.Node | None = None) -> str:
@@ -502,11 +525,11 @@ class _Walk:
     def _marked(self, node: fx.Node) -> fx.Node:
         """What to return instead of a result besides the loss: one that says how it adds up."""
         value = self.value_of(node)
-        if not isinstance(value_of(node), Tensor) or value in (MEAN, Whole()):
+        if not isinstance(value_of(node), Tensor) or value == MEAN or is_whole(value):
             return node
         if isinstance(value, Rows) and not value.degree and not value.numbers:
             axis = BatchAxis(value.dim, value.outer, value.inner)
-            return node if axis.is_front else mark_rows(node, axis)
+            return node if axis.is_front else mark_result(node, axis=axis)
         unclear = (
             ""
             if value == Sum()
@@ -514,7 +537,7 @@ class _Walk:
             if isinstance(value, Mixed | Unproven)
             else (f"{place_of(node)} is no sum or mean over the rows of the batch")
         )
-        return put(node, node.name, RESULT, node, unclear, [])
+        return mark_result(node, unclear)
 
 
 class _Inner(fx.Interpreter):
@@ -547,6 +570,15 @@ def _as_many(module: fx.GraphModule, args: Sequence[Any]) -> Sequence[Any]:
 def _free(expression: Any) -> set[Any]:
     found: set[Any] = sympy.cancel(expression).free_symbols
     return found
+
+
+def _leading_to(output: fx.Node) -> set[fx.Node]:
+    """The nodes that a result depends on."""
+    needed = {output}
+    for node in reversed(output.graph.nodes):
+        if node in needed or (changes_argument(node) and node.args[0] in needed):
+            needed.update([node, *node.all_input_nodes])
+    return needed
 
 
 def _leading_to_joins(graph: fx.Graph) -> set[fx.Node]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipec.capture.batch.values import MEAN, Rows, Value, Whole
+from pipec.capture.batch.values import MEAN, Rows, Value, is_whole
 from pipec.capture.calls import operator_name, where
 from pipec.capture.markers import OF_BATCH
 from pipec.errors import CaptureError
@@ -103,7 +103,7 @@ def is_of_batch(condition: fx.Node, value_of: ValueOf) -> bool:
 
 def _truth(node: fx.Node, value_of: ValueOf) -> Truth | None:
     """How a value of one element adds up; None if that is not known."""
-    if value_of(node) == Whole():
+    if is_whole(value_of(node)):
         return Truth.SAME
     value = value_of(node)
     if value == MEAN or isinstance(value, Rows):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pipec.capture.batch.call import NeedsNumbersError, OperatorCall, rows_among, unknown_among
-from pipec.capture.batch.pointwise import pointwise
 from pipec.capture.batch.values import Picked, Rows, Sum, Value, Whole
 
 
@@ -168,6 +167,8 @@ def scattered(call: OperatorCall) -> Value:
         return unknown
     call.require_no_numbers()
     rows = rows_among([target, *others])
+    if isinstance(target, Rows) and target.dim == dim == 0 and _puts_back(others):
+        return target
     if any(isinstance(v, Sum | Picked) for v in (target, *others)) or any(v.degree for v in rows):
         return call.unproven()
     adds = call.name in ("scatter_add", "index_add") or (
@@ -188,6 +189,12 @@ def scattered(call: OperatorCall) -> Value:
         fits = all(t.ndim == 0 or t.shape[target.dim] in (1, x.shape[target.dim]) for t in whole)
         return target if (fits and len(plain) < len(others)) or not plain else call.unproven()
     return call.mixed("writes rows to places that are another row's")
+
+
+def _puts_back(others: list[Value]) -> bool:
+    """Whether rows that values choose are written to where they come from."""
+    places = Picked(places=True)
+    return places in others and all(v in (places, Picked()) for v in others)
 
 
 def _is_beside(call: OperatorCall, value: Rows, target: Rows) -> bool:
@@ -221,6 +228,8 @@ def index_put(call: OperatorCall) -> Value:
         return Whole()
     if not isinstance(target, Rows) or target.degree or isinstance(value, Sum):
         return call.unproven()
+    if target.dim == 0 and given[0] is not None and _puts_back([*values, value]) and len(used) == 1:
+        return target
     masks = [i for i in used if i.dtype is torch.bool]
     if masks:
         mask = values[0]
@@ -295,6 +304,3 @@ def masked_scatter(call: OperatorCall) -> Value:
     fits = isinstance(target, Rows) and target.dim == 0 and isinstance(mask, Rows)
     from_rows = isinstance(source, Picked) or (isinstance(source, Rows) and source.dim == 0)
     return target if fits and from_rows else call.unproven()
-
-
-__all__ = ["pointwise"]

@@ -14,11 +14,20 @@ from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
 def moved(call: OperatorCall) -> Value:
     """Sums and what is whole stay that wherever their elements go; rows ask ``_PLACES``."""
     value = call.value_of(call.first)
+    if isinstance(value, Whole) and call.name in _CUTTING and any(map(call.is_tagged, _integers(call))):
+        return call.mixed("takes as many elements as the microbatch has rows")
     if not isinstance(value, Rows | Picked) or (isinstance(value, Picked) and _keeps_first(call)):
         return value
     if isinstance(value, Picked):
         return call.unproven("moves rows that values choose")
     return _PLACES[call.name](call, value)
+
+
+_CUTTING = {"select", "slice", "split", "split_with_sizes", "unfold"}
+
+
+def _integers(call: OperatorCall) -> list[int]:
+    return [number for number in call.numbers if isinstance(number, int) and number < sys.maxsize]
 
 
 def reshaped(shape: Sequence[int], rows: Rows, to: Sequence[int], batch: int) -> Rows | None:
@@ -288,7 +297,7 @@ def created(call: OperatorCall) -> Value:
     if call.symbolic and len(tagged) == 1:
         return Rows(tagged[0], call.shape[tagged[0]] // call.rows, degree=degree)
     if call.symbolic and tagged:
-        return call.unproven("makes a tensor with several dimensions as long as the batch")
+        return call.mixed("makes something for every pair of rows")
     return Whole(degree, None if degree or call.name in _DRAWN else _fill(call))
 
 
@@ -313,7 +322,7 @@ def numbered(call: OperatorCall) -> Value:
     given = (call.arguments.get("start") or 0, call["end"], call.arguments.get("step") or 1)
     if given == (0, call.rows, 1):
         return Rows(0, numbers=True)
-    return call.unproven("numbers what grows with the number of rows")
+    return call.mixed("numbers the rows of a microbatch, from another one on than the first")
 
 
 def as_view_of(base: Tensor, view: Tensor, rows: Rows, batch: int) -> int | None:

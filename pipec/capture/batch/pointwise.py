@@ -115,6 +115,8 @@ def _of_sums(call: OperatorCall) -> Value:
 
 
 def _of_picked(call: OperatorCall) -> Value:
+    if Picked(places=True) in call.values and call.name not in KEEPING:
+        return call.mixed("computes with the numbers of rows, counted from the first one of the microbatch")
     if all(value == Picked() or isinstance(value, Whole) for value in call.values):
         return Picked() if _degree_is_zero(call) else call.unproven()
     if len(call.values) == 1 and call.name in KEEPING:

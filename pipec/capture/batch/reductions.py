@@ -131,6 +131,18 @@ def by_reduction(call: OperatorCall) -> Value:
     return {0: one.at(one.dim + ndim), 1: MEAN, 2: Sum()}[call["reduction"]]
 
 
+def margin_loss(call: OperatorCall) -> Value:
+    """Losses of scores (rows, classes) and targets with a row for each."""
+    scores, targets = (call.value_of(call[name]) for name in ("self", "target"))
+    others = [value for value in call.values if not isinstance(value, Rows)]
+    if unknown := unknown_among(call.values):
+        return unknown
+    call.require_no_numbers()
+    if scores != targets or scores != Rows(0) or any(value != Whole() for value in others):
+        return call.mixed("combines each row with other rows")
+    return {0: scores, 1: MEAN, 2: Sum()}[call["reduction"]]
+
+
 def nll_loss(call: OperatorCall) -> Value:
     """Cross entropy behind its softmax: classes are along dimension 1, or 0 of a single row."""
     if unknown := unknown_among(call.values):

@@ -4,14 +4,14 @@ Elementwise operators are told by torch's own tag. An operator that is not here 
 torch's decompositions; one that has none is unproven.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from pipec.capture.batch import indexing as i
 from pipec.capture.batch import movement as m
 from pipec.capture.batch import reductions as r
 from pipec.capture.batch.call import OperatorCall, unknown_among
 from pipec.capture.batch.pointwise import KEEPING, pointwise
-from pipec.capture.batch.values import MEAN, Rows, Value, Whole
+from pipec.capture.batch.values import Rows, Value, Whole
 
 Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
 
@@ -94,7 +94,7 @@ _ALONG = (
 
 _BY_REDUCTION = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"),
-    *("multilabel_margin_loss", "multi_margin_loss"),
+    *("binary_cross_entropy_with_logits"),
 )
 
 _MATRICES = (
@@ -121,7 +121,16 @@ _MATRICES = (
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(KEEPING, pointwise),
     **dict.fromkeys(
-        ("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise"), pointwise
+        (
+            "masked_fill",
+            "where",
+            "native_dropout",
+            "_fused_dropout",
+            "rrelu_with_noise",
+            "log_sigmoid",
+            "log_sigmoid_forward",
+        ),
+        pointwise,
     ),
     **dict.fromkeys(_MOVES, m.moved),
     **dict.fromkeys(("cat", "stack"), m.joined),
@@ -131,6 +140,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_REDUCES, r.reduced),
     **dict.fromkeys(_ALONG, r.along),
     **dict.fromkeys(_BY_REDUCTION, r.by_reduction),
+    **dict.fromkeys(("multi_margin_loss", "multilabel_margin_loss_forward"), r.margin_loss),
     **dict.fromkeys(_MATRICES, r.on_last(2)),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm"), r.product),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), r.nll_loss),
@@ -230,6 +240,3 @@ READ_NO_VALUES |= {"fill", "zero", "pipec::of_batch"}
 def rule_of(name: str, is_elementwise: bool) -> Rule | None:
     """The rule of an operator, by its name and by torch's tag."""
     return RULES.get(name) or (pointwise if is_elementwise else None)
-
-
-__all__ = ["MEAN", "READ_NO_VALUES", "READ_SIZES", "RULES", "Rule", "Sequence", "rule_of"]

@@ -58,6 +58,8 @@ class Tracker(TorchDispatchMode):
     ambiguous: list[int | float] = field(default_factory=list)
     """Numbers that rows are scaled by, and that may be the number of rows, if that is no symbol."""
     trained_norms: int = 0
+    drawn: bool = False
+    """Random numbers were drawn that belong to no row. Whoever reads it sets it back."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -102,7 +104,8 @@ class Tracker(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return result
         call = OperatorCall(func, args, kwargs, result, self.value_of, self.rows, self.symbolic, self.degrees)
-        given = all(self.known(tensor).given for tensor in call.tensors) and _RANDOM not in func.tags
+        is_drawn = _RANDOM in func.tags
+        given = all(self.known(tensor).given for tensor in call.tensors) and not is_drawn
         if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
             self._write(call, given)
             return result
@@ -113,7 +116,9 @@ class Tracker(TorchDispatchMode):
         each = values if isinstance(values, tuple) else (values,) * len(results)
         for tensor, value in zip(results, each, strict=False):
             if not any(tensor is argument for argument in call.tensors):
-                self.tell(tensor, Known(self._checked(call, tensor, value), given))
+                known = Known(self._checked(call, tensor, value), given)
+                self.drawn |= is_drawn and isinstance(known.value, Whole)
+                self.tell(tensor, known)
         return result
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -140,7 +145,7 @@ class Tracker(TorchDispatchMode):
         if rule is not None:
             return rule(call)
         if not call.values:
-            return call.unproven() if grows else Whole()
+            return Whole()
         if (made := self._decomposed(call)) is not None:
             return made
         return self._assume(call)
@@ -236,6 +241,7 @@ class Tracker(TorchDispatchMode):
                     found = self._beside(call, other, tensor, before, value)
                     self.tell(other, Known(found, given_here and self.known(other).given))
             self.tell(tensor, Known(value, given_here))
+            self.drawn |= _RANDOM in call.op.tags and isinstance(value, Whole)
 
     def _overwritten(self, call: OperatorCall) -> Value:
         """``copy_`` and ``fill_``: what was there is gone."""
@@ -346,7 +352,7 @@ def _ctc(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 
 def _bincount(args: Sequence[Any]) -> Tensor:
-    return torch.empty(CHOSEN, dtype=torch.int64, device=_META)
+    return torch.empty((args[2] if len(args) > 2 else 0) or CHOSEN, dtype=torch.int64, device=_META)
 
 
 def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], unroll_dim: int = 1) -> Tensor:

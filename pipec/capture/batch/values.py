@@ -81,5 +81,9 @@ class Unproven:
 
 Value: TypeAlias = Whole | Rows | Sum | Picked | Mixed | Unproven
 
-WHOLE = Whole()
 MEAN = Sum(-1)
+
+
+def is_whole(value: Value) -> bool:
+    """Whether a value is the same for every microbatch, whatever their number of rows."""
+    return isinstance(value, Whole) and not value.degree
