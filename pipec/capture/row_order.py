@@ -28,7 +28,7 @@ def mark_result(result: fx.Node, unclear: str = "", axis: BatchAxis | None = Non
     """Say of a result of a captured graph that it adds up, or where it has the rows of the batch.
 
     The graph is to return what this returns. With an ``axis``, the output of the batch has its rows in their
-    order. ``unclear`` names the call after which it is not known how results of microbatches make the batch's.
+    order. ``unclear`` names the call after which it is not known how microbatches make the result.
     """
     along = [] if axis is None else [axis.dim, axis.outer, axis.inner]
     with result.graph.inserting_before(result.graph.output_node()):  # behind all that writes into the result

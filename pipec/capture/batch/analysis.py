@@ -368,6 +368,10 @@ class _Walk:
         unknown = [k.value for k in known if isinstance(k.value, Mixed)] or [value]
         given = all(k.given for k in known)
 
+        written = self.values.get(node.args[0]) if changes_argument(node) else None  # type: ignore[arg-type]
+        for tensor in tensors_in(written):
+            self.tracker.overwrite(tensor, unknown[0])
+
         def made(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf

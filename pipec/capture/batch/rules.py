@@ -118,6 +118,12 @@ _MATRICES = (
     *("linalg_pinv", "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "lu_unpack", "linalg_lu_solve"),
 )
 
+_ELEMENTWISE = (
+    *("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise", "log_sigmoid"),
+    *("log_sigmoid_forward", "to"),
+)
+"""Elementwise operators that torch does not tag so."""
+
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(KEEPING, pointwise),
     **dict.fromkeys(

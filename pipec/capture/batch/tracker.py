@@ -84,6 +84,11 @@ class Tracker(TorchDispatchMode):
         self._known[id(tensor)] = known
         return tensor
 
+    def overwrite(self, tensor: Tensor, value: Value) -> None:
+        """Note that a call has written to a tensor, and so to all that shares its memory."""
+        for other in self._sharing.get(_memory(tensor), []):
+            self.tell(other, Known(value))
+
     def twin(self, tensor: Tensor) -> Tensor:
         """A tensor without memory in place of one that has some."""
         if tensor.device == _META:
