@@ -17,7 +17,7 @@ from unsplit import relative_error
 import pipec
 from pipec.artifact.check import check_artifact
 from pipec.capture import tracer
-from pipec.errors import CaptureError, InputError, VerifyError
+from pipec.errors import InputError, MixedRowsError, VerifyError
 from pipec.graph import TrainingGraph
 
 CLASSES, IGNORED, ROWS = 5, 3, 8
@@ -114,22 +114,6 @@ def test_code_for_one_size_adds_up_counts_of_microbatches(name: str) -> None:
     check(LOSSES[name], 4, dynamic=False)
 
 
-def test_code_for_one_size_says_where_it_cannot_tell_which_dimension_has_the_rows(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Two stacked tensors, and microbatches of two rows."""
-    x, y = batch()
-    pipe = pipec.compile(
-        model(),
-        devices=2,
-        loss_fn=lambda x, y: torch.stack([x, x * x]).sum((0, 2)).mean(),
-        microbatches=len(x) // 2,
-        dynamic=False,
-    )
-    pipe.prepare(x, target=y)
-    assert "that need not be the loss of the batch" in caplog.text
-
-
 def test_what_is_counted_of_the_batch_can_be_read() -> None:
     pipe = check(LOSSES["ignored"], 2)
     source = pipe.source(1)
@@ -159,7 +143,7 @@ def test_a_count_over_microbatches_that_are_compiled_apart_is_refused() -> None:
         pipe.step(x, target=y)
 
 
-UNCLEAR: dict[str, Loss] = {
+MIXING: dict[str, Loss] = {
     "sqrt": lambda x, y: x.square().mean().sqrt(),
     "matmul": lambda x, y: F.cross_entropy(x @ x.t(), torch.arange(len(x))),
     "cross_entropy": lambda x, y: F.cross_entropy(x, x.detach().argmax(1)),
@@ -168,21 +152,17 @@ UNCLEAR: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("call", UNCLEAR)
-def test_where_it_is_not_clear_how_a_loss_adds_up_the_line_is_named_once(
+@pytest.mark.parametrize("call", MIXING)
+def test_a_loss_that_mixes_rows_is_refused_by_its_line_and_the_remedies_help(
     call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (x, y), loss_fn = batch(), UNCLEAR[call]
-    pipe = pipec.compile(model(), devices=2, loss_fn=loss_fn, microbatches=2)
-    for _ in range(2):
-        pipe.step(x, target=y)
-        pipe.eval_step(x, target=y)
-    [message] = caplog.messages
-    assert f"see {call} at test_batch_loss.py:" in message
-    assert "microbatch_weight=" in message
+    (x, y), loss_fn = batch(), MIXING[call]
+    with pytest.raises(MixedRowsError, match=f"{call} at test_batch_loss.py:") as refused:
+        pipec.compile(model(), devices=2, loss_fn=loss_fn, microbatches=2).step(x, target=y)
+    assert "microbatch_weight=" in str(refused.value)
     for options in ({"microbatches": 1}, {"microbatches": 2, "microbatch_weight": "rows"}):
         pipec.compile(model(), devices=2, loss_fn=loss_fn, **options).step(x, target=y)  # type: ignore[arg-type]
-    assert len(caplog.messages) == 1
+    assert not caplog.messages
 
 
 def test_a_count_that_is_drawn_at_random_is_refused() -> None:
@@ -191,7 +171,7 @@ def test_a_count_that_is_drawn_at_random_is_refused() -> None:
         return x.square().sum() / drawn.sum()
 
     x, y = batch()
-    with pytest.raises(CaptureError, match="value of the whole mini-batch that is drawn at random"):
+    with pytest.raises(MixedRowsError, match=r"truediv at test_batch_loss\.py"):
         pipec.compile(model(), devices=2, loss_fn=loss_fn, microbatches=2).step(x, target=y)
 
 

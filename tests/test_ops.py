@@ -22,7 +22,7 @@ from pipec.artifact.check import check_artifact
 from pipec.artifact.directory import read
 from pipec.artifact.plan_rules import check_plan
 from pipec.capture import tracer
-from pipec.errors import ArtifactError, CaptureError, InputError, VerifyError
+from pipec.errors import ArtifactError, CaptureError, InputError, MixedRowsError, VerifyError
 from pipec.ir import Op, Value
 
 ROWS, IGNORED = 16, 2
@@ -93,8 +93,14 @@ def through_first(x: Tensor, y: Tensor) -> Tensor:
     return (x * ops.broadcast(torch.ones(3, dtype=x.dtype))).square().mean() + F.cross_entropy(x, y)
 
 
+def numbered(x: Tensor, y: Tensor) -> Tensor:
+    """A row's own number is the one that it has in the batch."""
+    return F.cross_entropy(x @ ops.all_gather(x).T, torch.arange(len(x)))
+
+
 LOSSES: dict[str, Loss] = {
-    loss.__name__: loss for loss in (contrastive, supervised, two_views, masked, standardised, through_first)
+    loss.__name__: loss
+    for loss in (contrastive, supervised, two_views, masked, standardised, through_first, numbered)
 }
 
 
@@ -283,10 +289,6 @@ def test_more_rounds_than_one_are_told_once(caplog: pytest.LogCaptureFixture) ->
     assert "all_gather at test_ops.py" in said[0]
 
 
-def numbered(x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(x @ ops.all_gather(x).T, torch.arange(len(x)))
-
-
 def diagonal(x: Tensor, y: Tensor) -> Tensor:
     return (x @ ops.all_gather(x).T).diagonal().mean()
 
@@ -317,17 +319,12 @@ def of_truth(x: Tensor, y: Tensor) -> Tensor:
     return x.mean() * ops.all_reduce(y == 1).sum()
 
 
-OWN_ROWS = "depends on where a replica's own rows are among those of all replicas"
-
 REFUSED: dict[str, tuple[Loss, dict[str, Any], type[Exception], str]] = {
-    "numbered": (numbered, {}, InputError, f"cross_entropy at test_ops.py.* {OWN_ROWS}"),
-    "numbered, one size": (numbered, {"dynamic": False}, InputError, OWN_ROWS),
-    "numbered, weighted": (numbered, {"microbatch_weight": "rows"}, InputError, OWN_ROWS),
-    "diagonal": (diagonal, {}, InputError, f"diagonal at test_ops.py.* {OWN_ROWS}"),
-    "sliced": (sliced, {}, InputError, OWN_ROWS),
-    "in turns": (in_turns, {}, InputError, f"chunk at test_ops.py.* {OWN_ROWS}"),
-    "found": (found_among_own, {}, InputError, f"getitem at test_ops.py.* {OWN_ROWS}"),
-    "gathered numbers": (gathered_numbers, {}, InputError, f"all_gather at test_ops.py.* {OWN_ROWS}"),
+    "diagonal": (diagonal, {}, MixedRowsError, "diagonal at test_ops.py"),
+    "sliced": (sliced, {}, MixedRowsError, "getitem at test_ops.py"),
+    "in turns": (in_turns, {}, MixedRowsError, "chunk at test_ops.py"),
+    "found": (found_among_own, {}, MixedRowsError, "getitem at test_ops.py"),
+    "gathered numbers": (gathered_numbers, {}, MixedRowsError, "all_gather at test_ops.py"),
     "replayed": (replayed, {}, CaptureError, "call it outside of torch.utils.checkpoint"),
     "truth": (of_truth, {}, pipec.PipecError, "all_reduce adds numbers"),
     "unequal": (contrastive, {"replicas": (2, 1), "devices": 3}, InputError, "the same number, known"),
@@ -362,7 +359,7 @@ def test_a_profile_knows_of_one_replica_alone() -> None:
 
 def test_gathered_rows_are_no_result_of_the_batch() -> None:
     (x, _), both = batch(), nn.Sequential(linear(), Gathered())
-    with pytest.raises(InputError, match=r"a value of all rows together.* see all_gather"):
+    with pytest.raises(InputError, match=r"a value of all rows together[\s\S]* all_gather"):
         pipec.compile(both, devices=2, stages=1)(x)
 
 
@@ -371,13 +368,12 @@ class Gathered(nn.Module):
         return ops.all_gather(x)
 
 
-def test_what_joins_without_a_rule_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_joined_and_is_no_sum_is_refused() -> None:
     """The sum of means is no mean."""
     x, y = batch()
     pipe = pipec.compile(model(), devices=2, stages=1, loss_fn=lambda x, y: ops.all_reduce(x.mean()))
-    with caplog.at_level(logging.WARNING, "pipec"):
+    with pytest.raises(MixedRowsError, match="all_reduce at test_ops.py"):
         pipe.prepare(x, target=y)
-    assert any("need not be the loss of the batch: see all_reduce at" in text for text in caplog.messages)
 
 
 @pytest.fixture(scope="module")

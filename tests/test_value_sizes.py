@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workers import run_ranks
 
 import pipec
-from pipec.errors import CaptureError, ExecutionError, PlanError
+from pipec.errors import CaptureError, ExecutionError, MixedRowsError, PlanError
 
 WIDTH, LENGTH = 8, 5
 
@@ -126,12 +126,15 @@ ADD_UP: dict[str, Loss] = {
     "pairs": even,
 }
 
-UNCLEAR: dict[str, Loss] = {
+MIXING: dict[str, Loss] = {
     "mean": lambda x, y: x[y != 0].square().mean() + 0 * (y.float().mean()),
     "of what is computed": lambda x, y: x[x > 0].mean() + F.cross_entropy(x[y != 0], y[y != 0]),
-    "over the size": lambda x, y: x[y != 0].sum() / x[y != 0].shape[0],
     "softmax over rows": lambda x, y: (x[y != 0].softmax(0) * x[y != 0]).sum(),
     "most": lambda x, y: x[y != 0].amax(0).sum(),
+}
+
+UNPROVEN: dict[str, Loss] = {
+    "over the size": lambda x, y: x[y != 0].sum() / x[y != 0].shape[0],
     "scaled": lambda x, y: x.mean() * x[y != 0].shape[0],
 }
 
@@ -160,14 +163,20 @@ def step(loss_fn: Loss) -> tuple[Tensor, Tensor]:
 def test_a_loss_over_selected_rows_is_that_of_the_batch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     found, expected = step(ADD_UP[name])
     torch.testing.assert_close(found, expected)
-    assert "need not be the loss of the batch" not in caplog.text
+    assert "nothing proves" not in caplog.text
 
 
-@pytest.mark.parametrize("name", UNCLEAR)
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_selected_rows_is_refused(name: str) -> None:
+    with pytest.raises(MixedRowsError, match=r"test_value_sizes\.py"):
+        step(MIXING[name])
+
+
+@pytest.mark.parametrize("name", UNPROVEN)
 def test_a_warning_says_where_that_is_not_known(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        step(UNCLEAR[name])
-    assert "need not be the loss of the batch" in caplog.text
+        step(UNPROVEN[name])
+    assert "nothing proves that this is the loss of the batch" in caplog.text
 
 
 class Paired(nn.Module):
@@ -187,7 +196,7 @@ def test_what_tracing_took_for_granted_is_required_of_every_microbatch() -> None
     torch.manual_seed(0)
     pipe = pipec.compile(Between(Paired()), 2, loss_fn=F.mse_loss, microbatches=8)
     x, target = data(8)
-    with pytest.raises(ExecutionError, match="forward: ValueError: expected ") as caught:
+    with pytest.raises(ExecutionError, match="forward: InputError: expected ") as caught:
         pipe.step(x, target=target)
     assert "test_value_sizes.py" in str(caught.value)
     assert "chosen = x[x[..., 0] > 0]" in str(caught.value)

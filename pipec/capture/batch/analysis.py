@@ -529,7 +529,11 @@ class _Walk:
     def _marked(self, node: fx.Node) -> fx.Node:
         """What to return instead of a result besides the loss: one that says how it adds up."""
         value = self.value_of(node)
-        if not isinstance(value_of(node), Tensor) or value == MEAN or is_whole(value):
+        tensor = value_of(node)
+        of_round = any(
+            size in self.tracker.of_round for x in tensors_in(self.values[node]) for size in x.shape
+        )
+        if not isinstance(tensor, Tensor) or value == MEAN or (is_whole(value) and not of_round):
             return node
         if isinstance(value, Rows) and not value.degree and not value.numbers:
             axis = BatchAxis(value.dim, value.outer, value.inner)

@@ -18,6 +18,9 @@ def moved(call: OperatorCall) -> Value:
         return call.mixed("takes as many elements as the microbatch has rows")
     if not isinstance(value, Rows | Picked) or (isinstance(value, Picked) and _keeps_first(call)):
         return value
+    if isinstance(value, Picked) and call.name in ("view", "_unsafe_view") and not value.places:
+        groups = call.shape[:1] and call.shape[0] and call.first.shape[0] % call.shape[0] == 0
+        return value if groups else call.unproven("moves rows that values choose")
     if isinstance(value, Picked):
         return call.unproven("moves rows that values choose")
     return _PLACES[call.name](call, value)
