@@ -101,7 +101,7 @@ def split(
 ) -> Iterator[dict[str, Any]]:
     for place, size in enumerate(sizes):
         start = sum(sizes[:place])
-        yield {name: x[start : start + size] if name in batched else x for name, x in inputs.items()}
+        yield {name: x[start : start + size].clone() if name in batched else x for name, x in inputs.items()}
 
 
 def copied(inputs: Mapping[str, Any]) -> list[Any]:
