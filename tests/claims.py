@@ -61,8 +61,8 @@ def check_graph(
     except Exception as error:
         return Checked("raw", wrong=[f"the analysis fails: {error!r}"])
     module.recompile()
-    if findings.assumed:
-        return Checked("assumed", claim)
+    if findings.assumed or findings.norms:
+        return Checked("assumed" if findings.assumed else "declared", claim)
     unproven = isinstance(claim, Unproven | Picked)
     checked = Checked("refused" if isinstance(claim, Mixed) else "unproven" if unproven else "proved", claim)
     try:
