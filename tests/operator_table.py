@@ -28,6 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.torch_compat import pytree
 
+UNDEFINED = ("empty",)
+"""Operators whose values are whatever memory has."""
+
 TYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
 FORK = multiprocessing.get_context("fork")
 SAMPLES, PATIENCE = 8, 5.0
@@ -130,6 +133,8 @@ def first_of(result: Any) -> Tensor:
 
 def calls_of(op: OpInfo) -> Iterator[Call]:
     """Calls with each dimension of the first tensor as the batch, and of others where it is as long."""
+    if any(word in op.name for word in UNDEFINED):
+        raise SkippedError("has no values")
     dtype = next((x for x in TYPES if x in op.supported_dtypes("cpu")), None)
     if dtype is None:
         raise SkippedError("no type")
