@@ -61,8 +61,8 @@ def check_graph(
     except Exception as error:
         return Checked("raw", wrong=[f"the analysis fails: {error!r}"])
     module.recompile()
-    if findings.assumed:
-        return Checked("assumed", claim)
+    if findings.assumed or findings.norms:
+        return Checked("assumed" if findings.assumed else "declared", claim)
     unproven = isinstance(claim, Unproven | Picked)
     checked = Checked("refused" if isinstance(claim, Mixed) else "unproven" if unproven else "proved", claim)
     try:
@@ -101,7 +101,7 @@ def split(
 ) -> Iterator[dict[str, Any]]:
     for place, size in enumerate(sizes):
         start = sum(sizes[:place])
-        yield {name: x[start : start + size] if name in batched else x for name, x in inputs.items()}
+        yield {name: x[start : start + size].clone() if name in batched else x for name, x in inputs.items()}
 
 
 def copied(inputs: Mapping[str, Any]) -> list[Any]:

@@ -41,8 +41,9 @@ class Tally:
 
 def claims_of(program: Program) -> Checked:
     """What is claimed of the results of all statements, the last one first."""
-    results = ", ".join(reversed(program.names))
-    return check_graph(traced(program.function(f"({results},)")), arguments(), BATCHED, SIZES)
+    function = program.function(f"({', '.join(reversed(program.names))},)", program.reads)
+    given = {name: x for name, x in arguments().items() if name in program.reads}
+    return check_graph(traced(function), given, BATCHED, SIZES)
 
 
 def fault_of(program: Program, tally: Tally | None = None) -> str:

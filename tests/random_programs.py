@@ -7,7 +7,8 @@ statement is drawn from a menu of templates, and kept if it runs on batches of s
 import functools
 import operator
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,10 +260,16 @@ class Program:
     def source(self) -> str:
         return "\n".join(statement.replace("; ", "\n") for statement in self.statements)
 
-    def function(self, results: str) -> Callable[..., Any]:
-        """A Python function of ``ARGUMENTS`` that runs the statements and returns an expression."""
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The arguments that the statements name, and ``h``."""
+        words = set(re.findall(r"\b[a-z]\b", self.source)) | {"h"}
+        return tuple(name for name in ARGUMENTS if name in words)
+
+    def function(self, results: str, arguments: Sequence[str] = ARGUMENTS) -> Callable[..., Any]:
+        """A Python function of these arguments that runs the statements and returns an expression."""
         lines = "\n    ".join(self.source.splitlines())
-        text = f"def program({', '.join(ARGUMENTS)}):\n    {lines}\n    return {results}\n"
+        text = f"def program({', '.join(arguments)}):\n    {lines}\n    return {results}\n"
         scope = dict(SCOPE)
         exec(compile(text, f"<program {self.seed}>", "exec"), scope)
         return scope["program"]  # type: ignore[no-any-return]
@@ -295,7 +302,7 @@ def draw_program(seed: int, most: int = 6) -> Program:
     """A program of 2 to ``most`` statements, which runs on the batch and on each microbatch."""
     choose = random.Random(seed)
     weights = {kind: choose.random() for kind in MENU}
-    careful = choose.random()
+    careful = choose.choice([0.0, 0.5, 0.9])
     batches = [arguments(rows) for rows in (ROWS, *sorted(set(SIZES)))]
     statements: list[str] = []
     names: list[str] = []
