@@ -196,8 +196,8 @@ def counted(x: Tensor, target: Tensor) -> Tensor:
 )
 def test_the_user_says_how_losses_add_up(weight: Any, expected: list[float], tmp_path: Path) -> None:
     sizes, (x, y) = [3, 3, 2], batch()
-    unsplit, total = mean_of_microbatches(UNCLEAR["sqrt"], expected, sizes)
-    options = {"loss_fn": UNCLEAR["sqrt"], "microbatches": 3, "microbatch_weight": weight}
+    unsplit, total = mean_of_microbatches(MIXING["sqrt"], expected, sizes)
+    options = {"loss_fn": MIXING["sqrt"], "microbatches": 3, "microbatch_weight": weight}
     pipe = pipec.compile(trained := model(), devices=2, **options)
     assert relative_error(pipe.step(x, target=y), total) < 1e-6
     for found, wanted in zip(trained.parameters(), unsplit.parameters(), strict=True):

@@ -372,7 +372,7 @@ def test_what_is_joined_and_is_no_sum_is_refused() -> None:
     """The sum of means is no mean."""
     x, y = batch()
     pipe = pipec.compile(model(), devices=2, stages=1, loss_fn=lambda x, y: ops.all_reduce(x.mean()))
-    with pytest.raises(MixedRowsError, match="all_reduce at test_ops.py"):
+    with pytest.raises(MixedRowsError, match=r"all_reduce at test_ops\.py"):
         pipe.prepare(x, target=y)
 
 

@@ -194,7 +194,7 @@ class Paired(nn.Module):
 
 def test_what_tracing_took_for_granted_is_required_of_every_microbatch() -> None:
     torch.manual_seed(0)
-    pipe = pipec.compile(Between(Paired()), 2, loss_fn=F.mse_loss, microbatches=8)
+    pipe = pipec.compile(Between(Paired()), 2, loss_fn=F.mse_loss, microbatches=8, microbatch_weight="rows")
     x, target = data(8)
     with pytest.raises(ExecutionError, match="forward: InputError: expected ") as caught:
         pipe.step(x, target=target)

@@ -48,7 +48,9 @@ def analyse_outputs(
     """
     output = module.graph.output_node()
     results = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
-    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copied = fx.GraphModule(module, graph)
     found = analyse(copied, batched, size, True, num_replicas)
     made = [x for x in pytree.tree_leaves(copied.graph.output_node().args) if isinstance(x, fx.Node)]
     marks: dict[fx.Node, fx.Node] = {}

@@ -128,7 +128,7 @@ def capture(
             "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
             "modules have it as attributes, or their methods and the loss function enclose it or name it",
             "forward and backward were traced together: " * tracer.is_direct,
-            brief(failures[0]),
+            brief(failures[0]) if failures else "it was not asked",
         )
     if mode is Mode.TRAIN:
         _check_trained(graph)

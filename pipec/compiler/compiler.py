@@ -141,6 +141,7 @@ class Compiler:
             rest = rest[len(served) :]
         if count > 1:
             check_outputs(graphs[0])
+            check_sizes(graphs[0], count, call.batch_size, sizes)
             for warning in warnings_of(graphs[0].findings):
                 self._warn_once(warning)
         check_groups(groups)

@@ -87,6 +87,7 @@ class _Walk:
         self.tracker = Tracker(rows, self._symbol is not None)
         self._checks = leading_to_checks(self.module.graph)
         self._leading = _leading_to_joins(self.module.graph)
+        self._written = _written_through(self.module.graph)
 
     def _arguments(self) -> list[fx.Node]:
         nodes = self.module.graph.find_nodes(op="placeholder")
@@ -455,13 +456,19 @@ class _Walk:
         fixed = seen is None or not any(map(value_symbols, seen.shape))
         grows = any(size % ROWS == 0 and size for size in result.shape) if self._symbol is not None else False
         takes = isinstance(known.value, Sum | Mixed) if self._symbol is not None else known.value == Sum()
-        if not (known.given and takes and fixed and not grows):
+        if not (known.given and takes and fixed and not grows) or self._is_written_view(node, result):
             return
         users = [user for user in node.users if user not in self._checks]
         whole = put(node, "of_batch", OF_BATCH, node, known.value == Sum())
         whole.meta["example_value"] = value_of(node)
         for user in users:
             user.replace_input_with(node, whole)
+
+    def _is_written_view(self, node: fx.Node, result: Tensor) -> bool:
+        """Whether a node shows memory of another, which is written through it later."""
+        shown = tensors_in(self._read(node))
+        shares = any(x.untyped_storage()._cdata == result.untyped_storage()._cdata for x in shown)
+        return shares and node in self._written
 
     def _make_count(self, node: fx.Node) -> bool:
         """Let a mean over targets that count be their sum over the number of them in the batch.
@@ -587,6 +594,15 @@ def _leading_to(output: fx.Node) -> set[fx.Node]:
         if node in needed or (changes_argument(node) and node.args[0] in needed):
             needed.update([node, *node.all_input_nodes])
     return needed
+
+
+def _written_through(graph: fx.Graph) -> set[fx.Node]:
+    """What calls write to, and all that it may be a view of."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if changes_argument(node) or node in found:
+            found.update(x for x in node.args[:1] if isinstance(x, fx.Node))
+    return found
 
 
 def _leading_to_joins(graph: fx.Graph) -> set[fx.Node]:

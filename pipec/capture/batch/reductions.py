@@ -138,7 +138,12 @@ def margin_loss(call: OperatorCall) -> Value:
     if unknown := unknown_among(call.values):
         return unknown
     call.require_no_numbers()
-    if scores != targets or scores != Rows(0) or any(value != Whole() for value in others):
+    if (
+        scores != targets
+        or scores != Rows(0)
+        or call["self"].ndim != 2
+        or any(value != Whole() for value in others)
+    ):
         return call.mixed("combines each row with other rows")
     return {0: scores, 1: MEAN, 2: Sum()}[call["reduction"]]
 
