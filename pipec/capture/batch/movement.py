@@ -299,6 +299,9 @@ def created(call: OperatorCall) -> Value:
     degree = call.degree(call.arguments.get("fill_value", 0)) if call.name in _FILLED else 0
     if degree is None or len(results) != 1:
         return call.unproven()
+    source = call.value_of(call.first) if call.tensors and not call.symbolic else None
+    if isinstance(source, Rows) and call.shape == call.first.shape:
+        return replace(source, degree=degree, numbers=False)
     if call.symbolic and len(tagged) == 1:
         return Rows(tagged[0], call.shape[tagged[0]] // call.rows, degree=degree)
     if call.symbolic and tagged:

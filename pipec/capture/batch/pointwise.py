@@ -11,7 +11,7 @@ DIVIDING = {"div", "true_divide"}
 KEEPING = {
     *("clone", "_to_copy", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"),
     *("_conj", "conj_physical", "resolve_conj", "resolve_neg", "real", "imag", "positive"),
-    *("_conj_physical",),
+    *("_conj_physical", "to"),
 }
 """Operators that return the elements of their first argument, in another type perhaps."""
 

@@ -82,6 +82,8 @@ def along(call: OperatorCall) -> Value:
     if unknown := unknown_among(call.values):
         return unknown
     if isinstance(value, Rows) and value.dim in dims:
+        if call.name in ("sort", "argsort") and not call.first.is_floating_point():
+            return call.unproven("orders rows by whole numbers, as experts do, which may put them back")
         return call.mixed(f"computes {call.name} over rows")
     if isinstance(value, Picked) and (0 in dims or value.places):
         return call.mixed(f"computes {call.name} over rows")

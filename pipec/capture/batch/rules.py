@@ -11,7 +11,7 @@ from pipec.capture.batch import movement as m
 from pipec.capture.batch import reductions as r
 from pipec.capture.batch.call import OperatorCall, unknown_among
 from pipec.capture.batch.pointwise import KEEPING, pointwise
-from pipec.capture.batch.values import Rows, Value, Whole
+from pipec.capture.batch.values import Picked, Rows, Value, Whole
 
 Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
 
@@ -46,8 +46,8 @@ def _ctc_loss(call: OperatorCall) -> tuple[Value, ...] | Value:
     scores, lengths = call.values[0], call.values[1:]
     if unknown := unknown_among(call.values):
         return unknown
-    if scores == Rows(1) and all(isinstance(value, Rows) and value.dim == 0 for value in lengths):
-        return Rows(0)
+    if scores == Rows(1) and all(value in (Rows(0), Picked()) for value in lengths):
+        return Rows(0)  # targets may stand one behind the other, as many as their lengths say
     return call.unproven()
 
 
@@ -94,7 +94,7 @@ _ALONG = (
 
 _BY_REDUCTION = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"),
-    *("binary_cross_entropy_with_logits"),
+    "binary_cross_entropy_with_logits",
 )
 
 _MATRICES = (
@@ -120,24 +120,13 @@ _MATRICES = (
 
 _ELEMENTWISE = (
     *("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise", "log_sigmoid"),
-    *("log_sigmoid_forward", "to"),
+    "log_sigmoid_forward",
 )
 """Elementwise operators that torch does not tag so."""
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(KEEPING, pointwise),
-    **dict.fromkeys(
-        (
-            "masked_fill",
-            "where",
-            "native_dropout",
-            "_fused_dropout",
-            "rrelu_with_noise",
-            "log_sigmoid",
-            "log_sigmoid_forward",
-        ),
-        pointwise,
-    ),
+    **dict.fromkeys(_ELEMENTWISE, pointwise),
     **dict.fromkeys(_MOVES, m.moved),
     **dict.fromkeys(("cat", "stack"), m.joined),
     **dict.fromkeys(_CREATES, m.created),
