@@ -63,9 +63,10 @@ def _call(product: fx.Node) -> None:
         if view.target is VIEW and str(view.meta["val"].shape) == str(made.shape):
             view.replace_all_uses_with(product)
     for node in (*product.users, rows, transposed):
-        if not node.users and node.op == "call_function" and not is_check(node):  # type: ignore[arg-type]  # type: ignore[union-attr]
-            product.meta["cost"] = _with_view(product.meta["cost"], node.meta["cost"])  # type: ignore[union-attr]
-            product.graph.erase_node(node)  # type: ignore[arg-type]
+        assert isinstance(node, fx.Node)
+        if not node.users and node.op == "call_function" and not is_check(node):
+            product.meta["cost"] = _with_view(product.meta["cost"], node.meta["cost"])
+            product.graph.erase_node(node)
 
 
 def _with_view(cost: OperatorCost, view: OperatorCost) -> OperatorCost:

@@ -33,7 +33,7 @@ def check_rows(
     if key in _checked or rows < 2:
         return
     _checked.add(key)
-    function = reduce(getattr, op.split("."), torch.ops)
+    function: Any = reduce(getattr, op.split("."), torch.ops)
     with torch.no_grad():
         for row, other in ((0, rows - 1), (rows - 1, 0)):
             replaced = [

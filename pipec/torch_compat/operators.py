@@ -152,6 +152,6 @@ def computes_with_onednn(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 @functools.cache
-def decompositions() -> dict[OpOverload, Any]:
+def decompositions() -> dict[Any, Any]:
     """What torch makes of operators out of simpler ones."""
     return dict(decomposition_table)

@@ -195,7 +195,7 @@ class _Walk:
         value = value_of(node)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             self.values[node] = self._number(node, value)
-            if any(self._is_of_values(source) for source in node.all_input_nodes):
+            if not self._odd.isdisjoint(node.all_input_nodes):
                 self._odd.add(node)
             return
         if operator_name(node) in _NOT_FOLLOWED:
@@ -227,11 +227,9 @@ class _Walk:
         self.tracker.drawn = False
         self._take_of_batch(node, result)
 
-    def _is_of_values(self, source: fx.Node) -> bool:
-        return source in self._odd
-
     def _run(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        mapped: Any = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        args, kwargs = mapped
         if node.target in JOINS and self.num_replicas > 1:
             return self._joined(node, args[0] if args else next(iter(kwargs.values())))
         if node.target is batch_norm_of_round:
@@ -366,7 +364,7 @@ class _Walk:
         """Tensors like those that the front end saw, of which only ``value`` is known."""
         read = tensors_in(fx.map_arg((node.args, node.kwargs), self.values.get))
         known = [self.tracker.known(tensor) for tensor in read]
-        unknown = [k.value for k in known if isinstance(k.value, Mixed)] or [value]
+        unknown: list[Value] = [k.value for k in known if isinstance(k.value, Mixed)] or [value]
         given = all(k.given for k in known)
 
         written = self.values.get(node.args[0]) if changes_argument(node) else None  # type: ignore[arg-type]

@@ -151,9 +151,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def unknown_among(values: Sequence[Value]) -> Mixed | Unproven | None:
     """The first value of which it is known that it mixes rows, else the first that is not proved."""
-    found = [value for value in values if isinstance(value, Mixed)]
-    found += [value for value in values if isinstance(value, Unproven)]
-    return found[0] if found else None
+    unproven = next((value for value in values if isinstance(value, Unproven)), None)
+    return next((value for value in values if isinstance(value, Mixed)), unproven)
 
 
 def rows_among(values: Sequence[Value]) -> list[Rows]:

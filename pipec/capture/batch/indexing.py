@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipec.capture.batch.call import NeedsNumbersError, OperatorCall, rows_among, unknown_among
-from pipec.capture.batch.values import Picked, Rows, Sum, Value, Whole
+from pipec.capture.batch.values import Picked, Rows, Sum, Value, Whole, power_of
 
 
 def embedding(call: OperatorCall) -> Value:
@@ -50,7 +50,7 @@ def index(call: OperatorCall) -> Value:
     values = [call.value_of(i) for i in used]
     if unknown := unknown_among([source, *values]):
         return unknown
-    if any(isinstance(v, Sum) for v in values) or any(getattr(v, "degree", 0) for v in values):
+    if any(isinstance(v, Sum) for v in values) or any(power_of(v) for v in values):
         return call.mixed("looks up by a sum over the rows of a microbatch")
     if any(i.dtype in (torch.bool, torch.uint8) for i in used):
         return _by_mask(call, source, given, values)
@@ -144,7 +144,7 @@ def gather(call: OperatorCall) -> Value:
     if isinstance(source, Rows) and source.dim == dim:
         return call.mixed("looks up rows by numbers")
     call.require_no_numbers()
-    if isinstance(source, Sum | Picked) or isinstance(index, Sum | Picked) or getattr(index, "degree", 0):
+    if isinstance(source, Sum | Picked) or isinstance(index, Sum | Picked) or power_of(index):
         return call.unproven()
     if isinstance(source, Rows) and isinstance(index, Rows):
         same = (source.dim, source.outer, source.inner) == (index.dim, index.outer, index.inner)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from pipec.capture.batch.call import OperatorCall, rows_among, unknown_among
-from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
+from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole, power_of
 
 
 def dims_of(call: OperatorCall) -> list[int]:
@@ -60,7 +60,7 @@ def reduced(call: OperatorCall) -> Value:
     call.require_no_numbers()
     if isinstance(value, Sum):
         return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
-    if getattr(value, "degree", 0):
+    if power_of(value):
         return call.mixed("computes with the number of rows, which is another one in a microbatch")
     if isinstance(value, Rows):
         if value.dim in dims:
@@ -104,7 +104,7 @@ def pointwise_of_last(call: OperatorCall) -> Value:
         return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
     if any(isinstance(value, Picked) for value in call.values):
         return call.unproven("computes with rows that values choose")
-    if any(getattr(value, "degree", 0) for value in call.values):
+    if any(power_of(value) for value in call.values):
         return call.mixed("computes with the number of rows, which is another one in a microbatch")
     if len(set(rows)) > 1:
         return call.mixed("combines each row with other rows")
@@ -120,7 +120,7 @@ def by_reduction(call: OperatorCall) -> Value:
     rows = {
         v.at(v.dim - x.ndim) for x, v in zip(call.tensors, call.values, strict=True) if isinstance(v, Rows)
     }
-    if any(isinstance(value, Sum | Picked) or getattr(value, "degree", 0) for value in call.values):
+    if any(isinstance(value, Sum | Picked) or power_of(value) for value in call.values):
         return call.unproven()
     if not rows:
         return Whole()
@@ -130,7 +130,8 @@ def by_reduction(call: OperatorCall) -> Value:
     ):
         return call.mixed("combines each row with other rows")
     one = rows.pop()
-    return {0: one.at(one.dim + ndim), 1: MEAN, 2: Sum()}[call["reduction"]]
+    made: tuple[Value, ...] = (one.at(one.dim + ndim), MEAN, Sum())
+    return made[int(call["reduction"])]
 
 
 def margin_loss(call: OperatorCall) -> Value:
@@ -147,7 +148,8 @@ def margin_loss(call: OperatorCall) -> Value:
         or any(value != Whole() for value in others)
     ):
         return call.mixed("combines each row with other rows")
-    return {0: scores, 1: MEAN, 2: Sum()}[call["reduction"]]
+    made: tuple[Value, ...] = (scores, MEAN, Sum())
+    return made[int(call["reduction"])]
 
 
 def nll_loss(call: OperatorCall) -> Value:
@@ -198,7 +200,7 @@ def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Value:
     if Picked() in (one, other):
         keeps = one == Picked() and isinstance(other, Whole) and left.ndim == 2 and not other.degree
         return Picked() if keeps else call.unproven()
-    degree = getattr(one, "degree", 0) + getattr(other, "degree", 0)
+    degree = power_of(one) + power_of(other)
     if isinstance(one, Sum) or isinstance(other, Sum):
         if isinstance(one, Whole) or isinstance(other, Whole):
             return Sum(degree)
@@ -225,10 +227,9 @@ def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Value:
     if not kept:
         return Whole(degree)
     batches = [x.shape[0] for x, v in ((left, one), (right, other)) if isinstance(v, Whole) and x.ndim == 3]
-    if kept[0].dim == 0 and len(call.shape) == 3 and any(size != 1 for size in batches):
-        fills = [v.fill is not None for v in (one, other) if isinstance(v, Whole)]
-        if not all(fills):
-            return call.unproven("multiplies rows with what stands for other rows")
+    fills = all(v.fill is not None for v in (one, other) if isinstance(v, Whole))
+    if kept[0].dim == 0 and len(call.shape) == 3 and any(size != 1 for size in batches) and not fills:
+        return call.unproven("multiplies rows with what stands for other rows")
     return replace(kept[0], degree=degree)
 
 
@@ -369,7 +370,7 @@ def pairwise(call: OperatorCall) -> Value:
     call.require_no_numbers()
     found = set()
     for place, (tensor, value) in enumerate(zip(call.tensors[:2], call.values[:2], strict=True)):
-        if isinstance(value, Sum | Picked) or getattr(value, "degree", 0):
+        if isinstance(value, Sum | Picked) or power_of(value):
             return call.unproven()
         if isinstance(value, Rows):
             from_end = tensor.ndim - value.dim

@@ -28,18 +28,15 @@ def _permutation(call: OperatorCall) -> Value:
     return Whole()
 
 
-def _whole_rows(call: OperatorCall) -> Value:
-    return call.unproven("is of the whole batch") if unknown_among(call.values) else Whole()
-
-
 def _share(call: OperatorCall) -> Value:
     """A microbatch's share of the rows, which grows with their number."""
     return Whole(degree=1)
 
 
-def _first_only(call: OperatorCall) -> Value:
-    """The shape counts, and the first dimension of the result has the rows."""
-    return r.pointwise_of_last(call)
+def _row_numbers(call: OperatorCall) -> Value:
+    """What belongs to a row, once it counts from the first row of the batch."""
+    value = call.value_of(call.first)
+    return Rows(value.dim) if isinstance(value, Rows) else call.unproven()
 
 
 def _ctc_loss(call: OperatorCall) -> tuple[Value, ...] | Value:
@@ -198,7 +195,7 @@ RULES: Mapping[str, Rule] = {
     "masked_scatter": i.masked_scatter,
     "pipec::of_batch": lambda call: Whole(),
     "pipec::share": _share,
-    "pipec::row_numbers": lambda call: Rows(call.value_of(call.first).dim),
+    "pipec::row_numbers": _row_numbers,
     "pipec::onednn_lstm": r.recurrence,
     "pipec::recurrence": r.recurrence,
     "pipec::result": lambda call: call.values[0],

@@ -48,7 +48,7 @@ class Tracker(TorchDispatchMode):
 
     rows: int
     symbolic: bool
-    degrees: Mapping[float, int] = field(default_factory=dict)
+    degrees: dict[float, int] = field(default_factory=dict)
     assumed: list[Assumed] = field(default_factory=list)
     """The operators without a rule whose results were taken to have rows, for their sizes say so."""
     of_round: set[int] = field(default_factory=set)
@@ -62,7 +62,7 @@ class Tracker(TorchDispatchMode):
     """Random numbers were drawn that belong to no row. Whoever reads it sets it back."""
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, Known] = {}
         self._kept: list[Any] = []
         self._sharing: dict[int, list[Tensor]] = {}
@@ -314,7 +314,7 @@ _KEEP_FILLS = {
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

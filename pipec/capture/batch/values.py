@@ -84,6 +84,11 @@ Value: TypeAlias = Whole | Rows | Sum | Picked | Mixed | Unproven
 MEAN = Sum(-1)
 
 
+def power_of(value: Value) -> int:
+    """The degree of a value; 0 for one that has none."""
+    return value.degree if isinstance(value, Whole | Rows | Sum) else 0
+
+
 def is_whole(value: Value) -> bool:
     """Whether a value is the same for every microbatch, whatever their number of rows."""
     return isinstance(value, Whole) and not value.degree
