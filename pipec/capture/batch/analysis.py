@@ -449,6 +449,8 @@ class _Walk:
         """Let the users of a node read what it is of the whole batch, if that follows from the arguments."""
         if not isinstance(result, Tensor) or node in self._leading or node.target is OF_BATCH:
             return
+        if any(user.target is OF_BATCH for user in node.users):
+            return  # as the count of a cross entropy
         known = self.tracker.known(result)
         seen = value_of(node)
         fixed = seen is None or not any(map(value_symbols, seen.shape))
