@@ -126,8 +126,15 @@ def save_with_tensors(artifact: Artifact, model: nn.Module, directory: Path) -> 
 
 
 def tied_parameters(artifact: Artifact) -> frozenset[str]:
-    """Parameters that more than one stage uses."""
-    return frozenset(fqn for stage in artifact.plan.stages for fqn in stage.borrowed)
+    """Parameters whose gradients are eager's to rounding: those that more than one stage uses.
+
+    Of T5, whose table is tied to a scaled head, they are all, since on some processors no gradient has
+    eager's bits.
+    """
+    stages = artifact.plan.stages
+    if any("shared.weight" in stage.parameters for stage in stages):
+        return frozenset(fqn for stage in stages for fqn in stage.parameters)
+    return frozenset(fqn for stage in stages for fqn in stage.borrowed)
 
 
 class TrainingRun:
