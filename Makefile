@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test zoo lint benchmark gpu format clean
+.PHONY: help setup demo test full zoo lint benchmark gpu format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,10 +33,10 @@ $(READY): pyproject.toml
 demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in build/demo
 	$(BIN)/python examples/train_gpt.py --output build/demo
 
-check: lint ## lint, types and the fast tests
+test: lint ## lint, types and the tests that take no longer than a second or two
 	$(BIN)/pytest $(PARALLEL) -m "not slow"
 
-test: lint ## lint, types and every test
+full: lint ## lint, types and every test
 	$(BIN)/pytest $(PARALLEL)
 
 zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
