@@ -18,6 +18,8 @@ def second_dimension(call: Call) -> Batched | None:
     """
     given = dict(_arguments(call))
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    if any(value.is_nested for value in tensors.values()):
+        return None
     first = next((x for x in tensors.values() if x.ndim > 1), None)
     nested = any(not isinstance(value, Tensor) and _holds_tensors(value) for value in given.values())
     if first is None or nested or first.shape[1] < 2:
