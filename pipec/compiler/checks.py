@@ -58,14 +58,18 @@ def check_batch(findings: Findings, num_microbatches: int) -> None:
         )
 
 
-def check_sizes(graph: TrainingGraph, num_microbatches: int, rows: int, values: Sizes) -> None:
-    """Raise InputError if the model's code goes another way for the whole batch than for a microbatch."""
-    if graph.batch is not None and not graph.serves(rows, values):
-        raise InputError(
-            f"the model's code takes another way for the {rows} rows of the batch than for those of "
-            f"one of its {num_microbatches} microbatches: it expects {graph.broken_guard(rows, values)}. "
-            "Compute it with microbatches=1, or let the code not depend on the number of rows"
-        )
+def told_of_sizes(graph: TrainingGraph, num_microbatches: int, rows: int, values: Sizes) -> str:
+    """What to tell if a condition on sizes holds for a microbatch, and for the whole batch not.
+
+    The model's code may take another way there; or the condition is of torch's own code, and changes nothing.
+    """
+    if num_microbatches == 1 or graph.batch is None or graph.serves(rows, values):
+        return ""
+    return (
+        f"a microbatch is captured for {graph.broken_guard(rows, values)}, which all {rows} rows do not meet: "
+        "if the model's code compares the number of rows, it goes the way of a microbatch. Compare with "
+        "microbatches=1, or let the code not depend on the number of rows"
+    )
 
 
 def warnings_of(findings: Findings) -> list[str]:

@@ -23,11 +23,11 @@ from pipec.compiler.autotuner import Autotuner, Choice, CutGraph, best_of
 from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.checks import (
     check_batch,
-    check_sizes,
     joins_replicas,
     told_of_changed_buffers,
     told_of_one_row,
     told_of_rounds,
+    told_of_sizes,
     warnings_of,
 )
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
@@ -141,7 +141,7 @@ class Compiler:
             rest = rest[len(served) :]
         if count > 1:
             check_outputs(graphs[0])
-            check_sizes(graphs[0], count, call.batch_size, sizes)
+            self._warn_once(told_of_sizes(graphs[0], count, call.batch_size, sizes))
             for warning in warnings_of(graphs[0].findings):
                 self._warn_once(warning)
         check_groups(groups)
@@ -178,7 +178,7 @@ class Compiler:
             return self._settle(signature, self._capture_first(signature, call), batch)
         sizes = split_sizes(batch, self._counts(self.autotuner, batch)[0])
         staged = self._stages(signature, call, 0, sizes)
-        if self._is_taken_whole(staged.graph, batch):
+        if self._is_taken_whole(staged.graph):
             return 1
         counts = self._counts(self.autotuner, batch)
         if self.searches_shard and trains:
@@ -225,7 +225,7 @@ class Compiler:
             return self._cut(graph, how, self.options)
 
         if graph.mode is not Mode.TRAIN:
-            count = 1 if self._is_taken_whole(graph, batch) else self._counts(self.autotuner, batch)[0]
+            count = 1 if self._is_taken_whole(graph) else self._counts(self.autotuner, batch)[0]
             placement = self.autotuner.policy.placements([count])[0]
             size = split_sizes(batch, count)[0]
             staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, count, size))
@@ -383,21 +383,18 @@ class Compiler:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
             assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
             self.microbatches = replicas
-        if self._is_taken_whole(graph, call.batch_size):
+        if self._is_taken_whole(graph):
             self.microbatches = 1 if graph.mode is Mode.TRAIN else self.microbatches
         elif len(sizes) > 1:
             check_batch(graph.findings, len(sizes))
-            check_sizes(graph, len(sizes), call.batch_size, graph.planned)
         return replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
 
-    def _is_taken_whole(self, graph: TrainingGraph, rows: int) -> bool:
+    def _is_taken_whole(self, graph: TrainingGraph) -> bool:
         """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several.
 
         First another dimension of the arguments is tried, if there is one that may be the batch.
         """
         why = graph.findings.mixed or graph.findings.output
-        if not why and graph.batch is not None and not graph.serves(rows, graph.planned):
-            why = f"the model's code takes another way where not {graph.broken_guard(rows, graph.planned)}"
         if not why or self.tries_axes or self.microbatches is not None or self.autotuner.policy.replicas != 1:
             return False
         self._warn_once(f"a step has one microbatch, the whole batch, for rows depend on other rows: {why}")
