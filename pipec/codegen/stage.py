@@ -137,7 +137,10 @@ class StageSource:
         """Only what the code uses is imported. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
         bodies = (function.body for function in self.stage.functions)
         apart = prepared_nodes(self.graph, self.stage.prepared)
+        of_batch = self.graph.of_batch.nodes if self.graph.of_batch is not None else ()
+        of_batch_calls = (node for node in of_batch if node.op == "call_function")
         named = self.free_names(itertools.chain(self.stage.constants, apart, *bodies))
+        named |= self.free_names(of_batch_calls) & {"math"}
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
         own = ["from pipec import primitives"] if "primitives" in named else []
         imported = {module: sorted(named & names) for module, names in RUNTIME.items()}

@@ -66,7 +66,7 @@ def told_of_sizes(graph: TrainingGraph, num_microbatches: int, rows: int, values
     if num_microbatches == 1 or graph.batch is None or graph.serves(rows, values):
         return ""
     return (
-        f"a microbatch is captured for {graph.broken_guard(rows, values)}, which all {rows} rows do not meet: "
+        f"a microbatch is captured for {graph.broken_guard(rows, values)}, that all {rows} rows do not meet: "
         "if the model's code compares the number of rows, it goes the way of a microbatch. Compare with "
         "microbatches=1, or let the code not depend on the number of rows"
     )
