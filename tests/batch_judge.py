@@ -140,9 +140,9 @@ def _made(case: BatchCase) -> nn.Module:
     return case.make().double()
 
 
-def _is_raw(error: BaseException) -> bool:
-    """Whether an instruction failed, unless it is the check of an operator that nobody knows."""
-    return isinstance(error, ExecutionError) and "rows" not in str(error.__cause__)
+def _is_raw(error: PipecError) -> bool:
+    """Whether an instruction failed, and not by a check of pipec's own."""
+    return isinstance(error, ExecutionError) and not isinstance(error.__cause__, PipecError)
 
 
 def _eager(case: BatchCase, model: nn.Module, rows: int) -> dict[str, Tensor]:
