@@ -40,7 +40,7 @@ from pipec.torch_compat import HigherOrderOperator, pytree, value_symbols
 _COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 """Losses whose mean is over targets that are not ignored, each with the weight of its class."""
 
-_SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten", "view", "zeros", "getitem"}
+_SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten", "view", "zeros"}
 """Calls that read a number as a size."""
 
 
@@ -178,7 +178,7 @@ class _Walk:
         if not hasattr(value, "node"):
             return value
         expression = sympy.sympify(value.node.expr)
-        if value_symbols(value):
+        if value_symbols(value) or isinstance(value, torch.SymBool):
             self._odd.add(node)
         elif self._symbol is not None and self._symbol in expression.free_symbols:
             expression = expression.replace(lambda x: type(x).__name__ == "ToFloat", lambda x: x.args[0])
@@ -612,6 +612,3 @@ def _leading_to_joins(graph: fx.Graph) -> set[fx.Node]:
         if node.target in JOINS or any(user in leading for user in node.users):
             leading.add(node)
     return leading
-
-
-__all__ = ["Findings", "Picked", "analyse"]

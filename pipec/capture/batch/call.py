@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.capture.batch.values import Mixed, Picked, Rows, Sum, Unproven, Value, Whole
+from pipec.capture.batch.values import Mixed, Rows, Unproven, Value
 from pipec.torch_compat import OpOverload, pytree
 
 ROWS = 1_000_003
@@ -157,6 +157,3 @@ def unknown_among(values: Sequence[Value]) -> Mixed | Unproven | None:
 
 def rows_among(values: Sequence[Value]) -> list[Rows]:
     return [value for value in values if isinstance(value, Rows)]
-
-
-__all__ = ["Mixed", "Picked", "Rows", "Sum", "Unproven", "Value", "Whole"]

@@ -180,7 +180,7 @@ def scattered(call: OperatorCall) -> Value:
         index_rows = call.value_of(call["index"])
         if adds and target.fill == 0 and isinstance(index_rows, Rows) and _is_from_same_rows(call, dim):
             return Sum()
-    if isinstance(target, Rows) and target.dim != dim and all(_is_beside(call, v, target) for v in rows):
+    if isinstance(target, Rows) and target.dim != dim and all(_is_beside(v, target) for v in rows):
         if call.name in ("index_add", "index_copy", "index_fill"):
             fits = isinstance(call.value_of(call["index"]), Whole)
             return target if fits else call.mixed("writes into each row what belongs to another one")
@@ -197,7 +197,7 @@ def _puts_back(others: list[Value]) -> bool:
     return places in others and all(v in (places, Picked()) for v in others)
 
 
-def _is_beside(call: OperatorCall, value: Rows, target: Rows) -> bool:
+def _is_beside(value: Rows, target: Rows) -> bool:
     return (value.dim, value.outer, value.inner) == (target.dim, target.outer, target.inner)
 
 

@@ -99,10 +99,6 @@ def _select(call: OperatorCall, rows: Rows) -> Value:
     return rows.at(rows.dim - (dim < rows.dim))
 
 
-def _unbind(call: OperatorCall, rows: Rows) -> Value:
-    return _select(call, rows)
-
-
 def _slice(call: OperatorCall, rows: Rows) -> Value:
     dim, size = _dim(call), call.first.shape[_dim(call)]
     if dim != rows.dim:
@@ -200,7 +196,7 @@ _PLACES = {
     "squeeze": _squeeze,
     "expand": _expand,
     "select": _select,
-    "unbind": _unbind,
+    "unbind": _select,
     "slice": _slice,
     "unfold": _unfold,
     "diagonal": _diagonal,

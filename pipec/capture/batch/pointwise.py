@@ -15,8 +15,6 @@ KEEPING = {
 }
 """Operators that return the elements of their first argument, in another type perhaps."""
 
-LINEAR = ADDING | MULTIPLYING | DIVIDING | KEEPING | {"neg"}
-
 
 def pointwise(call: OperatorCall) -> Value:
     """Each element of the result is made of the elements of the arguments at the same place."""

@@ -191,8 +191,7 @@ def product(call: OperatorCall) -> Value:
     made = _product(call, left, right)
     if not added or unknown_among([made]):
         return made
-    values = {**dict(zip(map(id, call.tensors), call.values, strict=True))}
-    return _with_added(call, values[id(added[0])], added[0], made)
+    return _with_added(call, call.value_of(added[0]), added[0], made)
 
 
 def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Value:

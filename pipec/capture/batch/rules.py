@@ -86,7 +86,7 @@ _REDUCES = (
 _ALONG = (
     *("softmax", "_softmax", "_safe_softmax", "_log_softmax", "log_softmax", "sort", "argsort", "topk"),
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_cummax_helper", "glu"),
-    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "_weight_norm_interface", "diff", "linalg_cross", "msort"),
+    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "diff", "linalg_cross", "msort"),
 )
 
 _BY_REDUCTION = (

@@ -144,7 +144,7 @@ class Tracker(TorchDispatchMode):
             self.ambiguous += [number for number in call.numbers if call.degree(number) is None]
         if grows and name not in READ_SIZES:
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
-        if name in ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"):
+        if "batch_norm" in name and "no_" not in name:
             self._note_norm(call)
         rule = rule_of(name, is_pointwise(call.op))
         if rule is not None:
