@@ -38,14 +38,10 @@ def check_outputs(graph: TrainingGraph) -> None:
         return
     outputs = ((role, node.meta["val"]) for role, node in graph.outputs if isinstance(role, Output))
     if any(role.axis is None and _may_have_rows_elsewhere(graph, value.shape) for role, value in outputs):
-        why = (
-            "the number of rows is a constant in what was captured; compile with dynamic=True"
-            if graph.batch is None
-            else "microbatch_weight=... says how losses add up, and the graph is not looked at; leave it out"
-        )
         raise InputError(
             "the model or loss_fn returns tensors, and nothing shows where their rows are: an argument has "
-            f"them elsewhere than in dimension 0, and {why}, or pass the batch as dimension 0"
+            "them elsewhere than in dimension 0, and the number of rows is a constant in what was captured; "
+            "compile with dynamic=True, or pass the batch as dimension 0"
         )
 
 

@@ -28,6 +28,7 @@ from pipec.torch_compat.differentiation import (
     differentiate,
     has_gradient_hook,
     python_expression,
+    size_of_symbol,
     value_symbols,
 )
 from pipec.torch_compat.direct import CAUSE, capture_directly
@@ -116,6 +117,7 @@ __all__ = [
     "remembered_arithmetic",
     "settings",
     "size_in",
+    "size_of_symbol",
     "symbols_of",
     "unchanged",
     "unvalidated_distributions",

@@ -53,6 +53,13 @@ def value_symbols(value: object) -> set[sympy.Symbol]:
     return set(free_unbacked_symbols(value)) if known else set()
 
 
+def size_of_symbol(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | None:
+    """What a symbol in ``number`` was when it was traced; None if values alone tell."""
+    shapes = number.node.shape_env
+    sizes = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val
+    return int(sizes[symbol]) if symbol in sizes else None
+
+
 @dataclass(frozen=True)
 class JointGraph:
     """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.

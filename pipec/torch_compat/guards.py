@@ -174,7 +174,7 @@ def _value_guards(
                 yield constant_guard(fqn_of(source), _finder(source, known), module)
         elif type(value) in _DICTS and not entry.name.endswith(_REGISTRY):
             yield _keys_guard(source, _finder(source, known), module)
-        elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
+        elif isinstance(value, FunctionType) and not _is_torchs(value):
             functions.append(value)
         reads_environment |= value is os.environ or value is os.getenv
     if reads_environment:
@@ -186,6 +186,11 @@ def _value_guards(
         yield ValueGuard(
             "requires_grad", lambda module: [x.requires_grad for x in module.parameters()], module
         )
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    """Whether torch defines a function. One that ``exec`` or ``eval`` has made may be of no module."""
+    return str(function.__module__).startswith("torch.")
 
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)

@@ -35,7 +35,7 @@ from pipec.capture.rewriting import KEPT, Chain, put, value_of
 from pipec.capture.row_order import mark_result
 from pipec.graph import Findings, is_assumption
 from pipec.ir.axis import BatchAxis
-from pipec.torch_compat import HigherOrderOperator, pytree, value_symbols
+from pipec.torch_compat import HigherOrderOperator, pytree, size_of_symbol, value_symbols
 
 _COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 """Losses whose mean is over targets that are not ignored, each with the weight of its class."""
@@ -162,10 +162,10 @@ class _Walk:
         """A symbolic number in the sizes of the analysis. Other symbols are what they are in this call."""
         expression = sympy.sympify(number.node.expr)
         for symbol in expression.free_symbols - self._sizes.keys():
-            hint = number.node.shape_env.var_to_val.get(symbol) if number.node.shape_env else None
-            if hint is None:
+            size = size_of_symbol(symbol, number)
+            if size is None:
                 return None
-            self._sizes[symbol] = int(hint)
+            self._sizes[symbol] = size
         found = sympy.sympify(expression.xreplace(self._sizes))
         if found in (sympy.true, sympy.false):
             return bool(found)
@@ -178,7 +178,7 @@ class _Walk:
         if not hasattr(value, "node"):
             return value
         expression = sympy.sympify(value.node.expr)
-        if value_symbols(value) or isinstance(value, torch.SymBool):
+        if value_symbols(value) or (isinstance(value, torch.SymBool) and expression.free_symbols):
             self._odd.add(node)
         elif self._symbol is not None and self._symbol in expression.free_symbols:
             expression = expression.replace(lambda x: type(x).__name__ == "ToFloat", lambda x: x.args[0])
@@ -221,6 +221,7 @@ class _Walk:
         else:
             result = self._stand_in(node, Unproven("could not be made right"))
         self.values[node] = result
+        self._check_sizes(node, result)
         self._note(node, result)
         if self.tracker.drawn and self._symbol is not None and "dropout" not in operator_name(node):
             self._drawn.append(node)
@@ -378,6 +379,19 @@ class _Walk:
 
         return pytree.tree_map(made, value_of(node))
 
+    def _has_rows(self, size: Any) -> bool:
+        """Whether a size depends on the number of rows."""
+        return self._symbol in sympy.sympify(self._in_symbols(size)).free_symbols
+
+    def _check_sizes(self, node: fx.Node, result: Any) -> None:
+        """A size such as ``rows - 1``, that is no multiple of the rows, is another one in a microbatch."""
+        for tensor, seen in zip(tensors_in(result), tensors_in(value_of(node)), strict=False):
+            sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
+            is_known = not isinstance(self.tracker.value_of(tensor), Mixed | Unproven)
+            if is_known and any(made % ROWS and self._has_rows(size) for made, size in sizes):
+                why = "has a size that depends on the number of rows, which is another one in a microbatch"
+                self.tracker.tell(tensor, replace(self.tracker.known(tensor), value=Mixed(why)))
+
     def _note(self, node: fx.Node, result: Any) -> None:
         """Remember which node began not to be proved, and what sizes values tell."""
         for tensor in tensors_in((result, self._read(node))):
@@ -411,8 +425,9 @@ class _Walk:
         """Let ``reader`` read a sum divided by the microbatch's share."""
         if self.tracker.ambiguous:
             return False
-        shared = changes_argument(reader) and reader.args[0] is total and len(total.users) > 1
-        if shared or not value_of(total).is_floating_point():
+        is_written = changes_argument(reader) and reader.args[0] is total
+        is_shared = len(total.users) > 1 or self.tracker.shows_memory_of_others(self.values[total])
+        if (is_written and is_shared) or not value_of(total).is_floating_point():
             return False
         share = self._before(reader, total, SHARE, value_of(total).device)
         cast = self._before(
@@ -454,7 +469,7 @@ class _Walk:
         known = self.tracker.known(result)
         seen = value_of(node)
         fixed = seen is None or not any(map(value_symbols, seen.shape))
-        grows = any(size % ROWS == 0 and size for size in result.shape) if self._symbol is not None else False
+        grows = seen is not None and any(map(self._has_rows, seen.shape))
         takes = isinstance(known.value, Sum | Mixed) if self._symbol is not None else known.value == Sum()
         if not (known.given and takes and fixed and not grows) or self._is_written_view(node, result):
             return

@@ -165,6 +165,8 @@ def scattered(call: OperatorCall) -> Value:
     others = [call.value_of(t) for t in call.tensors[1:]]
     if unknown := unknown_among([target, *others]):
         return unknown
+    if isinstance(target, Rows) and target.dim == dim and any(v.numbers for v in rows_among(others)):
+        return call.mixed("writes to rows by their numbers")
     call.require_no_numbers()
     rows = rows_among([target, *others])
     if isinstance(target, Rows) and target.dim == dim == 0 and _puts_back(others):

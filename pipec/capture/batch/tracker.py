@@ -89,6 +89,10 @@ class Tracker(TorchDispatchMode):
         for other in self._sharing.get(_memory(tensor), []):
             self.tell(other, Known(value))
 
+    def shows_memory_of_others(self, tensor: Tensor) -> bool:
+        """Whether other tensors have the same memory."""
+        return any(other is not tensor for other in self._sharing.get(_memory(tensor), []))
+
     def twin(self, tensor: Tensor) -> Tensor:
         """A tensor without memory in place of one that has some."""
         if tensor.device == _META:
@@ -264,12 +268,14 @@ class Tracker(TorchDispatchMode):
         return self._kept_rows(call, call.unproven() if degree is None else Whole(degree, number))
 
     def _kept_rows(self, call: OperatorCall, value: Value) -> Value:
-        """What is whole, written to each row, is rows."""
+        """What is whole, written to each row, is rows. How many elements an unknown value has is not known."""
         old = self.value_of(call.first)
-        if isinstance(value, Whole) and isinstance(old, Rows):
+        if not isinstance(value, Whole):
+            return value
+        if isinstance(old, Rows):
             return Rows(old.dim, old.outer, old.inner, value.degree)
         tagged = any(map(call.is_tagged, call.first.shape))
-        return value if not (isinstance(value, Whole) and tagged) else unknown_among([old]) or call.unproven()
+        return unknown_among([old]) or (call.unproven() if tagged else value)
 
     def _beside(self, call: OperatorCall, other: Tensor, view: Tensor, before: Value, value: Value) -> Value:
         """What a tensor is of whose memory a part was written, that ``view`` shows."""
