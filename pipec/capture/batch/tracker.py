@@ -268,7 +268,7 @@ class Tracker(TorchDispatchMode):
         return self._kept_rows(call, call.unproven() if degree is None else Whole(degree, number))
 
     def _kept_rows(self, call: OperatorCall, value: Value) -> Value:
-        """What is whole, written to each row, is rows. How many elements an unknown value has is not known."""
+        """What is whole, written to each row, is rows. An unknown value may have any number of elements."""
         old = self.value_of(call.first)
         if not isinstance(value, Whole):
             return value
