@@ -109,7 +109,7 @@ def judge(case: BatchCase) -> Judged:
         expected = [_eager(case, _made(case), rows) for rows in case.rows]
     except Exception as error:
         raise BrokenCase(f"{case.name}: {error!r}") from error
-    with _warnings() as told:
+    with told_of_the_batch() as told:
         try:
             differences = [*_differences(case, _made(case), expected)]
         except PipecError as error:
@@ -217,7 +217,7 @@ class _Told(logging.Handler):
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
+def told_of_the_batch() -> Iterator[list[str]]:
     """What pipec says of the batch meanwhile, by its loggers or by ``warnings``."""
     log, told = logging.getLogger("pipec"), _Told()
     log.addHandler(told)

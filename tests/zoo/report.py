@@ -40,6 +40,7 @@ def zoo_section(families: Mapping[str, Sequence[Case]], results: Mapping[str, Re
         f"{len(every)} models: {len(trained)} are right, {sum(r.outcome == RIGHT for r in trained)} of them "
         f"bit for bit; {counted(r.outcome for r in every if not r.trained) or 'none is refused'}."
     )
+    yield from warnings_in(every)
     seconds, balance = [r.compile_seconds for r in trained], [r.balance for r in trained]
     yield (
         f"Compilation takes {statistics.median(seconds):.1f} s in the median, {max(seconds):.0f} s at most. "
@@ -58,6 +59,14 @@ def zoo_section(families: Mapping[str, Sequence[Case]], results: Mapping[str, Re
         yield "| model | outcome | same bits | error | operators | balance | possible | compiled in |"
         yield "|---|---|--:|--:|--:|--:|--:|--:|"
         yield from (_row(case.name, results[f"{family}/{case.name}"]) for case in cases)
+
+
+def warnings_in(results: Sequence[Result]) -> Iterator[str]:
+    """How many models that are right are warned of, and which lines are said to be unproven."""
+    warned = [result for result in results if result.warned and result.trained]
+    yield f"\nOf {len(warned)} models that are right pipec says that something is not proved.\n"
+    yield from (f"* {result.name}: {_first_line(result.warned)}" for result in warned)
+    yield ""
 
 
 def _row(name: str, result: Result) -> str:
@@ -84,7 +93,8 @@ def huggingface_section(results: Mapping[str, Result]) -> Iterator[str]:
         refused = sum(result.outcome == REFUSED for result in tried)
         share = f"{trained} ({trained / max(len(tried), 1):.0%})"
         yield f"| {kind} | {len(tried)} | {share} | {bits} | {refused} | {len(tried) - trained - refused} |"
-    yield "\nWhat is not right, by cause:\n"
+    yield from warnings_in(list(results.values()))
+    yield "What is not right, by cause:\n"
     causes = defaultdict[str, list[str]](list)
     for name, result in results.items():
         if not result.trained and result.outcome != UNUSABLE:
@@ -105,4 +115,4 @@ def _named(results: Iterable[Result]) -> str:
 
 
 def _first_line(message: str) -> str:
-    return message.split("\n")[0][:120].replace("|", "/")
+    return message.split("\n")[0][:240].replace("|", "/")

@@ -10,6 +10,7 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
+from batch_judge import told_of_the_batch
 from torch import Tensor, nn
 
 import pipec
@@ -48,15 +49,17 @@ RIGHT, ROUNDED, REFUSED, WRONG, CRASH, UNUSABLE = (
 class Result:
     """What came of a case.
 
-    ``error`` is the largest relative one, ``same_bits`` the share of gradients that have the bits of eager
-    torch over the same microbatches, ``balance`` the time of the slowest stage over the mean, and
-    ``possible`` that of the most even stages that consist of whole operators.
+    ``warned`` is what pipec says of the batch, besides its norms. ``error`` is the largest relative one,
+    ``same_bits`` the share of gradients that have the bits of eager torch over the same microbatches,
+    ``balance`` the time of the slowest stage over the mean, and ``possible`` that of the most even stages
+    that consist of whole operators.
     """
 
     name: str
     outcome: str
     message: str = ""
     cause: str = ""
+    warned: str = ""
     error: float = 0.0
     same_bits: float = 0.0
     operators: int = 0
@@ -131,12 +134,17 @@ def _tried(case: Case) -> Result:
 def _compared(
     case: Case, model: nn.Module, batches: Sequence[Inputs], in_turn: Sequence[Left], whole: Sequence[Left]
 ) -> Result:
-    pipe = pipec.compile(model, STAGES, loss_fn=case.loss_fn, microbatches=MICROBATCHES, batched=case.batched)
-    begun = time.perf_counter()
-    pipe.prepare(**batches[0])
-    seconds = time.perf_counter() - begun
-    found = [Left.by(model, pipe.step(**inputs)) for inputs in batches]
-    if _staged(pipe)._captured.unclear:
+    options = {"microbatch_weight": "rows"} if case.by_microbatch else {}
+    with told_of_the_batch() as told:
+        pipe = pipec.compile(
+            model, STAGES, loss_fn=case.loss_fn, microbatches=MICROBATCHES, batched=case.batched, **options
+        )
+        begun = time.perf_counter()
+        pipe.prepare(**batches[0])
+        seconds = time.perf_counter() - begun
+        found = [Left.by(model, pipe.step(**inputs)) for inputs in batches]
+    warned = [text for text in told if "batch norms take their statistics" not in text]
+    if _staged(pipe)._captured.findings.unproven:
         whole = in_turn  # pipec has said that it does not know how their losses add up
     wrong = [difference for pair in zip(found, whole, strict=True) for difference in differences(*pair)]
     plan = pipe.plan
@@ -153,6 +161,7 @@ def _compared(
         case.name,
         outcome,
         "; ".join(beyond[:5]),
+        warned="; ".join(warned),
         error=largest,
         same_bits=sum(same) / len(same),
         operators=plan.stages[-1].last_operator + 1,
