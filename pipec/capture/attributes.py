@@ -106,6 +106,32 @@ def reachable_values(traced: nn.Module) -> Iterator[tuple[str, Any]]:
     )
 
 
+def generators_of(traced: nn.Module) -> dict[str, Any]:
+    """By name, the sources of random numbers that are not torch's among ``reachable_values``, each once."""
+    visited = dict[int, tuple[int, Any]]()
+    return {
+        name: generator
+        for path, module in traced.named_modules()
+        for attribute, value in _parts(module)
+        if attribute not in _OF_EVERY_MODULE
+        for name, generator in _generators(f"{path}.{attribute}".removeprefix("."), value, _DEPTH, visited)
+    }
+
+
+def _generators(
+    path: str, value: Any, depth: int, visited: dict[int, tuple[int, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """Those at most ``depth`` steps below a value, unless it was visited with as many steps left."""
+    if isinstance(value, GENERATORS):
+        yield path, value
+    elif depth and not isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
+        if visited.get(id(value), (0, None))[0] >= depth:
+            return
+        visited[id(value)] = depth, value
+        for name, part in _parts(value):
+            yield from _generators(f"{path}.{name}", part, depth - 1, visited)
+
+
 def _values(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _LEAVES):
         yield path, value

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from pipec.capture.attributes import GENERATORS, reachable_values
+from pipec.capture.attributes import generators_of
 from pipec.capture.diagnosis import SourceLine, is_machinery
 from pipec.errors import CaptureError
 
@@ -27,7 +27,7 @@ class Generators:
 
     def __init__(self, traced: nn.Module) -> None:
         self._traced = traced
-        self._held = {path: x for path, x in reachable_values(traced) if isinstance(x, GENERATORS)}
+        self._held = generators_of(traced)
         self._all = {"Python's random module": random, "numpy's random module": np.random, **self._held}
         self._before = self._states()
 

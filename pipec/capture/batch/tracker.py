@@ -106,7 +106,9 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self.twin, (tuple(args), dict(kwargs or {})))
+        args, kwargs = tuple(args), dict(kwargs or {})
+        if any(tensor.device != _META for tensor in tensors_in((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(Tensor, self.twin, (args, kwargs))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _META}
         result = self._run(func, args, kwargs)
