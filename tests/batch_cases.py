@@ -1586,19 +1586,16 @@ CUSTOM_OPERATORS = {
 """Nobody can know that they do not mix rows: they may be warned of, but then they are right."""
 
 ONLY_TOLD = (
-    *(
-        "mixing: if ",
-        "loss that mixes: if ",
-        "output that mixes: if ",
-        "mixing: custom operator whose backward mixes",
-    ),
-    *("mixing: a buffer of calls", "mixing: a queue of keys", "mixing: the number of a row by linspace"),
-    *(
-        "mixing: the number of a row by nonzero",
-        "mixing: mean of each group",
-        "drawn: a number drawn for the batch",
-    ),
-    *("drawn: a mask drawn for the batch", "loss: binary, weighted", "row-wise: sparse experts"),
+    "mixing: custom operator whose backward mixes",
+    "mixing: a buffer of calls",
+    "mixing: a queue of keys",
+    "mixing: the number of a row by linspace",
+    "mixing: the number of a row by nonzero",
+    "mixing: mean of each group",
+    "drawn: a number drawn for the batch",
+    "drawn: a mask drawn for the batch",
+    "loss: binary, weighted",
+    "row-wise: sparse experts",
 )
 """How names begin of cases that are not proved: a warning names the line."""
 

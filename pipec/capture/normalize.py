@@ -150,7 +150,11 @@ def training_graph(traced: Traced) -> TrainingGraph:
             value_sizes=value_sizes,
             constants={**_used(graph, of_batch, traced.constants), **lifted},
             of_batch=of_batch,
-            findings=replace(traced.findings, output=results.unclear),
+            findings=replace(
+                traced.findings,
+                output=results.unclear,
+                branches=tuple((x.subs(traced.joint.replacements), at) for x, at in traced.joint.branches),
+            ),
             joined=traced.joined,
             kept_row=kept_row,
             logs=results.logs,

@@ -4,7 +4,7 @@ from torch import nn
 
 from pipec.errors import InputError, MixedRowsError
 from pipec.graph import Findings, TrainingGraph, UpdatedBuffer, is_collective
-from pipec.ir import Payload, Placement, Plan, Sizes
+from pipec.ir import Payload, Placement, Plan
 
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -56,20 +56,6 @@ def check_batch(findings: Findings, num_microbatches: int) -> None:
             f"{num_microbatches} microbatches do not make:\n  {findings.output}\n"
             "Return it for each row, or compile with microbatches=1"
         )
-
-
-def told_of_sizes(graph: TrainingGraph, num_microbatches: int, rows: int, values: Sizes) -> str:
-    """What to tell if a condition on sizes holds for a microbatch, and for the whole batch not.
-
-    The model's code may take another way there; or the condition is of torch's own code, and changes nothing.
-    """
-    if num_microbatches == 1 or graph.batch is None or graph.serves(rows, values):
-        return ""
-    return (
-        f"a microbatch is captured for {graph.broken_guard(rows, values)}, that all {rows} rows do not meet: "
-        "if the model's code compares the number of rows, it goes the way of a microbatch. Compare with "
-        "microbatches=1, or let the code not depend on the number of rows"
-    )
 
 
 def warnings_of(findings: Findings) -> list[str]:

@@ -27,7 +27,6 @@ from pipec.compiler.checks import (
     told_of_changed_buffers,
     told_of_one_row,
     told_of_rounds,
-    told_of_sizes,
     warnings_of,
 )
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
@@ -38,7 +37,7 @@ from pipec.compiler.shortage import refuse, refuse_on_its_stages
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.errors import InputError, PlanError
-from pipec.graph import Output, TrainingGraph
+from pipec.graph import Findings, Output, TrainingGraph
 from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement, Precision, Shard, Sizes, Variable
 from pipec.ir.batch import require_equal_rows, split_sizes, variable_values
@@ -141,7 +140,7 @@ class Compiler:
             rest = rest[len(served) :]
         if count > 1:
             check_outputs(graphs[0])
-            self._warn_once(told_of_sizes(graphs[0], count, call.batch_size, sizes))
+            check_batch(self._findings(graphs[0], call.batch_size, sizes), count)
             for warning in warnings_of(graphs[0].findings):
                 self._warn_once(warning)
         check_groups(groups)
@@ -178,7 +177,9 @@ class Compiler:
             return self._settle(signature, self._capture_first(signature, call), batch)
         sizes = split_sizes(batch, self._counts(self.autotuner, batch)[0])
         staged = self._stages(signature, call, 0, sizes)
-        if self._is_taken_whole(staged.graph):
+        if self._is_taken_whole(
+            self._findings(staged.graph, batch, variable_values(signature.kind.variables, call.leaves))
+        ):
             return 1
         counts = self._counts(self.autotuner, batch)
         if self.searches_shard and trains:
@@ -225,7 +226,8 @@ class Compiler:
             return self._cut(graph, how, self.options)
 
         if graph.mode is not Mode.TRAIN:
-            count = 1 if self._is_taken_whole(graph) else self._counts(self.autotuner, batch)[0]
+            found = self._findings(graph, batch, graph.planned)
+            count = 1 if self._is_taken_whole(found) else self._counts(self.autotuner, batch)[0]
             placement = self.autotuner.policy.placements([count])[0]
             size = split_sizes(batch, count)[0]
             staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, count, size))
@@ -383,18 +385,24 @@ class Compiler:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
             assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
             self.microbatches = replicas
-        if self._is_taken_whole(graph):
+        graph = replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
+        found = self._findings(graph, call.batch_size, graph.planned)
+        if self._is_taken_whole(found):
             self.microbatches = 1 if graph.mode is Mode.TRAIN else self.microbatches
         elif len(sizes) > 1:
-            check_batch(graph.findings, len(sizes))
-        return replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
+            check_batch(found, len(sizes))
+        return graph
 
-    def _is_taken_whole(self, graph: TrainingGraph) -> bool:
+    def _findings(self, graph: TrainingGraph, batch_size: int, values: Sizes) -> Findings:
+        """What is found of a batch of so many rows. Whoever weighs microbatches takes each by itself."""
+        return graph.findings if self.microbatch_weight else graph.found_in(batch_size, values)
+
+    def _is_taken_whole(self, found: Findings) -> bool:
         """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several.
 
         First another dimension of the arguments is tried, if there is one that may be the batch.
         """
-        why = graph.findings.mixed or graph.findings.output
+        why = found.mixed or found.output
         if not why or self.tries_axes or self.microbatches is not None or self.autotuner.policy.replicas != 1:
             return False
         self._warn_once(f"a step has one microbatch, the whole batch, for rows depend on other rows: {why}")

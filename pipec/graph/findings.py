@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import sympy
+
 
 @dataclass(frozen=True)
 class Assumed:
@@ -25,7 +27,8 @@ class Findings:
     ``unproven``: it is not known whether it does. ``assumed``: calls that are checked when the first
     step runs. ``output`` is where an output, other than
     the loss, is neither row by row nor a sum or mean. ``norms`` is how many batch norms take the statistics
-    of a microbatch. ``drawn``: random numbers that belong to no row, dropout apart.
+    of a microbatch. ``drawn``: random numbers that belong to no row, dropout apart. ``branches``: conditions
+    on sizes, true of the microbatch, by which Python code goes its way, each with its line.
     """
 
     mixed: str = ""
@@ -34,6 +37,7 @@ class Findings:
     output: str = ""
     norms: int = 0
     drawn: tuple[str, ...] = ()
+    branches: tuple[tuple[sympy.Basic, str], ...] = ()
 
 
 PROVED = Findings()

@@ -134,11 +134,15 @@ class TrainingGraph:
         known = self._known(sizes)
         return all(guard.subs(known) != sympy.false for guard in self.guards)
 
-    def broken_guard(self, microbatch_size: int, values: Sizes) -> str:
-        """The first condition on sizes that does not hold for this number of rows, in words."""
-        known = self._known({"b": microbatch_size, **values})
-        broken = next(guard for guard in self.guards if guard.subs(known) == sympy.false)
-        return str(broken.subs({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
+    def found_in(self, batch_size: int, values: Sizes) -> Findings:
+        """The findings of a batch of so many rows, for which a branch on sizes may go another way."""
+        known = self._known({"b": batch_size, **values})
+        names = {symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}
+        for condition, line in self.findings.branches:
+            if condition.subs(known) == sympy.false and not self.findings.mixed:
+                why = f"{condition.subs(names)} for the b rows of a microbatch, not for all {batch_size}"
+                return replace(self.findings, mixed=f"{line}: {why}")
+        return self.findings
 
     def obsolete(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:
         """Why capturing again would give another graph, for a call of these leaves; empty if it would not.

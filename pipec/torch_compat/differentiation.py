@@ -4,6 +4,8 @@ import contextlib
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import FrameSummary
 
 import sympy
 import torch
@@ -64,6 +66,7 @@ def size_of_symbol(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat |
 class JointGraph:
     """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.
 
+    ``branches`` are those of the guards that a branch in Python code made, each with its line.
     ``fixed_by`` is the line of the model that made a constant of a symbol, if one did. ``asserted`` is what
     was taken for granted of ``value_sizes``.
     """
@@ -72,6 +75,7 @@ class JointGraph:
     arguments: tuple[tuple[str, str | int], ...]
     results: tuple[tuple[str, str | int], ...]
     guards: tuple[sympy.Basic, ...]
+    branches: tuple[tuple[sympy.Basic, str], ...]
     replacements: dict[sympy.Symbol, sympy.Expr]
     output_spec: pytree.TreeSpec
     fixed_by: str
@@ -118,6 +122,7 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
         arguments=tuple(_argument(node) for node in placeholders),
         results=tuple(_result(desc) for desc in graph_module.graph.output_node().meta["desc"]),
         guards=tuple(guard.expr for guard in shape_env.guards) if shape_env else (),
+        branches=tuple(_branches(shape_env)) if shape_env else (),
         replacements=dict(shape_env.replacements) if shape_env else {},
         output_spec=joint.out_spec,
         fixed_by=_fixed_by(shape_env),
@@ -162,6 +167,21 @@ def _read(joint: JointGraph, differentiated: Differentiated) -> JointGraph:
         results=tuple(map(result, joint.results)),
         output_spec=differentiated.results,
     )
+
+
+def _branches(shape_env: ShapeEnv) -> Iterator[tuple[sympy.Basic, str]]:
+    """Guards of Python code that Dynamo followed, or that asked for a size. Torch's operators make others."""
+    for guard in shape_env.guards:
+        asked, line = guard.sloc.framework_loc, guard.sloc.maybe_user_loc
+        file = asked.filename if isinstance(asked, FrameSummary) else ""
+        if line and file.startswith(str(_TORCH / "_dynamo")):
+            code, _, place = line.rpartition("  # ")
+            yield guard.expr, f"{place.partition(' in ')[0]}: {code}"
+        elif isinstance(asked, FrameSummary) and not Path(file).is_relative_to(_TORCH):
+            yield guard.expr, f"{Path(file).name}:{asked.lineno}: {asked.line}"
+
+
+_TORCH = Path(torch.__file__).parent
 
 
 def _fixed_by(shape_env: ShapeEnv | None) -> str:
