@@ -5,6 +5,7 @@ batch_cases`` tries them all, or those whose names contain one of the arguments,
 """
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -197,6 +198,53 @@ class Experts(nn.Module):
             else:
                 y = y + expert(x) * (gates * (chosen == number)).sum(-1, keepdim=True)
         return y
+
+
+class SortedExperts(nn.Module):
+    """Two of three experts for each row: rows are sorted by expert for one grouped product, and put back.
+
+    ``fault`` lets a row depend on others, or on its place among them.
+    """
+
+    def __init__(self, fault: str = "", adds: bool = False) -> None:
+        super().__init__()
+        importlib.import_module("transformers.integrations.moe")  # registers the product
+        self.gate, self.fault, self.adds = nn.Linear(WIDTH, 3), fault, adds
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        fault = self.fault
+        gates, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        keys, order = chosen.reshape(-1).sort(descending=fault == "descending")
+        rows = x[order // 2 if fault != "other rows" else order // 2 * 0]
+        counted = keys if fault != "counts of others" else chosen.reshape(-1) // 2
+        ends = torch.histc(counted.double(), 3, 0, 2).cumsum(0).int()
+        ends = (ends - 1).clamp(min=0) if fault == "shifted ends" else ends
+        y = torch.ops.transformers.grouped_mm_fallback(rows, self.weights, ends)
+        y = y * gates.reshape(-1)[order][:, None]
+        if fault == "weights by place":
+            y = y * torch.linspace(0, 1, len(order))[:, None]
+        elif fault == "added up":
+            y = y.cumsum(0)
+        elif fault == "the first ones":
+            y = torch.cat([y[:5], y[5:] * 0])
+        elif fault == "neighbours":
+            y = y + y.roll(1, 0)
+        elif fault == "places":
+            y = y * order[:, None]
+        if self.adds:
+            return torch.zeros_like(x).index_add(0, order // 2, y)
+        if fault == "another order":
+            order = (chosen + chosen.flip(1)).reshape(-1).sort().indices
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return y[back if fault != "put back twice" else order].view(-1, 2, WIDTH).sum(1)
+
+
+FAULTS = (
+    *("descending", "other rows", "counts of others", "shifted ends", "weights by place", "added up"),
+    *("the first ones", "neighbours", "places", "another order", "put back twice"),
+)
 
 
 class Capacity(nn.Module):
@@ -631,6 +679,8 @@ ROW_WISE: dict[str, BatchCase] = {
     "cosine similarity": flat(lambda h: F.cosine_similarity(h, h.cos(), dim=1)),
     "dense experts": flat(lambda h, a: a(h), lambda: Experts(sparse=False)),
     "sparse experts": flat(lambda h, a: a(h), lambda: Experts(sparse=True)),
+    "sorted experts": quick(flat(lambda h, a: a(h), SortedExperts)),
+    "sorted experts, added up": flat(lambda h, a: a(h), lambda: SortedExperts(adds=True)),
     "LSTM, batch first": quick(
         sequential(lambda h, a: a(h)[0], lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
     ),
@@ -868,6 +918,10 @@ MIXING: dict[str, BatchCase] = {
     "QR of the batch": flat(lambda h: torch.linalg.qr(h).Q.abs()),
     "least squares": flat(lambda h: h @ torch.linalg.lstsq(h, h.cos()).solution),
     "kron": flat(lambda h: torch.kron(h, h).view(h.shape[0], -1)),
+    **{
+        f"sorted experts, {fault}": flat(lambda h, a: a(h), functools.partial(SortedExperts, fault))
+        for fault in FAULTS
+    },
     "tril": quick(flat(lambda h: h.tril())),
     "triu": flat(lambda h: h.triu(1)),
     "diagonal filled": quick(flat(written(lambda h: h.fill_diagonal_(0.5)))),
@@ -1595,7 +1649,6 @@ ONLY_TOLD = (
     "drawn: a number drawn for the batch",
     "drawn: a mask drawn for the batch",
     "loss: binary, weighted",
-    "row-wise: sparse experts",
 )
 """How names begin of cases that are not proved: a warning names the line."""
 

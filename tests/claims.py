@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from pipec.capture.batch.analysis import _Walk
-from pipec.capture.batch.values import Mixed, Picked, Rows, Sum, Unproven, Value, Whole
+from pipec.capture.batch.values import Mixed, Picked, Rows, Sorted, Sum, Unproven, Value, Whole
 from pipec.capture.markers import OF_BATCH, RESULT, ROW_NUMBERS, SHARE
 from pipec.errors import PipecError
 from pipec.torch_compat import pytree
@@ -71,7 +71,7 @@ def check_graph(
     module.recompile()
     if findings.assumed or findings.norms:
         return Checked("assumed" if findings.assumed else "declared", claim)
-    unproven = isinstance(claim, Unproven | Picked)
+    unproven = isinstance(claim, Unproven | Picked | Sorted)
     checked = Checked("refused" if isinstance(claim, Mixed) else "unproven" if unproven else "proved", claim)
     try:
         whole, *runs = rewritten_runs(module, inputs, parts, sizes)
@@ -204,7 +204,7 @@ def compare(walk: Any, whole: Run, runs: Sequence[Run], checked: Checked) -> Ite
                 continue
             value = walk.tracker.value_of(claimed)
             checked.num_claims += 1
-            if isinstance(value, Mixed | Unproven | Picked):
+            if isinstance(value, Mixed | Unproven | Picked | Sorted):
                 continue
             checked.num_proved += 1
             if not holds(value, wanted[place], [found[place] for found in parts], runs):

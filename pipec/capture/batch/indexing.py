@@ -148,7 +148,7 @@ def gather(call: OperatorCall) -> Value:
         return call.unproven()
     if isinstance(source, Rows) and isinstance(index, Rows):
         same = (source.dim, source.outer, source.inner) == (index.dim, index.outer, index.inner)
-        return source if same else call.mixed("combines each row with other rows")
+        return source if same else call.unproven("looks up in rows by numbers that stand in another order")
     if isinstance(source, Rows) or isinstance(index, Rows):
         rows = source if isinstance(source, Rows) else index
         assert isinstance(rows, Rows)

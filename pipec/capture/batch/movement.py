@@ -8,14 +8,16 @@ from dataclasses import replace
 from torch import Tensor
 
 from pipec.capture.batch.call import NeedsMeanError, OperatorCall, tensors_in, unknown_among
-from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
+from pipec.capture.batch.sorting import IN_ORDER
+from pipec.capture.batch.values import MEAN, Holds, Picked, Rows, Sorted, Sum, Value, Whole
 
 
 def moved(call: OperatorCall) -> Value:
     """Sums and what is whole stay that wherever their elements go; rows ask ``_PLACES``."""
     value = call.value_of(call.first)
     if isinstance(value, Whole) and call.name in _CUTTING and any(map(call.is_tagged, _integers(call))):
-        return call.mixed("takes as many elements as the microbatch has rows")
+        why = "takes as many elements as the microbatch has rows"
+        return call.mixed(why) if call.symbolic else call.unproven(why.replace("takes", "may take"))
     if not isinstance(value, Rows | Picked) or (isinstance(value, Picked) and _keeps_first(call)):
         return value
     if isinstance(value, Picked) and call.name in ("view", "_unsafe_view") and not value.places:
@@ -319,7 +321,7 @@ def _fill(call: OperatorCall) -> float | None:
 
 
 def numbered(call: OperatorCall) -> Value:
-    """``arange(rows)`` are the numbers of the rows, in the microbatch."""
+    """``arange(rows)`` are the numbers of a microbatch's rows, ``arange(3 * rows)`` those of their parts."""
     if not any(call.is_tagged(size) for size in call.shape):
         fixed = call.symbolic or call.degree(call.shape[0] if call.shape else 0) == 0
         return Whole() if fixed else call.unproven("may number the rows of the microbatch")
@@ -327,7 +329,9 @@ def numbered(call: OperatorCall) -> Value:
     if given == (0, call.rows, 1):
         return Rows(0, numbers=True)
     if given[0] == 0 and given[2] == 1 and call.is_tagged(given[1]):
-        return call.unproven("numbers several elements of each row, as experts do, which may put them back")
+        if not call.symbolic:
+            return call.unproven("may number the rows of the microbatch")
+        return Sorted(IN_ORDER, given[1] // call.rows, Holds.ORDER)
     return call.mixed("numbers the rows of a microbatch, from another one on than the first")
 
 

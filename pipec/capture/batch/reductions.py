@@ -6,6 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from pipec.capture.batch.call import OperatorCall, rows_among, unknown_among
+from pipec.capture.batch.sorting import sorted_by
 from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole, power_of
 
 
@@ -76,14 +77,14 @@ def _left(call: OperatorCall, rows: Rows, dims: Sequence[int]) -> Rows:
     return rows if keeps else rows.at(rows.dim - sum(dim < rows.dim for dim in set(dims)))
 
 
-def along(call: OperatorCall) -> Value:
+def along(call: OperatorCall) -> Value | tuple[Value, ...]:
     """Operators that let elements along ``dim`` depend on one another, and keep the shape."""
     value, dims = call.value_of(call.first), dims_of(call)
     if unknown := unknown_among(call.values):
         return unknown
     if isinstance(value, Rows) and value.dim in dims:
-        if call.name in ("sort", "argsort") and not call.first.is_floating_point():
-            return call.unproven("orders rows by whole numbers, as experts do, which may put them back")
+        if (found := sorted_by(call)) is not None:
+            return found
         return call.mixed(f"computes {call.name} over rows")
     if isinstance(value, Picked) and (0 in dims or value.places):
         return call.mixed(f"computes {call.name} over rows")

@@ -21,8 +21,9 @@ from pipec.capture.batch.call import (
     unknown_among,
 )
 from pipec.capture.batch.movement import as_view_of
-from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, rule_of
-from pipec.capture.batch.values import Rows, Sum, Value, Whole
+from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, Rule, rule_of
+from pipec.capture.batch.sorting import by_place, of_sorted
+from pipec.capture.batch.values import Rows, Sorted, Sum, Value, Whole
 from pipec.graph import Assumed
 from pipec.torch_compat import OpOverload, TorchDispatchMode, decompositions, pytree
 
@@ -153,6 +154,8 @@ class Tracker(TorchDispatchMode):
         if "batch_norm" in name and "no_" not in name:
             self._note_norm(call)
         rule = rule_of(name, is_pointwise(call.op))
+        if name not in READ_NO_VALUES and any(isinstance(value, Sorted) for value in call.values):
+            return self._of_sorted(call, rule)
         if rule is not None:
             return rule(call)
         if not call.values:
@@ -160,6 +163,12 @@ class Tracker(TorchDispatchMode):
         if (made := self._decomposed(call)) is not None:
             return made
         return self._assume(call)
+
+    def _of_sorted(self, call: OperatorCall, rule: Rule | None) -> Value | tuple[Value, ...]:
+        found = of_sorted(call)
+        if found is not None:
+            return found
+        return by_place(call, rule) if rule else self._decomposed(call) or call.unproven()
 
     def _needs_order(self, call: OperatorCall) -> bool:
         """Whether a call tells rows of all replicas apart by their place, where that is not the batch's."""

@@ -7,6 +7,8 @@ captured forward is one of these:
 ``Whole``      the same for every microbatch: parameters, constants, what has no rows
 ``Rows``       row by row: microbatch values, one behind the other along a dimension, are the batch's
 ``Sum``        the batch's is the sum over microbatches
+``Picked``     rows that values choose
+``Sorted``     rows that were sorted by whole numbers
 ``Mixed``      proved to depend on other rows of the batch, in a way that microbatches cannot make up for
 ``Unproven``   no rule covers it
 =============  ====================================================================================
@@ -16,6 +18,7 @@ mean of the microbatches' values, each weighted with its share. Only a sum of de
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import TypeAlias
 
 
@@ -63,6 +66,33 @@ class Picked:
     places: bool = False
 
 
+class Holds(Enum):
+    """What the results of sorting rows by whole numbers are, and what is computed of them."""
+
+    ROWS = auto()
+    """What is computed of each row, or of a part of one, in sorted order."""
+    KEYS = auto()
+    """The numbers that were sorted."""
+    ORDER = auto()
+    """Where each was before, divided by ``divisor``."""
+    INVERSE = auto()
+    """Where each is now."""
+    COUNTS = auto()
+    """How many there are of each number."""
+    ENDS = auto()
+    """Where the elements with each number end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Along dimension 0, in the order of the sort ``by``, that of ``inner`` elements for each row."""
+
+    by: int
+    inner: int
+    holds: Holds
+    divisor: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Mixed:
     """Depends on several rows. ``why`` completes the sentence "this line ..."; ``at`` is the call."""
@@ -79,7 +109,7 @@ class Unproven:
     at: object = None
 
 
-Value: TypeAlias = Whole | Rows | Sum | Picked | Mixed | Unproven
+Value: TypeAlias = Whole | Rows | Sum | Picked | Sorted | Mixed | Unproven
 
 MEAN = Sum(-1)
 
