@@ -22,6 +22,8 @@ from pipec.capture.batch.call import OperatorCall
 from pipec.capture.batch.pointwise import KEEPING
 from pipec.capture.batch.values import Holds, Mixed, Rows, Sorted, Sum, Unproven, Value, Whole
 
+Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
+
 IN_ORDER = 0
 """The number of the order that rows have anyway."""
 
@@ -49,18 +51,13 @@ def of_sorted(call: OperatorCall) -> Value | tuple[Value, ...] | None:
         return call.values[0]
     match call.name:
         case "sort":
-            order = call.value_of(call.first)
-            is_order = isinstance(order, Sorted) and order.holds is Holds.ORDER
-            back = replace(order, holds=Holds.INVERSE) if is_order else call.mixed(_OTHERWISE)
-            return call.mixed(_OTHERWISE), back if not call.arguments.get("descending") else call.mixed(
-                _OTHERWISE
-            )
+            return call.mixed(_OTHERWISE), _sorted_back(call)
         case "floor_divide" | "div":
             return _divided(call)
         case "histc" | "bincount":
             return _counts(call)
         case "cumsum":
-            return _changed(call, call.first, Holds.COUNTS, Holds.ENDS)
+            return _changed(call, Holds.COUNTS, Holds.ENDS)
         case "_grouped_mm" | "transformers::grouped_mm_fallback":
             return _by_group(call)
         case "index" | "_unsafe_index" | "index_select":
@@ -72,18 +69,11 @@ def of_sorted(call: OperatorCall) -> Value | tuple[Value, ...] | None:
     return None
 
 
-def by_place(
-    call: OperatorCall, rule: Callable[[OperatorCall], Value | tuple[Value, ...]]
-) -> Value | tuple[Value, ...]:
+def by_place(call: OperatorCall, rule: Rule) -> Value | tuple[Value, ...]:
     """What a rule for rows makes of sorted ones: each element is computed by itself, wherever it is."""
     sorts = {(v.by, v.inner) for v in call.values if isinstance(v, Sorted)}
-    holds = {v.holds for v in call.values if isinstance(v, Sorted)}
-    others = [v for v in call.values if not isinstance(v, Sorted)]
-    if (
-        len(sorts) > 1
-        or not holds <= {Holds.ROWS, Holds.KEYS}
-        or not all(isinstance(v, Whole) for v in others)
-    ):
+    others = [v for v in call.values if not (isinstance(v, Sorted) and v.holds in (Holds.ROWS, Holds.KEYS))]
+    if len(sorts) > 1 or not all(isinstance(v, Whole) for v in others):
         return call.mixed("computes with sorted rows, and with what has another order")
     if "batch_norm" in call.name:
         return call.mixed("normalises sorted rows")
@@ -103,10 +93,18 @@ def by_place(
     return tuple(map(in_order, found)) if isinstance(found, tuple) else in_order(found)
 
 
-def _changed(call: OperatorCall, tensor: Tensor, old: Holds, new: Holds) -> Value:
-    value = call.value_of(tensor)
+def _sorted_back(call: OperatorCall) -> Value:
+    """``order.sort().indices``"""
+    order = call.value_of(call.first)
+    if isinstance(order, Sorted) and order == order.of(Holds.ORDER) and not call.arguments.get("descending"):
+        return order.of(Holds.INVERSE)
+    return call.mixed(_OTHERWISE)
+
+
+def _changed(call: OperatorCall, old: Holds, new: Holds) -> Value:
+    value = call.value_of(call.first)
     fits = isinstance(value, Sorted) and value.holds is old and len(call.values) == 1
-    return replace(value, holds=new) if fits else call.mixed(_OTHERWISE)  # type: ignore[type-var]
+    return value.of(new) if fits else call.mixed(_OTHERWISE)
 
 
 def _divided(call: OperatorCall) -> Value | None:
@@ -125,7 +123,7 @@ def _divided(call: OperatorCall) -> Value | None:
 def _counts(call: OperatorCall) -> Value:
     """How many elements have each key. Without limits of its own ``histc`` takes the smallest key for one."""
     has_limits = call.name == "bincount" or call.arguments.get("min") != call.arguments.get("max")
-    counted = _changed(call, call.first, Holds.KEYS, Holds.COUNTS)
+    counted = _changed(call, Holds.KEYS, Holds.COUNTS)
     return counted if has_limits else call.mixed(_OTHERWISE)
 
 
@@ -134,52 +132,52 @@ def _by_group(call: OperatorCall) -> Value:
     if len(call.values) != 3:
         return call.mixed(_OTHERWISE)
     x, weights, ends = call.values
-    fits = isinstance(x, Sorted) and x.holds is Holds.ROWS and weights == Whole()
-    return x if fits and ends == replace(x, holds=Holds.ENDS) else call.mixed(_OTHERWISE)  # type: ignore[type-var]
+    if not isinstance(x, Sorted) or x.holds is not Holds.ROWS or weights != Whole():
+        return call.mixed(_OTHERWISE)
+    return x if ends == x.of(Holds.ENDS) else call.mixed(_OTHERWISE)
 
 
-def _index(call: OperatorCall) -> tuple[Tensor | None, Value]:
-    """The one index, along dimension 0, and what it is; None if there are others."""
+def _index(call: OperatorCall) -> Sorted | None:
+    """What the one index is, along dimension 0; None if there are others, or if it is not of a sort."""
     if call.name in ("index_select", "index_add"):
         index = call["index"] if call["dim"] == 0 else None
     else:
         given = list(call["indices"])
         index = given[0] if given and all(x is None for x in given[1:]) else None
-    return (index, call.value_of(index)) if index is not None and index.ndim == 1 else (None, Whole())
+    value = call.value_of(index) if index is not None and index.ndim == 1 else None
+    return value if isinstance(value, Sorted) else None
 
 
 def _looked_up(call: OperatorCall) -> Value | None:
-    """``x[order]``, ``x[order // inner]``, ``table[keys]`` and ``y[back]``."""
-    source, (index, at) = call.value_of(call["self"]), _index(call)
-    if index is None or not isinstance(at, Sorted):
-        return call.mixed("looks up by sorted numbers")
+    """``x[order]``, ``x[order // 2]``, ``table[keys]`` and ``y[back]``."""
+    source, at = call.value_of(call["self"]), _index(call)
+    if at is None:
+        return call.mixed("looks up sorted rows by their places")
     rows = Rows(0, 1, at.inner)
     if at.holds is Holds.INVERSE:
-        return rows if source == replace(at, holds=Holds.ROWS) else call.mixed("puts other rows back")
+        return rows if source == at.of(Holds.ROWS) else call.mixed("puts other rows back")
     is_own = at.holds is Holds.ORDER and source == Rows(0, 1, at.inner // at.divisor)
     is_table = at.holds in (Holds.KEYS, Holds.ROWS) and source == Whole()
     if not is_own and not is_table:
         return call.mixed("looks up by sorted numbers")
-    return rows if at.by == IN_ORDER else Sorted(at.by, at.inner, Holds.ROWS)
+    return rows if at.by == IN_ORDER else at.of(Holds.ROWS)
 
 
 def _put(call: OperatorCall) -> Value:
     """``back[order] = arange(len(order))``, or ``z[order] = y``, which overwrite all that was there."""
-    (index, at), value = _index(call), call.value_of(call["values"])
-    is_order = index is not None and isinstance(at, Sorted) and at == Sorted(at.by, at.inner, Holds.ORDER)
-    if not is_order or call.arguments.get("accumulate"):
-        return call.mixed("writes to the places of sorted rows")
-    assert isinstance(at, Sorted)
-    if value in (Sorted(IN_ORDER, at.inner, Holds.ORDER), Rows(0, numbers=True)):
-        return replace(at, holds=Holds.INVERSE)
-    is_own = value == replace(at, holds=Holds.ROWS)
-    return Rows(0, 1, at.inner) if is_own else call.mixed("writes to the places of sorted rows")
+    at, value = _index(call), call.value_of(call["values"])
+    if at is not None and at == at.of(Holds.ORDER) and not call.arguments.get("accumulate"):
+        if value in (Sorted(IN_ORDER, at.inner, Holds.ORDER), Rows(0, numbers=True)):
+            return at.of(Holds.INVERSE)
+        if value == at.of(Holds.ROWS):
+            return Rows(0, 1, at.inner)
+    return call.mixed("writes to the places of sorted rows")
 
 
 def _added(call: OperatorCall) -> Value:
     """``index_add(0, order // 2, y)`` adds to each element what was made of it."""
-    (_, at), source, target = _index(call), call.value_of(call["source"]), call.value_of(call["self"])
-    is_order = isinstance(at, Sorted) and at.holds is Holds.ORDER
-    is_own = is_order and source == Sorted(at.by, at.inner, Holds.ROWS)
-    fits = is_own and target == Rows(0, 1, at.inner // at.divisor)
-    return target if fits else call.mixed("adds sorted rows to others")
+    at, source, target = _index(call), call.value_of(call["source"]), call.value_of(call["self"])
+    if at is None or at.holds is not Holds.ORDER or source != at.of(Holds.ROWS):
+        return call.mixed("adds sorted rows to others")
+    is_own = target == Rows(0, 1, at.inner // at.divisor)
+    return target if is_own else call.mixed("adds sorted rows to others")

@@ -92,6 +92,10 @@ class Sorted:
     holds: Holds
     divisor: int = 1
 
+    def of(self, holds: Holds) -> "Sorted":
+        """Something else of the same sort, not divided."""
+        return Sorted(self.by, self.inner, holds)
+
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
