@@ -103,8 +103,9 @@ def _sorted_back(call: OperatorCall) -> Value:
 
 def _changed(call: OperatorCall, old: Holds, new: Holds) -> Value:
     value = call.value_of(call.first)
-    fits = isinstance(value, Sorted) and value.holds is old and len(call.values) == 1
-    return value.of(new) if fits else call.mixed(_OTHERWISE)
+    if isinstance(value, Sorted) and value.holds is old and len(call.values) == 1:
+        return value.of(new)
+    return call.mixed(_OTHERWISE)
 
 
 def _divided(call: OperatorCall) -> Value | None:
