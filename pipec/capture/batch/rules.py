@@ -72,6 +72,9 @@ _CREATES = (
     *("fill", "zero"),
 )
 
+UNIFORM = {name for name in _CREATES if "rand" not in name and "empty" not in name}
+"""Operators whose result has one number everywhere."""
+
 _DRAWS = (
     *("bernoulli", "normal", "uniform", "exponential", "random", "log_normal", "geometric", "cauchy"),
     *("normal_functional",),

@@ -6,7 +6,7 @@ a write through a view changes what its base is.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from pipec.capture.batch.call import (
     unknown_among,
 )
 from pipec.capture.batch.movement import as_view_of
-from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, Rule, rule_of
+from pipec.capture.batch.pointwise import KEEPING
+from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, UNIFORM, Rule, rule_of
 from pipec.capture.batch.sorting import by_place, of_sorted
 from pipec.capture.batch.values import Rows, Sorted, Sum, Value, Whole
 from pipec.graph import Assumed
@@ -34,10 +35,15 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True)
 class Known:
-    """What a tensor is to the batch. ``given``: it follows from the arguments of ``step`` alone."""
+    """What a tensor is to the batch.
+
+    ``given``: it follows from the arguments of ``step`` alone. ``uniform``: all its elements are one number,
+    so that its rows may be in any order.
+    """
 
     value: Value
     given: bool = False
+    uniform: bool = False
 
 
 @dataclass(eq=False)
@@ -115,7 +121,8 @@ class Tracker(TorchDispatchMode):
         result = self._run(func, args, kwargs)
         if not isinstance(func, OpOverload):
             return result
-        call = OperatorCall(func, args, kwargs, result, self.value_of, self.rows, self.symbolic, self.degrees)
+        value_of = self._in_one_order(tensors_in((args, kwargs)))
+        call = OperatorCall(func, args, kwargs, result, value_of, self.rows, self.symbolic, self.degrees)
         is_drawn = _RANDOM in func.tags
         given = all(self.known(tensor).given for tensor in call.tensors) and not is_drawn
         if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
@@ -124,14 +131,33 @@ class Tracker(TorchDispatchMode):
         results = tensors_in(result)
         if any(id(tensor) in self.in_turns for tensor in call.tensors):
             self.in_turns.update(map(id, results))
+        keeps = is_pointwise(func) or call.name in KEEPING
+        of_uniform = keeps and all(self.known(x).uniform for x in call.tensors)
+        uniform = call.name in UNIFORM or (of_uniform and bool(call.tensors))
         values = call.mixed(_OUT_OF_ORDER) if self._needs_order(call) else self._values(call)
         each = values if isinstance(values, tuple) else (values,) * len(results)
         for tensor, value in zip(results, each, strict=False):
             if not any(tensor is argument for argument in call.tensors):
-                known = Known(self._checked(call, tensor, value), given)
+                known = Known(self._checked(call, tensor, value), given, uniform)
                 self.drawn |= is_drawn and isinstance(known.value, Whole)
                 self.tell(tensor, known)
         return result
+
+    def _in_one_order(self, tensors: Sequence[Tensor]) -> Callable[[Tensor], Value]:
+        """What tensors are, where rows that are uniform follow the order of those that are not."""
+        rows = [(self.known(x), v) for x in tensors if isinstance(v := self.value_of(x), Rows)]
+        orders = {v.outer * v.inner: v for known, v in rows if not known.uniform}
+        if not orders or not any(known.uniform for known, _ in rows):
+            return self.value_of
+
+        def value_of(tensor: Tensor) -> Value:
+            known, value = self.known(tensor), self.value_of(tensor)
+            if not known.uniform or not isinstance(value, Rows):
+                return value
+            order = orders.get(value.outer * value.inner, value)
+            return replace(value, outer=order.outer, inner=order.inner)
+
+        return value_of
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = _STAND_INS.get(plain_name_of(func)) if isinstance(func, OpOverload) else None
@@ -256,11 +282,11 @@ class Tracker(TorchDispatchMode):
             given_here = given and self.known(tensor).given
             for other in self._sharing.get(_memory(tensor), []):
                 if other is tensor or _is_same(other, tensor):
-                    self.tell(other, Known(value, given_here))
+                    self.tell(other, Known(value, given_here, call.name in UNIFORM))
                 else:
                     found = self._beside(call, other, tensor, before, value)
                     self.tell(other, Known(found, given_here and self.known(other).given))
-            self.tell(tensor, Known(value, given_here))
+            self.tell(tensor, Known(value, given_here, call.name in UNIFORM))
             self.drawn |= _RANDOM in call.op.tags and isinstance(value, Whole)
 
     def _overwritten(self, call: OperatorCall) -> Value:
