@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, Op, Payload, Program, Schedule, unreplicated
+from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, unreplicated
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.rendezvous import Site, Waits, circle, stalls
 from pipec.programs.verify import RULES, verify_programs
@@ -245,6 +245,34 @@ def test_weights_and_moves_are_delivered_once() -> None:
     )
 
 
+SHARED = [
+    Link(source, target, Payload.ACTIVATION, (value("shared"),))
+    for source, target in ((0, 1), (0, 3), (1, 3))
+]
+"""What stage 0 makes for stages 1 and 3, which are on one rank: sent to each, or handed on."""
+
+
+def test_a_value_goes_to_a_rank_once() -> None:
+    schedule = make_schedule("interleaved-1f1b", 2, 4)
+    links, twice = ((*chain_links(4), SHARED[0], SHARED[k]) for k in (2, 1))
+    verify_programs(lower(schedule, links), schedule.placement, links, 4)
+    with pytest.raises(VerifyError) as caught:
+        verify_programs(lower(schedule, twice), schedule.placement, twice, 4)
+    assert (
+        "rank 1, instruction 2: shared (0 -> 3) and shared (0 -> 1) bring shared twice; "
+        "expected the first stage to hand it on"
+    ) in str(caught.value)
+
+
+def test_a_rank_that_runs_its_stages_out_of_order_may_receive_a_value_for_each() -> None:
+    orders = [[0, 2], [3, 1]]
+    cells = [[Compute(Phase.FORWARD, stage, mb) for mb in range(2) for stage in order] for order in orders]
+    schedule = Schedule("out-of-order", 2, unreplicated((0, 1, 0, 1)), cells)
+    verify_programs(lower(schedule, SHARED[:2]), schedule.placement, SHARED[:2], 2)
+    with pytest.raises(VerifyError, match="these cells wait for each other"):
+        lower(schedule, [SHARED[0], SHARED[2]])
+
+
 def test_nothing_is_sent_before_it_is_made() -> None:
     message = fault(1, move(Op.SEND, 1, "hidden_2", by=-2))
     assert "rank 1, instruction 5: hidden_2 (1 -> 2), microbatch 1 leaves before it is made at 7" in message
@@ -295,6 +323,14 @@ def test_a_slot_is_not_received_into_while_it_is_live() -> None:
         "rank 1, instruction 1: slot 0 of hidden_1 (0 -> 1) still holds microbatch 0, which is not freed"
         in message
     )
+
+
+def test_a_slot_is_live_until_all_stages_have_freed_it_that_its_values_are_handed_on_to() -> None:
+    """Each forward of stage 1 is over, and freed, long before that of stage 3."""
+    schedule = forward_only(make_schedule("looped-bfs", 2, 4))
+    links = (*chain_links(4, training=False), SHARED[0], SHARED[2])
+    message = fault(1, change(Op.RECV, 2, "shared", slot=0), schedule, links)
+    assert "slot 0 of shared (0 -> 1) still holds microbatch 0, which is not freed" in message
 
 
 def test_receives_are_posted_in_the_order_of_the_sends() -> None:
@@ -408,6 +444,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "_computes_once",
         "_computes_in_order",
         "delivers_once",
+        "receives_once",
         "join_once_in_order",
         "ends_once",
         "ends_in_order",

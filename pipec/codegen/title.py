@@ -1,9 +1,10 @@
 """The header of a generated stage: which part of the model it is, what it receives, sends and keeps."""
 
 import textwrap
+from collections.abc import Iterable, Sequence
 
 from pipec.codegen.names import comment
-from pipec.ir import Link, Payload, Plan, Stage
+from pipec.ir import Payload, Plan, Stage, Value
 from pipec.ir.text import format_bytes, format_value
 
 
@@ -19,10 +20,14 @@ def stage_title(stage: Stage, plan: Plan) -> str:
     ranks = " and ".join(map(str, plan.placement[stage.index]))
     head = f"Stage {stage.index} of {len(plan.stages)}, rank {ranks}: {_extent(stage)}."
     rows = [*textwrap.wrap(head, 96, break_long_words=False, break_on_hyphens=False), ""]
-    rows += _messages(
-        "receives", "from stage", [(x, x.source) for x in plan.links if x.target == stage.index]
-    )
-    rows += _messages("sends", "to stage", [(x, x.target) for x in plan.links if x.source == stage.index])
+    links = [link for link in plan.links if link.payload is Payload.ACTIVATION]
+    received = [(link.values, link.source) for link in links if link.target == stage.index]
+    sent = [(link.values, link.target) for link in links if link.source == stage.index]
+    arrived = {value for values, _ in received for value in values}
+    rows += _messages("receives", "from stage", received)
+    for verb, arrives in (("sends", False), ("hands on", True)):
+        chosen = [([x for x in values if (x in arrived) is arrives], target) for values, target in sent]
+        rows += _messages(verb, "to stage", chosen)
     if plan.num_microbatches:
         sizes = ", ".join(f"{name} = {size}" for name, size in plan.sizes.items())
         kept = f"{format_bytes(stage.cost.memory.saved)} a microbatch ({sizes})"
@@ -43,10 +48,10 @@ def _extent(stage: Stage) -> str:
     return f"{first} to {last} ({operators})" if first != last else f"{first} ({operators})"
 
 
-def _messages(verb: str, preposition: str, links: list[tuple[Link, int]]) -> list[str]:
+def _messages(verb: str, preposition: str, messages: Iterable[tuple[Sequence[Value], int]]) -> list[str]:
     rows = []
-    for link, peer in links:
-        if link.payload is Payload.ACTIVATION:
-            values = ", ".join(format_value(value) for value in link.values)
-            rows += textwrap.wrap(f"{verb:<9} {values} {preposition} {peer}", 96, subsequent_indent=" " * 10)
+    for values, peer in messages:
+        if values:
+            named = ", ".join(map(format_value, values))
+            rows += textwrap.wrap(f"{verb:<9} {named} {preposition} {peer}", 96, subsequent_indent=" " * 10)
     return rows

@@ -47,6 +47,7 @@ from pipec.plan.values import value_of
 from pipec.planner.recompute import Value
 from pipec.programs.alike import ReplicatedPrograms, few_replicas, played
 from pipec.programs.fold import fold
+from pipec.programs.handovers import runs_in_order
 from pipec.programs.lower import lower
 from pipec.programs.memory import UNDER_WAY
 from pipec.programs.verify import verify_plan
@@ -287,9 +288,12 @@ class StagedGraph:
         return Trial(self, schedule, stages, plan, programs, seconds, memory, excess)
 
     def _plan(self, schedule: Schedule, size: int, ending: Ending) -> tuple[Plan, Sequence[StageFunctions]]:
-        """Schedules that split the backward alike, or not, share the costs of their stages."""
+        """Schedules that split the backward alike, or not, share the costs of their stages.
+
+        Those that run stages out of order have links of their own.
+        """
         split = _splits_backward(schedule)
-        key = split, size, schedule.placement, ending
+        key = split, size, schedule.placement, ending, runs_in_order(map(Cells.of, schedule.orders))
         if key not in self._plans:
             topology, stages = self.options.topology, self.stages(split, size)
             if not schedule.stream:

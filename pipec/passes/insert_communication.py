@@ -9,8 +9,10 @@
                                                y = mul(r, m_1)         stage 2
 
 A value goes once, and straight, from the stage that makes it to each stage that reads it. So skip connections
-need no relay. Values that need no parameter, such as masks and positions, are made again on the reading stage
-when that costs less than the message, because every rank has the model's inputs.
+need no relay. Where several stages on one rank read it, the plan lets the first hand it on to the others.
+
+Values that need no parameter, such as masks and positions, are made again on the reading stage when that
+costs less than the message, because every rank has the model's inputs.
 """
 
 from dataclasses import dataclass, field, replace

@@ -13,6 +13,7 @@ from pipec.graph import (
     Output,
     TrainingGraph,
     is_dense,
+    is_forward,
     is_in_sum,
     is_view,
     memory_of,
@@ -42,10 +43,12 @@ from pipec.ir import (
     Value,
 )
 from pipec.ir.axis import FRONT, BatchAxis
+from pipec.ir.columns import Cells
 from pipec.ir.text import value_bytes
 from pipec.plan.ending import build_ending
 from pipec.plan.joins import joins_of
 from pipec.plan.values import value_of
+from pipec.programs.handovers import runs_in_order
 from pipec.programs.routes import routes
 
 Names = Mapping[fx.Node, str]
@@ -66,7 +69,7 @@ def build_plan(
     """
     owners = _owners(stages)
     links = (
-        *_message_links(graph, stages, names),
+        *_message_links(graph, stages, names, schedule),
         *_tied_links(graph, stages, owners),
         *_result_links(graph, stages, names, schedule.stream is not None),
     )
@@ -326,19 +329,48 @@ def _batched(value: Value) -> Value:
     return Value(value.name, value.dtype, ("b", *value.shape[1:]))
 
 
-def _message_links(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Link]:
-    """One link for all values that go from one stage to another in the same direction."""
+def _message_links(
+    graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, schedule: Schedule
+) -> Iterator[Link]:
+    """One link for all values that go from one stage to another in the same direction.
+
+    Of stages on the same ranks, the first that reads a value receives it, and hands it on to the others.
+    """
     groups: dict[tuple[int, int, Payload], list[Value]] = {}
+    handed_on = _handed_on(stages, schedule)
     for function in (f for stage in stages for f in stage.functions):
         for node in function.sent:
             payload = Payload.ACTIVATION if function.phase is Phase.FORWARD else Payload.GRADIENT
-            target = stage_of(next(iter(node.users)))
-            groups.setdefault((function.stage, target, payload), []).append(
-                value_of(graph, node, names[node])
-            )
+            ends = handed_on.get(node, function.stage), _target(node)
+            groups.setdefault((*ends, payload), []).append(value_of(graph, node, names[node]))
     return (
         Link(source, target, payload, tuple(values)) for (source, target, payload), values in groups.items()
     )
+
+
+def _handed_on(stages: Sequence[StageFunctions], schedule: Schedule) -> dict[fx.Node, int]:
+    """The stage that hands a value on, by send node, where the target's ranks have received it before."""
+    if not runs_in_order(map(Cells.of, schedule.orders)):
+        return {}
+    first: dict[tuple[fx.Node, tuple[int, ...]], int] = {}
+    found: dict[fx.Node, int] = {}
+    sends = (node for stage in stages for function in stage.functions for node in function.sent)
+    for node in sorted(sends, key=_turn):
+        target, ranks = _target(node), schedule.placement[_target(node)]
+        if ranks != schedule.placement[stage_of(node)]:
+            reader = first.setdefault((node.all_input_nodes[0], ranks), target)
+            found |= {node: reader} if reader != target else {}
+    return found
+
+
+def _turn(node: fx.Node) -> tuple[bool, int]:
+    """Sorts send nodes as their values are read: forwards in stage order, then backwards in reverse."""
+    return (False, _target(node)) if is_forward(node) else (True, -_target(node))
+
+
+def _target(node: fx.Node) -> int:
+    """The stage that a send node is for."""
+    return stage_of(next(iter(node.users)))
 
 
 def _tied_links(

@@ -104,11 +104,12 @@ def _span(stage: Stage) -> str:
 
 
 def sent_bytes(plan: Plan, stage: int) -> int:
-    """Bytes a stage sends for one microbatch, both ways."""
+    """Bytes a stage sends to other ranks for one microbatch, both ways."""
     return sum(
         value_bytes(value, plan.sizes)
         for link in plan.links
         if link.source == stage and link.payload.per_microbatch
+        if link.target < 0 or plan.placement[link.target] != plan.placement[stage]
         for value in link.values
     )
 

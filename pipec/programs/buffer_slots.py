@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from pipec.ir import Op
 from pipec.ir.columns import FILLS_SLOT, OP_CODE, Instructions, Ints, compact
+from pipec.programs.handovers import holders
 
 
 def with_slots(columns: Instructions, buffered: NDArray[np.bool_]) -> Instructions:
@@ -12,9 +13,9 @@ def with_slots(columns: Instructions, buffered: NDArray[np.bool_]) -> Instructio
 
     ``buffered[number]`` says whether the messages of a link need a slot; its last entry stands for no link.
 
-    A buffer is live from its receive to the free of its stage and microbatch. A link has as many slots as it
-    ever has live buffers at once. A message goes into the slot that has been free for longest. For example,
-    with two microbatches live at once::
+    A buffer is live from its receive until its stage frees the microbatch, and so do all stages of the rank
+    that its values are handed on to. A link has as many slots as it ever has live buffers at once. A message
+    goes into the slot that has been free for longest. For example, with two microbatches live at once::
 
         recv mb 0   recv mb 1   free mb 0   recv mb 2   free mb 1   recv mb 3
         slot 0      slot 1                  slot 0                  slot 1
@@ -25,8 +26,10 @@ def with_slots(columns: Instructions, buffered: NDArray[np.bool_]) -> Instructio
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
     bounds = np.flatnonzero(np.diff(links[by_link])) + 1
+    held_by = holders(columns.links)
     for received in np.split(by_link, bounds) if by_link.size else ():
-        own = frees[stages[frees] == stages[received[0]]]
+        holding = held_by.get(int(links[received[0]]), stages[received[:1]])
+        own = frees[np.isin(stages[frees], holding)]
         freed = np.empty(int(microbatches.max()) + 1, np.int64)
         freed[microbatches[own]] = own
         slots[received] = _turns(received, freed[microbatches[received]])

@@ -9,6 +9,7 @@ from pipec.ir import Link, Op
 from pipec.ir.columns import OP_CODE
 from pipec.ir.text import format_link
 from pipec.programs.faults import Fault
+from pipec.programs.handovers import holders, runs_in_order
 from pipec.programs.step_index import Deliveries, StepIndex, transfer_ops
 
 
@@ -32,6 +33,25 @@ def delivers_once(step: StepIndex) -> Iterator[Fault]:
                 yield Fault(site, f"{message} is there {counts[wrong]} times; expected once")
 
 
+def receives_once(step: StepIndex) -> Iterator[Fault]:
+    """No rank receives a value twice for a microbatch, if the first stage to read it can hand it on."""
+    first: dict[object, Link] = {}
+    again: dict[int, tuple[str, Link]] = {}
+    for number, link in enumerate(step.links):
+        ends = step.placement[link.source], step.placement[link.target]
+        for value in link.values if link.payload.between_computes and ends[0] != ends[1] else ():
+            before = first.setdefault((value.name, *ends), link)
+            if before is not link:
+                again[number] = value.name, before
+    if again and runs_in_order(columns.cells for columns in step.columns):
+        for each in crossing(step):
+            if each.route.number in again:
+                name, before = again[each.route.number]
+                both = f"{format_link(each.route.link)} and {format_link(before)}"
+                site = each.route.target, int(each.receives[0])
+                yield Fault(site, f"{both} bring {name} twice; expected the first stage to hand it on")
+
+
 def sends_what_was_made(step: StepIndex) -> Iterator[Fault]:
     """Nothing is sent before the compute that makes it."""
     for each in step.deliveries:
@@ -51,15 +71,23 @@ def posts_before_reading(step: StepIndex) -> Iterator[Fault]:
 
 
 def spares_live_slots(step: StepIndex) -> Iterator[Fault]:
-    """Nothing is received into a buffer between the receive it holds and the free of that microbatch."""
-    freed = step.numbers[OP_CODE[Op.FREE]]
+    """Nothing is received into a buffer between the receive it holds and the free of that microbatch.
+
+    What is handed on to other stages of the rank is held until these have freed the microbatch as well.
+    """
+    freed, held_by = step.numbers[OP_CODE[Op.FREE]], holders(step.links)
     for rank, columns in enumerate(step.columns):
         used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
         used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]
         links, slots = columns.link_numbers[used], columns.slots[used]
         again = np.flatnonzero((links[1:] == links[:-1]) & (slots[1:] == slots[:-1]))
         before, after = used[again], used[again + 1]
-        live = freed[columns.stages[before], columns.microbatches[before]] > after
+        until = freed[columns.stages[before], columns.microbatches[before]]
+        for link, stages in held_by.items():
+            own = np.flatnonzero(columns.link_numbers[before] == link)
+            held = np.array(stages)[:, None], columns.microbatches[before[own]]
+            until[own] = np.where(step.ranks[held] == rank, freed[held], -1).max(axis=0)
+        live = until > after
         for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True))[:1]:
             link = columns.links[columns.link_numbers[number]]
             name = f"slot {columns.slots[number]} of {format_link(link)}"

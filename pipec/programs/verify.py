@@ -318,6 +318,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _computes_once,
     _computes_in_order,
     message_rules.delivers_once,
+    message_rules.receives_once,
     join_rules.join_once_in_order,
     meeting_rules.ends_once,
     meeting_rules.ends_in_order,

@@ -310,11 +310,15 @@ class Linker:
         return bind_function(name, phase, is_last, stage, microbatch, take, results, sends_first)
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
-        """Note that what a function of ``phase`` leaves in the frame is present from now on."""
+        """Note that what a function of ``phase`` leaves in the frame is present from now on.
+
+        What the stage hands on has been received, or is still on its way.
+        """
         present = self._present[stage, microbatch]
         for link in self._rank.plan.links if is_last else ():
             if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
-                present.update({value.name: Delivery() for value in link.values})
+                for value in link.values:
+                    present.setdefault(value.name, Delivery())
         if phase in _SAVING or not is_last:
             present["saved"] = Delivery()
 

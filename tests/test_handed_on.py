@@ -1,0 +1,148 @@
+"""A value that several stages of a rank read is sent there once, and handed on from the first of them."""
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from unsplit import Outcome, assert_equal
+
+import pipec
+from pipec.compiler.policy import ScheduleChoice
+from pipec.ir import Compute, Op, Phase, Program, Schedule, unreplicated
+from pipec.ir.text import format_link
+from pipec.pipeline import Pipeline
+
+WIDTH = 256
+X, Y = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
+LOSS = nn.functional.mse_loss
+HANDED_ON = ["first (1 -> 5)", "first (1 -> 3)"]
+
+
+class Skips(nn.Module):
+    """Every layer reads what the first one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.layers[0](x).tanh()
+        for layer in self.layers[1:]:
+            h = layer(h).tanh() * first
+        return h
+
+
+class Towers(Skips):
+    """The fourth layer reads what the first one makes, and nothing of the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth, fifth, last = self.layers
+        shared = first(x)
+        aside = second(shared)
+        return last(fifth(fourth(third(shared).tanh()) * shared).tanh()) + aside
+
+
+class Sums(Skips):
+    """The gradient of what the last layer reads is that of what the third and the fifth make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth, fifth, last = self.layers
+        h = second(first(x))
+        aside = third(h)
+        return last(fifth(fourth(h).tanh()) + aside)
+
+
+def compiled(
+    make: type[nn.Module], schedule: ScheduleChoice, devices: int = 2, **options: int
+) -> tuple[Pipeline, nn.Module]:
+    """A pipeline after a step, and the model that autograd has given the same gradients."""
+    torch.manual_seed(0)
+    model = make()
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices, loss_fn=LOSS, schedule=schedule, **options)
+    loss = pipe.step(X, target=Y)
+    rows = 16 // pipe.plan.num_microbatches
+    parts = [LOSS(unsplit(x), y) * (rows / 16) for x, y in zip(X.split(rows), Y.split(rows), strict=True)]
+    for part in parts:
+        part.backward()
+    found, wanted = Outcome.of(loss, model), Outcome.of(sum(parts).detach(), unsplit)
+    assert_equal(found, wanted, frozenset(wanted.gradients if "replicas" in options else ()))
+    return pipe, unsplit
+
+
+@functools.cache
+def interleaved() -> tuple[Pipeline, nn.Module]:
+    return compiled(Skips, "interleaved-1f1b-v3", microbatches=4)
+
+
+def received(programs: Sequence[Program]) -> Counter[tuple[int, int, str]]:
+    """How often each rank receives a value for a microbatch."""
+    return Counter(
+        (program.rank, each.microbatch, value.name)
+        for program in programs
+        for each in program.instructions
+        if each.op is Op.RECV and each.link and each.link.payload.per_microbatch
+        for value in each.link.values
+    )
+
+
+def handed_on(pipe: Pipeline) -> Iterator[str]:
+    """The links that carry what their source has received."""
+    received = {(link.target, value) for link in pipe.plan.links for value in link.values}
+    for link in pipe.plan.links:
+        if any((link.source, value) in received for value in link.values):
+            yield format_link(link)
+
+
+def test_a_rank_receives_a_value_once_for_all_of_its_stages() -> None:
+    pipe, unsplit = interleaved()
+    assert {*received(pipe.programs).values()} == {1}
+    assert list(handed_on(pipe)) == HANDED_ON
+    assert torch.equal(pipe(X), torch.cat([unsplit(x) for x in X.split(4)]))
+
+
+def test_the_stage_says_what_it_receives_and_hands_on() -> None:
+    title = interleaved()[0].source(1).split('"""')[1]
+    assert "receives  first: f32[b, 256] from stage 0" in title
+    assert "hands on  first: f32[b, 256] to stage 5" in title
+
+
+def test_memory_is_what_is_predicted() -> None:
+    pipe, _ = interleaved()
+    for said, found in zip(pipe.memory(), pipe.measure_memory(X, target=Y), strict=True):
+        assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+
+
+def test_replicas_hand_on_within_each_of_their_ranks() -> None:
+    pipe, _ = compiled(Skips, "interleaved-1f1b-v3", 4, replicas=2, microbatches=4)
+    assert {*received(pipe.programs).values()} == {1}
+    assert list(handed_on(pipe)) == HANDED_ON
+
+
+def out_of_order(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Rank 1 runs the forward of stage 3 before that of stage 1."""
+
+    def order(forwards: Sequence[int], backwards: Sequence[int]) -> tuple[Compute, ...]:
+        cells = [(Phase.FORWARD, stage) for stage in forwards]
+        cells += [(Phase.BACKWARD, stage) for stage in backwards]
+        return tuple(Compute(*cell, mb) for mb in range(num_microbatches) for cell in cells)
+
+    orders = order((0, 2, 4), (4, 2, 0)), order((3, 1, 5), (5, 3, 1))
+    return Schedule("out-of-order", num_microbatches, unreplicated((0, 1) * 3), orders)
+
+
+def test_a_schedule_that_runs_the_stages_of_a_rank_out_of_order_sends_to_each() -> None:
+    pipe, _ = compiled(Towers, out_of_order, microbatches=4)
+    twice = [key for key, count in received(pipe.programs).items() if count == 2]
+    assert twice == [(1, mb, "shared") for mb in range(4)]
+    assert not list(handed_on(pipe))
+
+
+def test_a_gradient_that_stages_of_a_rank_read_is_received_once() -> None:
+    pipe, _ = compiled(Sums, "interleaved-1f1b-v3", microbatches=4)
+    assert {*received(pipe.programs).values()} == {1}
+    assert list(handed_on(pipe)) == ["grad_linear_4 (4 -> 2)"]
