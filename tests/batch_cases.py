@@ -334,6 +334,29 @@ def operator(name: str, function: Callable[[Tensor], Tensor], backward: Callable
     return made
 
 
+def weighing_operator(name: str, weight_gradient: Callable[[Tensor], Tensor]) -> Any:
+    """A custom operator that multiplies rows with a weight."""
+    made = torch.library.custom_op(
+        f"batch_cases::{name}",
+        lambda x, weight: x * weight,
+        mutates_args=(),
+        schema="(Tensor x, Tensor weight) -> Tensor",
+    )
+    made.register_fake(lambda x, weight: torch.empty_like(x))
+    made.register_autograd(
+        lambda ctx, grad: (grad * ctx.saved_tensors[1], weight_gradient(grad * ctx.saved_tensors[0])),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return made
+
+
+class WeighingOperator(Weighing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+weighed = weighing_operator("weighed", lambda products: products.sum(0))
+weighed_by_mean = weighing_operator("weighed_by_mean", lambda products: products.mean(0))
 doubled = operator("doubled", lambda x: 2 * x, lambda grad, x: 2 * grad)
 centred = operator("centred", lambda x: x - x.mean(0), lambda grad, x: grad - grad.mean(0))
 reversed_rows = operator("reversed_rows", lambda x: x.flip(0), lambda grad, x: grad.flip(0))
@@ -997,6 +1020,9 @@ MIXING: dict[str, BatchCase] = {
     "custom operator that mixes": quick(flat(centred)),
     "custom operator that reverses": flat(reversed_rows),
     "custom operator whose backward mixes": quick(flat(centring_backward)),
+    "custom operator whose weight's gradient is a mean": flat(
+        lambda h, a: a(h), lambda: WeighingOperator(weighed_by_mean)
+    ),
     "if more than four rows": quick(flat(by_size)),
     "if more rows than features": quick(flat(by_shape)),
     "if an odd number of rows": flat(by_parity, rows=(8,)),
@@ -1635,12 +1661,12 @@ GROUPS: Mapping[str, tuple[Expect, Mapping[str, BatchCase]]] = {
 
 CUSTOM_OPERATORS = {
     "custom operator by row": quick(flat(doubled)),
+    "custom operator with a weight": flat(lambda h, a: a(h), lambda: WeighingOperator(weighed)),
     "vmap of a custom operator": flat(lambda h: torch.vmap(lambda row: row * 2)(doubled(h))),
 }
 """Nobody can know that they do not mix rows: they may be warned of, but then they are right."""
 
 ONLY_TOLD = (
-    "mixing: custom operator whose backward mixes",
     "mixing: a buffer of calls",
     "mixing: a queue of keys",
     "mixing: the number of a row by linspace",
@@ -1648,7 +1674,6 @@ ONLY_TOLD = (
     "mixing: mean of each group",
     "drawn: a number drawn for the batch",
     "drawn: a mask drawn for the batch",
-    "loss: binary, weighted",
 )
 """How names begin of cases that are not proved: a warning names the line."""
 

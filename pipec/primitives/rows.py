@@ -1,6 +1,7 @@
 """What checks, when a step runs, that an operator computes each row by itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,8 +19,10 @@ def check_rows(
 ) -> None:
     """Stop the stage if a row of ``result`` depends on another row of the arguments of ``op``.
 
-    The operator runs twice more, with its first row replaced by the last one and the last by the first, and
-    the other rows must keep their bits. That is done once for arguments of these shapes.
+    The operator runs again, with its first row replaced by the last one and the last by the first, and the
+    other rows must keep their bits; so must their gradients if rows of the result's gradient are replaced.
+    Gradients of arguments without rows must be the sum of those that parts of the rows have. That is done
+    once for arguments of these shapes.
 
     Args:
         op: The name of the operator, such as ``mylib.scale.default``.
@@ -33,21 +36,74 @@ def check_rows(
     if key in _checked or rows < 2:
         return
     _checked.add(key)
-    function: Any = reduce(getattr, op.split("."), torch.ops)
+    call = _Call(reduce(getattr, op.split("."), torch.ops), arguments, dims, dim)
     with torch.no_grad():
-        for row, other in ((0, rows - 1), (rows - 1, 0)):
-            replaced = [
-                x if along is None else _with_row(x, along, row, other)
-                for x, along in zip(arguments, dims, strict=True)
-            ]
-            again = function(*replaced)
-            kept = [each for each in range(rows) if each != row]
-            index = torch.tensor(kept, device=result.device)
-            if not _same(result.index_select(dim, index), again.index_select(dim, index)):
-                raise MixedRowsError(
-                    f"{place}: another row of the batch changes what {op} computes of a row, so that "
-                    "microbatches do not make what the whole batch would. Compile with microbatches=1"
-                )
+        if not all(call.keeps_rows(result, *pair) for pair in ((0, rows - 1), (rows - 1, 0))):
+            raise _mixed(f"another row of the batch changes what {op} computes of a row", place)
+    with torch.enable_grad():
+        if not call.keeps_gradients(rows):
+            raise _mixed(f"another row of the batch changes the gradients that {op} computes", place)
+
+
+def _mixed(what: str, place: str) -> MixedRowsError:
+    remedy = "so that microbatches do not make what the whole batch would. Compile with microbatches=1"
+    return MixedRowsError(f"{place}: {what}, {remedy}")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """``dims`` are the dimensions of the rows in the arguments of ``function``, ``dim`` that in its result."""
+
+    function: Any
+    arguments: Sequence[Any]
+    dims: Sequence[int | None]
+    dim: int
+
+    def keeps_rows(self, result: Tensor, row: int, other: int) -> bool:
+        """Whether the other rows of the result keep their bits if the arguments' ``row`` is replaced."""
+        replaced = [
+            x if along is None else _with_row(x, along, row, other)
+            for x, along in zip(self.arguments, self.dims, strict=True)
+        ]
+        return _same(*(_without_row(x, self.dim, row) for x in (result, self.function(*replaced))))
+
+    def keeps_gradients(self, rows: int) -> bool:
+        """Whether gradients of rows depend on their own rows alone, and others are sums over rows."""
+        gradients = self._gradients(torch.sin, 0, rows)
+        if not gradients:
+            return True
+        again = self._gradients(lambda result: _with_row(result.sin(), self.dim, 0, rows - 1), 0, rows)
+        parts = [self._gradients(torch.sin, *part) for part in ((0, 1), (1, rows - 1))]
+        for place, gradient in gradients.items():
+            along = self.dims[place]
+            if along is None:
+                total = parts[0][place] + parts[1][place]
+                scale = float(gradient.abs().max()) if gradient.numel() else 0.0
+                if not torch.allclose(gradient, total, rtol=0, atol=1e-2 * scale, equal_nan=True):
+                    return False
+            elif not _same(*(_without_row(x, along, 0) for x in (gradient, again[place]))):
+                return False
+        return True
+
+    def _gradients(self, gradient_of: Callable[[Tensor], Tensor], first: int, rows: int) -> dict[int, Tensor]:
+        """By their places, the gradients of the arguments for some of the rows."""
+        arguments = [
+            x if along is None else x.narrow(along, first, rows)
+            for x, along in zip(self.arguments, self.dims, strict=True)
+        ]
+        trained = {
+            place: x.detach().clone().requires_grad_()
+            for place, x in enumerate(arguments)
+            if isinstance(x, Tensor) and x.is_floating_point()
+        }
+        result = self.function(*(trained.get(place, x) for place, x in enumerate(arguments)))
+        if not result.requires_grad:
+            return {}
+        found = torch.autograd.grad(
+            result, list(trained.values()), gradient_of(result.detach()), allow_unused=True
+        )
+        pairs = zip(trained, found, strict=True)
+        return {place: gradient for place, gradient in pairs if gradient is not None}
 
 
 def _with_row(x: Tensor, dim: int, row: int, other: int) -> Tensor:
@@ -55,6 +111,11 @@ def _with_row(x: Tensor, dim: int, row: int, other: int) -> Tensor:
     copied = x.clone()
     copied.select(dim, row).copy_(x.select(dim, other))
     return copied
+
+
+def _without_row(x: Tensor, dim: int, row: int) -> Tensor:
+    kept = [each for each in range(x.shape[dim]) if each != row]
+    return x.index_select(dim, torch.tensor(kept, device=x.device))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
