@@ -52,7 +52,7 @@ def _mixed(what: str, place: str) -> MixedRowsError:
 
 @dataclass(frozen=True)
 class _Call:
-    """``dims`` are the dimensions of the rows in the arguments of ``function``, ``dim`` that in its result."""
+    """``dims`` are the dimensions of rows in the arguments of ``function``, ``dim`` is that in its result."""
 
     function: Any
     arguments: Sequence[Any]
