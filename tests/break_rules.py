@@ -5,17 +5,20 @@ not found.
 """
 
 import argparse
+import itertools
 import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
 from fuzz_batch import Tally, fault_of
-from random_programs import draw_program
+from random_programs import Program, draw_program
 
 from pipec.capture.batch import rules
 from pipec.capture.batch.call import OperatorCall, rows_among
@@ -72,17 +75,52 @@ def broken() -> Iterator[tuple[str, AbstractContextManager[object]]]:
     yield "sizes that grow", mock.patch.object(Tracker, "_checked", lambda self, call, tensor, value: value)
 
 
-def seconds_to_find(patch: AbstractContextManager[object], seconds: float) -> tuple[float, int, str]:
-    """Processor seconds and programs until one is wrong that is right without the patch; and that program."""
-    begun, seed = time.process_time(), 0
-    while time.process_time() < begun + seconds:
-        program = draw_program(seed)
-        seed += 1
-        with patch:
+class Recording(dict[str, Any]):
+    """The rules, and the names of those that were asked for."""
+
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        super().__init__(rules)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A program that is right, the operators that it calls, and the seconds until it had been tried."""
+
+    program: Program
+    operators: frozenset[str]
+    seconds: float
+
+
+def tried(seconds: float) -> Iterator[Tried]:
+    """The programs that a fuzzer tries in so many seconds of the processor."""
+    begun = time.process_time()
+    for seed in itertools.count():
+        program, recording = draw_program(seed), Recording(rules.RULES)
+        with mock.patch.object(rules, "RULES", recording):
             fault = program.names and fault_of(program, Tally())
-        if fault and not fault_of(program):
-            return time.process_time() - begun, seed, program.source
-    return seconds, seed, ""
+        passed = time.process_time() - begun
+        if passed > seconds:
+            return
+        if program.names and not fault:
+            yield Tried(program, frozenset(recording.asked), passed)
+
+
+def first_to_show(
+    name: str, patch: AbstractContextManager[object], programs: Iterable[Tried]
+) -> Tried | None:
+    """The first program that is wrong with a rule broken; programs without the operator stay as they are."""
+    for each in programs:
+        if name in rules.RULES and name not in each.operators:
+            continue
+        with patch:
+            if fault_of(each.program, Tally()):
+                return each
+    return None
 
 
 @contextmanager
@@ -99,13 +137,15 @@ def main() -> int:
     options = parser.parse_args()
     missed = 0
     with quietly():
+        programs = list(tried(options.seconds))
         for name, patch in broken():
-            seconds, count, source = seconds_to_find(patch, options.seconds)
-            missed += not source
-            print(
-                f"{name:22} {f'found after {count} programs, {seconds:.1f} s' if source else 'NOT FOUND'}",
-                flush=True,
+            found = first_to_show(name, patch, programs)
+            missed += found is None
+            after = (
+                f"found after {found.seconds:.1f} s, by seed {found.program.seed}" if found else "NOT FOUND"
             )
+            print(f"{name:22} {after}", flush=True)
+    print(f"{len(programs)} programs in {options.seconds:.0f} s")
     return missed
 
 
