@@ -1619,6 +1619,7 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
 # What an error tells to do, followed.
 
 REMEDIES: dict[str, BatchCase] = {
+    "if more than four rows, the batch taken whole": quick(flat(by_size, rows=(8, 3), microbatches=None)),
     "sorted rows, one microbatch": flat(lambda h: h.sort(0).values, microbatches=1),
     "a contrastive loss, one microbatch": quick(loss(contrastive, microbatches=1)),
     "mixup, permutation drawn outside": flat(lambda h, other: 0.3 * h + 0.7 * other, others=(values(WIDTH),)),

@@ -140,8 +140,8 @@ class TrainingGraph:
         names = {symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}
         for condition, line in self.findings.branches:
             if condition.subs(known) == sympy.false and not self.findings.mixed:
-                why = f"{condition.subs(names)} for the b rows of a microbatch, not for all {batch_size}"
-                return replace(self.findings, mixed=f"{line}: {why}")
+                why = f"({condition.subs(names)} for a microbatch of b rows, and not for all {batch_size})"
+                return replace(self.findings, mixed=f"{line} {why}")
         return self.findings
 
     def obsolete(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:

@@ -176,7 +176,7 @@ def _branches(shape_env: ShapeEnv) -> Iterator[tuple[sympy.Basic, str]]:
         file = asked.filename if isinstance(asked, FrameSummary) else ""
         if line and file.startswith(str(_TORCH / "_dynamo")):
             code, _, place = line.rpartition("  # ")
-            yield guard.expr, f"{place.partition(' in ')[0]}: {code}"
+            yield guard.expr, f"{Path(place.partition(' in ')[0]).name}: {code}"
         elif isinstance(asked, FrameSummary) and not Path(file).is_relative_to(_TORCH):
             yield guard.expr, f"{Path(file).name}:{asked.lineno}: {asked.line}"
 
