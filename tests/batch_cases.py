@@ -233,7 +233,7 @@ class SortedExperts(nn.Module):
         elif fault == "places":
             y = y * order[:, None]
         if self.adds:
-            return torch.zeros_like(x).index_add(0, order // 2, y)
+            return x.new_zeros(len(x), WIDTH).index_add(0, order // 2, y)
         if fault == "another order":
             order = (chosen + chosen.flip(1)).reshape(-1).sort().indices
         back = torch.empty_like(order)
@@ -704,6 +704,9 @@ ROW_WISE: dict[str, BatchCase] = {
     "sparse experts": flat(lambda h, a: a(h), lambda: Experts(sparse=True)),
     "sorted experts": quick(flat(lambda h, a: a(h), SortedExperts)),
     "sorted experts, added up": flat(lambda h, a: a(h), lambda: SortedExperts(adds=True)),
+    "sorted experts of tokens": sequential(
+        lambda h, a: a(h.flatten(0, 1)).view(h.shape), lambda: SortedExperts(adds=True)
+    ),
     "LSTM, batch first": quick(
         sequential(lambda h, a: a(h)[0], lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
     ),

@@ -113,7 +113,7 @@ def _divided(call: OperatorCall) -> Value | None:
     value, divisors = call.values[0], [x for x in call.numbers if isinstance(x, int)]
     if not isinstance(value, Sorted) or value.holds is not Holds.ORDER:
         return None
-    floors = call.name == "floor_divide" or call.arguments.get("rounding_mode") == "floor"
+    floors = call.name == "floor_divide" or call.arguments.get("rounding_mode") in ("floor", "trunc")
     if len(call.values) == 1 and floors and len(divisors) == 1 and divisors[0] > 0:
         divisor = value.divisor * divisors[0]
         if value.inner % divisor == 0:

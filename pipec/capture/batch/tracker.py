@@ -147,6 +147,8 @@ class Tracker(TorchDispatchMode):
         """What tensors are, where rows that are uniform follow the order of those that are not."""
         rows = [(self.known(x), v) for x in tensors if isinstance(v := self.value_of(x), Rows)]
         orders = {v.outer * v.inner: v for known, v in rows if not known.uniform}
+        sizes = {v.inner // v.divisor for v in map(self.value_of, tensors) if isinstance(v, Sorted)}
+        orders |= {size: Rows(0, 1, size) for size in sizes}
         if not orders or not any(known.uniform for known, _ in rows):
             return self.value_of
 
