@@ -2,7 +2,7 @@
 
 from fuzz_batch import fuzz, fuzz_whole
 
-NUM_PROGRAMS, NUM_PIPELINES = 300, 10
+NUM_PROGRAMS, NUM_PIPELINES = 120, 6
 
 
 def test_no_claim_about_a_value_is_wrong() -> None:
