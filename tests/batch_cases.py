@@ -746,7 +746,7 @@ ROW_WISE: dict[str, BatchCase] = {
         lambda h, a: a(h.flatten(0, 1)).unflatten(0, (h.shape[0], TIME)), lambda: nn.Linear(WIDTH, 3)
     ),
     "two copies of each row": flat(lambda h: h.repeat_interleave(2, 0).view(h.shape[0], 2, -1).mean(1)),
-    "two copies of the batch": quick(flat(lambda h: h.repeat(2, 1).view(2, h.shape[0], -1).mean(0))),
+    "two copies of the batch": flat(lambda h: h.repeat(2, 1).view(2, h.shape[0], -1).mean(0)),
     "stacked and taken apart": quick(flat(lambda h: torch.stack([h, 2 * h]).softmax(-1).sum(0))),
     "concatenated and taken apart": flat(lambda h: torch.sub(*torch.cat([h, 2 * h]).softmax(-1).chunk(2))),
     "a transpose of features": flat(lambda h: h.view(-1, 2, 3).transpose(1, 2).flatten(1)),
@@ -798,16 +798,14 @@ MIXING: dict[str, BatchCase] = {
     "multihead attention, given rows first": quick(
         sequential(lambda h, a: a(h, h, h)[0], lambda: nn.MultiheadAttention(WIDTH, 2))
     ),
-    "LSTM, given rows first": quick(sequential(lambda h, a: a(h)[0], lambda: nn.LSTM(WIDTH, WIDTH))),
+    "LSTM, given rows first": sequential(lambda h, a: a(h)[0], lambda: nn.LSTM(WIDTH, WIDTH)),
     "GRU, given rows first": sequential(lambda h, a: a(h)[0], lambda: nn.GRU(WIDTH, WIDTH)),
     "RNN, given rows first": sequential(lambda h, a: a(h)[0], lambda: nn.RNN(WIDTH, WIDTH)),
-    "transformer layer, time first": quick(
-        in_time(
-            lambda h, a: a(h),
-            lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0),
-            target=lambda rows: torch.randn(TIME, rows, WIDTH),
-            loss_fn=same_shape,
-        )
+    "transformer layer, time first": in_time(
+        lambda h, a: a(h),
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0),
+        target=lambda rows: torch.randn(TIME, rows, WIDTH),
+        loss_fn=same_shape,
     ),
     "LSTM, time first": quick(
         in_time(
@@ -848,7 +846,7 @@ MIXING: dict[str, BatchCase] = {
     "axial attention": sequential(lambda h, a: a(h) + a(h.transpose(0, 1)).transpose(0, 1), Attention),
     "rows by a permutation": quick(flat(lambda h, p: h[p], others=(permutation,))),
     "rows by an index": quick(flat(lambda h, p: h[p], others=(chosen_rows,))),
-    "rows by index_select": quick(flat(lambda h, p: h.index_select(0, p), others=(chosen_rows,))),
+    "rows by index_select": flat(lambda h, p: h.index_select(0, p), others=(chosen_rows,)),
     "rows by gather": flat(lambda h, p: h.gather(0, p[:, None].expand(-1, WIDTH)), others=(chosen_rows,)),
     "rows by take_along_dim": flat(
         lambda h, p: torch.take_along_dim(h, p[:, None], 0), others=(chosen_rows,)
@@ -867,7 +865,7 @@ MIXING: dict[str, BatchCase] = {
         flat(lambda h, p: torch.zeros_like(h).index_add(0, p, h[p.flip(0)]), others=(neighbours,))
     ),
     "mean of each group": flat(scatter_mean, others=(classes,)),
-    "hard negatives": quick(flat(lambda h: h[(h @ h.T).argmin(1)])),
+    "hard negatives": flat(lambda h: h[(h @ h.T).argmin(1)]),
     "nearest neighbours": flat(lambda h: h[torch.cdist(h, h).topk(3, largest=False).indices].mean(1)),
     "distances of rows": flat(lambda h: torch.cdist(h, h).sum(1)),
     "similarities of rows": flat(lambda h: (h @ h.T).diagonal() + (h @ h.T).sum(1)),
@@ -879,7 +877,7 @@ MIXING: dict[str, BatchCase] = {
     "scaled by the norm": flat(lambda h: h / h.norm()),
     "scaled by the sum": flat(lambda h: h / (h.sum() + 9)),
     "whitened": flat(lambda h: h @ torch.linalg.inv(h.T @ h + torch.eye(WIDTH, dtype=h.dtype))),
-    "the largest of all": quick(flat(lambda h: h * (h == h.max()))),
+    "the largest of all": flat(lambda h: h * (h == h.max())),
     "above the median": flat(lambda h: h * (h > h.median())),
     "below a quantile": flat(lambda h: h.clamp(max=torch.quantile(h.detach(), 0.7))),
     "scaled by the deviation": flat(lambda h: h * h.detach().std()),
@@ -891,28 +889,28 @@ MIXING: dict[str, BatchCase] = {
     "logsumexp of rows": flat(lambda h: h - h.logsumexp(0)),
     "sorted rows": quick(flat(lambda h: h.sort(0).values)),
     "msort": flat(lambda h: h.msort()),
-    "ranks": quick(flat(lambda h: h * h.argsort(0).argsort(0))),
+    "ranks": flat(lambda h: h * h.argsort(0).argsort(0)),
     "topk of rows": flat(lambda h: h * (h >= h.topk(2, 0).values[-1])),
-    "cummax": quick(flat(lambda h: h.cummax(0).values)),
+    "cummax": flat(lambda h: h.cummax(0).values),
     "cumsum": flat(lambda h: h.cumsum(0)),
     "cumprod": flat(lambda h: h.cumprod(0)),
     "logcumsumexp": flat(lambda h: h.logcumsumexp(0)),
     "diff of rows": flat(lambda h: h.diff(dim=0, prepend=h[:1])),
     "gradient of rows": flat(lambda h: torch.gradient(h, dim=0)[0]),
     "roll": flat(lambda h: h.roll(1, 0)),
-    "roll without dims": quick(flat(lambda h: h.roll(1))),
+    "roll without dims": flat(lambda h: h.roll(1)),
     "roll of features without dims": flat(lambda h: h.roll(3)),
     "flip": flat(lambda h: h.flip(0)),
     "flip of both": flat(lambda h: h.flip(0, 1)),
-    "flipud": quick(flat(lambda h: torch.flipud(h))),
+    "flipud": flat(lambda h: torch.flipud(h)),
     "rot90": model_case(lambda rows: (torch.randn(rows, 8),), lambda h: torch.rot90(h)),
-    "shifted rows": quick(flat(lambda h: torch.cat([h[1:], h[:1]]))),
+    "shifted rows": flat(lambda h: torch.cat([h[1:], h[:1]])),
     "the row before": flat(lambda h: h + F.pad(h, (0, 0, 1, 0))[:-1]),
-    "fftn": quick(flat(lambda h: torch.fft.fftn(h).abs())),
+    "fftn": flat(lambda h: torch.fft.fftn(h).abs()),
     "fft of rows": flat(lambda h: torch.fft.fft(h, dim=0).abs()),
     "layer norm over all": quick(flat(lambda h: F.layer_norm(h, h.shape))),
     "rms norm over all": flat(lambda h: F.rms_norm(h, h.shape)),
-    "instance norm without a batch": quick(flat(lambda h, a: a(h), lambda: nn.InstanceNorm1d(8))),
+    "instance norm without a batch": flat(lambda h, a: a(h), lambda: nn.InstanceNorm1d(8)),
     "convolution without a batch": quick(
         flat(lambda h: F.conv1d(h.t(), torch.ones(WIDTH, WIDTH, 3, dtype=h.dtype), padding=1).t())
     ),
@@ -922,7 +920,7 @@ MIXING: dict[str, BatchCase] = {
     "convolution over rows and features": flat(
         lambda h: F.conv2d(h[None, None], torch.ones(1, 1, 3, 3, dtype=h.dtype), padding=1)[0, 0]
     ),
-    "average pool over rows": quick(flat(lambda h: F.avg_pool1d(h.t(), 3, 1, 1).t())),
+    "average pool over rows": flat(lambda h: F.avg_pool1d(h.t(), 3, 1, 1).t()),
     "max pool over rows": flat(lambda h: F.max_pool1d(h.t()[None], 3, 1, 1)[0].t()),
     "interpolation over rows": flat(
         lambda h: (
@@ -959,9 +957,9 @@ MIXING: dict[str, BatchCase] = {
     "the first row set": quick(flat(written(setting(0, 0.0)))),
     "the last row set": flat(written(setting(-1, 0.0))),
     "some rows set": flat(written(setting(slice(2, 4), 0.0))),
-    "every other row set": quick(flat(written(setting(slice(None, None, 2), 0.0)))),
+    "every other row set": flat(written(setting(slice(None, None, 2), 0.0))),
     "a place set": flat(written(setting((0, 0), 0.0))),
-    "the first row scaled": quick(flat(written(lambda h: h[0].mul_(2)))),
+    "the first row scaled": flat(written(lambda h: h[0].mul_(2))),
     "a view of the first rows written": flat(written(lambda h: h[:2].add_(1).mul_(2))),
     "rows copied in place": flat(written(lambda h: h[1:].copy_(h[:-1].clone()))),
     "a select_scatter": flat(lambda h: torch.select_scatter(h, h[1], 0, 0)),
@@ -993,10 +991,8 @@ MIXING: dict[str, BatchCase] = {
             lambda: nn.GRU(WIDTH, 3, bidirectional=True, batch_first=True),
         )
     ),
-    "viewed as time first": quick(
-        model_case(
-            lambda rows: (torch.randn(rows, TIME, WIDTH),), lambda h: h.view(TIME, h.shape[0], -1).sum(0)
-        )
+    "viewed as time first": model_case(
+        lambda rows: (torch.randn(rows, TIME, WIDTH),), lambda h: h.view(TIME, h.shape[0], -1).sum(0)
     ),
     "transposed and reshaped": quick(flat(lambda h: h.t().reshape(h.shape[0], -1))),
     "permuted and flattened": sequential(lambda h: h.permute(1, 0, 2).reshape(h.shape[0], TIME, -1)),
@@ -1017,7 +1013,7 @@ MIXING: dict[str, BatchCase] = {
     "vmap over features": flat(lambda h: torch.vmap(lambda column: column - column.mean(), 1, 1)(h)),
     "vmap with the sum of all": flat(lambda h: torch.vmap(lambda row: row * h.sum())(h)),
     "capacity of experts": flat(lambda h, a: a(h), Capacity),
-    "custom forward that mixes": quick(flat(MixingForward.apply)),
+    "custom forward that mixes": flat(MixingForward.apply),
     "custom backward that mixes": quick(flat(MixingBackward.apply)),
     "custom gradient that is a mean": flat(lambda h, a: a(h), lambda: Weighing(SummingBackward)),
     "custom operator that mixes": quick(flat(centred)),
@@ -1027,7 +1023,7 @@ MIXING: dict[str, BatchCase] = {
         lambda h, a: a(h), lambda: WeighingOperator(weighed_by_mean)
     ),
     "if more than four rows": quick(flat(by_size)),
-    "if more rows than features": quick(flat(by_shape)),
+    "if more rows than features": flat(by_shape),
     "if an odd number of rows": flat(by_parity, rows=(8,)),
     "if eight rows": flat(by_exact_size),
     "if more than four rows, later": quick(flat(by_size, rows=(15, 8))),
@@ -1064,11 +1060,9 @@ MIXING: dict[str, BatchCase] = {
     "one row more": flat(lambda h: h * (h.new_zeros(h.shape[0] + 1) + 1).sum()),
     "one row less": flat(lambda h: h * (h[1:] * 0 + 1).sum()),
     "features renormed over the batch": flat(lambda h: h.renorm(2, 1, 1.0)),
-    "the first row of an input scaled": quick(
-        flat(
-            lambda h, x: h * written(lambda z: z[0].mul_(2))(x),
-            others=(values(WIDTH),),
-        )
+    "the first row of an input scaled": flat(
+        lambda h, x: h * written(lambda z: z[0].mul_(2))(x),
+        others=(values(WIDTH),),
     ),
     "the first element of an input changed": flat(
         lambda h, x: h * written(lambda z: z.view(-1)[0].add_(1))(x), others=(values(WIDTH),)
@@ -1397,15 +1391,15 @@ LOSSES_THAT_MIX: dict[str, BatchCase] = {
     "mean by masked_select": loss(lambda y, t: y.sum(1).masked_select(t != 0).mean()),
     "ctc": loss(ctc, ctc_target),
     "dice of the batch": quick(loss(dice_of_batch)),
-    "mean of the confident": quick(loss(confident)),
+    "mean of the confident": loss(confident),
     "mean by own weights": quick(loss(by_own_weights)),
     "mean of positive elements": loss(lambda y, t: y[y > 0].mean()),
     "contrastive": quick(loss(contrastive)),
-    "clip": quick(loss(clip_loss)),
+    "clip": loss(clip_loss),
     "nt-xent": loss(nt_xent),
     "supervised contrastive": loss(supervised_contrastive),
     "hardest triplet": loss(hardest_triplet),
-    "ranking": quick(loss(ranking)),
+    "ranking": loss(ranking),
     "list net": loss(list_net),
     "cox": loss(cox),
     "barlow": loss(barlow),
@@ -1413,7 +1407,7 @@ LOSSES_THAT_MIX: dict[str, BatchCase] = {
     "maximum mean discrepancy": loss(discrepancy),
     "concordance": loss(concordance),
     "explained": loss(explained),
-    "balanced": quick(loss(balanced)),
+    "balanced": loss(balanced),
     "divided by the count of its class": loss(by_class_of_row),
     "mean of the means of classes": loss(mean_of_classes),
     "centres": loss(centres),
@@ -1421,7 +1415,7 @@ LOSSES_THAT_MIX: dict[str, BatchCase] = {
     "halves alike": loss(r_drop),
     "weights by arange": quick(loss(lambda y, t: (y.square().mean(1) * torch.arange(len(y))).mean())),
     "discounted by arange": loss(lambda y, t: (y.square().mean(1) * 0.9 ** torch.arange(len(y))).sum()),
-    "total variation": quick(loss(lambda y, t: (y[1:] - y[:-1]).abs().mean())),
+    "total variation": loss(lambda y, t: (y[1:] - y[:-1]).abs().mean()),
     "the first row": quick(loss(lambda y, t: y[0].square().sum())),
     "the last row": loss(lambda y, t: y[-1].square().sum()),
     "the first rows": loss(lambda y, t: y[:4].square().mean()),
@@ -1538,7 +1532,7 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
     "rows in blocks": output(lambda y: y.reshape(-1, 3)),
     "flattened": output(lambda y: y.flatten()),
     "a transpose, flattened": quick(output(lambda y: y.t().flatten())),
-    "a transpose": quick(output(lambda y: y.t())),
+    "a transpose": output(lambda y: y.t()),
     "a transpose, contiguous": output(lambda y: y.t().contiguous()),
     "rows last": output(lambda y: torch.stack([y.t(), y.t()])),
     "time first": output(lambda y: y.view(y.shape[0], 3, 2).transpose(0, 1)),
@@ -1546,12 +1540,12 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
     "sorted": quick(output(lambda y: y.sort(0).values)),
     "sorted without dim, by row": output(lambda y: y.t().sort().values),
     "argsort": output(lambda y: y.argsort(0)),
-    "histogram": quick(output(lambda y: y.histc(4, -1, 1))),
+    "histogram": output(lambda y: y.histc(4, -1, 1)),
     "bincount": output(lambda y: torch.bincount(y.argmax(1), minlength=WIDTH)),
     "unbind": quick(output(lambda y: y.unbind(0))),
     "split": quick(output(lambda y: y.split(2))),
     "chunk": output(lambda y: y.chunk(2)),
-    "a list of rows": quick(output(lambda y: [row * 2 for row in y])),
+    "a list of rows": output(lambda y: [row * 2 for row in y]),
     "a dict of rows by number": output(lambda y: {str(i): y[i] for i in range(2)}),
     "tensor_split": output(lambda y: y.tensor_split(3)),
     "the number of rows": quick(output(lambda y: (y, y.shape[0]))),
@@ -1572,7 +1566,7 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
     "product": output(lambda y: y.prod(0)),
     "logsumexp": output(lambda y: y.logsumexp(0)),
     "root of a mean": output(lambda y: y.square().mean().sqrt()),
-    "similarities": quick(output(lambda y: y @ y.T)),
+    "similarities": output(lambda y: y @ y.T),
     "products of features": output(lambda y: y.T @ y),
     "covariance": output(lambda y: torch.cov(y.T)),
     "the first row": quick(output(lambda y: y[0])),
@@ -1586,7 +1580,7 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
     "cumsum": output(lambda y: y.cumsum(0)),
     "centred": output(lambda y: y - y.mean(0)),
     "positive elements": output(lambda y: y[y > 0]),
-    "where positive": quick(output(lambda y: (y > 0).nonzero())),
+    "where positive": output(lambda y: (y > 0).nonzero()),
     "where positive, by row": output(lambda y: torch.where(y[:, 0] > 0)),
     "unique": output(lambda y: (y > 0).long().unique()),
     "rows that are positive": output(lambda y: y[y[:, 0] > 0]),
