@@ -131,7 +131,7 @@ class Tracker(TorchDispatchMode):
         results = tensors_in(result)
         if any(id(tensor) in self.in_turns for tensor in call.tensors):
             self.in_turns.update(map(id, results))
-        keeps = is_pointwise(func) or call.name in KEEPING
+        keeps = (is_pointwise(func) or call.name in KEEPING) and not is_drawn
         of_uniform = keeps and all(self.known(x).uniform for x in call.tensors)
         uniform = call.name in UNIFORM or (of_uniform and bool(call.tensors))
         values = call.mixed(_OUT_OF_ORDER) if self._needs_order(call) else self._values(call)
