@@ -56,7 +56,7 @@ def of_sorted(call: OperatorCall) -> Value | tuple[Value, ...] | None:
             return _divided(call)
         case "histc" | "bincount":
             return _counts(call)
-        case "cumsum":
+        case "cumsum" if call.first.ndim == 1:
             return _changed(call, Holds.COUNTS, Holds.ENDS)
         case "_grouped_mm" | "transformers::grouped_mm_fallback":
             return _by_group(call)
