@@ -141,6 +141,10 @@ def _diagonal(call: OperatorCall, rows: Rows) -> Value:
     return rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
 
 
+def _diag(call: OperatorCall, rows: Rows) -> Value:
+    return call.mixed("takes the diagonal over rows, or makes one of them")
+
+
 def _flip(call: OperatorCall, rows: Rows) -> Value:
     dims = call["dims"] if call["dims"] or call.name == "flip" else range(call.first.ndim)
     if rows.dim in {dim % call.first.ndim for dim in dims}:
@@ -202,6 +206,7 @@ _PLACES = {
     "slice": _slice,
     "unfold": _unfold,
     "diagonal": _diagonal,
+    "diag": _diag,
     "as_strided": _as_strided,
 }
 

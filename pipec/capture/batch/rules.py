@@ -61,7 +61,7 @@ _MOVES = (
         "squeeze",
     ),
     *("select", "unbind", "slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
-    *("unfold", "diagonal", "flip", "roll", "as_strided", "view_as_complex", "view_as_real"),
+    *("unfold", "diagonal", "diag", "flip", "roll", "as_strided", "view_as_complex", "view_as_real"),
     *("select_scatter", "slice_scatter", "select_backward", "slice_backward"),
 )
 
