@@ -82,6 +82,17 @@ def row_weights(rows: int) -> Tensor:
     return torch.rand(rows) + 0.5
 
 
+def two_places(rows: int) -> Tensor:
+    """A mask that chooses two places of each row."""
+    return torch.rand(rows, TIME).argsort(1) < 2
+
+
+def two_places_in_the_mean(rows: int) -> Tensor:
+    """A mask that chooses one place of each of the first rows, and three of each of the last."""
+    numbers = torch.where(torch.arange(rows) < rows // 2, 1, 3)
+    return torch.rand(rows, TIME).argsort(1) < numbers[:, None]
+
+
 def classes(rows: int) -> Tensor:
     return torch.randint(CLASSES, (rows,))
 
@@ -618,6 +629,9 @@ ROW_WISE: dict[str, BatchCase] = {
     "features by index_select": flat(lambda h: h.index_select(1, torch.tensor([2, 0, 0]))),
     "features by slice": flat(lambda h: h[:, ::2] + h[..., 1::2]),
     "a new dimension": flat(lambda h: h[:, None, :].expand(-1, 3, -1).reshape(h.shape[0], -1)),
+    "the last of two places of each row": quick(
+        sequential(lambda h, m: h[m, :].view(h.size(0), -1, WIDTH)[:, -1], others=(two_places,))
+    ),
     "features by gather": flat(lambda h, p: h.gather(1, p[:, None]), others=(picks,)),
     "features by take_along_dim": flat(lambda h, p: torch.take_along_dim(h, p[:, None], 1), others=(picks,)),
     "a feature for each row": quick(flat(lambda h, p: h[torch.arange(h.shape[0]), p], others=(picks,))),
@@ -946,6 +960,9 @@ MIXING: dict[str, BatchCase] = {
         f"sorted experts, {fault}": flat(lambda h, a: a(h), functools.partial(SortedExperts, fault))
         for fault in FAULTS
     },
+    "places of rows that choose unequally many": sequential(
+        lambda h, m: h[m].view(h.size(0), -1, WIDTH)[:, -1], others=(two_places_in_the_mean,)
+    ),
     "tril": quick(flat(lambda h: h.tril())),
     "triu": flat(lambda h: h.triu(1)),
     "diagonal filled": quick(flat(written(lambda h: h.fill_diagonal_(0.5)))),

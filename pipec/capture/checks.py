@@ -5,7 +5,7 @@ from torch import fx
 
 from pipec.capture.call import Call, plain_name
 from pipec.capture.calls import changes_argument, operator_name, place_of
-from pipec.capture.markers import EXPECT
+from pipec.capture.markers import EXPECT, OF_BATCH
 from pipec.capture.rewriting import Chain
 
 
@@ -51,4 +51,23 @@ def _expect_scattered(node: fx.Node) -> None:
         taken,
         f"{place_of(node)}: the mask chooses more or fewer elements in a microbatch than its source has; the "
         "rows of each microbatch must bring along what their masks choose",
+    )
+
+
+def expect_as_many_each(chosen: fx.Node, mask: fx.Node) -> None:
+    """Let each microbatch check that ``chosen``, which is ``x[mask]``, has as many elements of every row.
+
+    ``mask`` follows from the arguments of ``step``, so that rows of other microbatches are compared, too.
+    """
+    chain = Chain(chosen)
+    flat = chain("flat", torch.flatten, chain("flat", torch.unsqueeze, mask, -1), 1)
+    counts = chain("counts", torch.sum, flat, 1)
+    least, most = chain("least", torch.amin, counts), chain("most", torch.amax, counts)
+    same = chain("same", torch.eq, least, chain("most", OF_BATCH, most, False))
+    chain(
+        "expected",
+        EXPECT,
+        same,
+        f"{place_of(chosen)}: the mask chooses more elements of one row than of another, so that what is "
+        "chosen cannot be divided among the rows; choose as many of each",
     )

@@ -28,7 +28,7 @@ from pipec.capture.batch.tracker import Known, Tracker, following
 from pipec.capture.batch.values import MEAN, Mixed, Picked, Rows, Sum, Unproven, Value, Whole, is_whole
 from pipec.capture.call import plain_name
 from pipec.capture.calls import changes_argument, named_arguments, operator_name, place_of, reduction_of
-from pipec.capture.checks import leading_to_checks
+from pipec.capture.checks import expect_as_many_each, leading_to_checks
 from pipec.capture.joins import BROADCASTS, GATHERS, JOINS, REDUCES, batch_norm_of_round
 from pipec.capture.markers import OF_BATCH, ROW_NUMBERS, SHARE
 from pipec.capture.rewriting import KEPT, Chain, put, value_of
@@ -203,7 +203,8 @@ class _Walk:
             return
         for _ in range(4):
             try:
-                result = self._run(node)
+                divided = self._divided_again(node)
+                result = divided if divided is not None else self._run(node)
                 break
             except NeedsMeanError as needed:
                 if not self._replace(node, needed.tensors, self._mean_of):
@@ -255,6 +256,25 @@ class _Walk:
         if node.op == "call_module":
             raise TypeError("a call of a module")
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _divided_again(self, node: fx.Node) -> Tensor | None:
+        """``x[mask].view(rows, -1)``: as many elements for each row, which every microbatch checks."""
+        if operator_name(node) not in ("view", "reshape") or len(node.args) < 2:
+            return None
+        chosen, size = node.args[0], node.args[1]
+        size = size[0] if isinstance(size, list | tuple) and size else size
+        if not isinstance(chosen, fx.Node) or self.value_of(chosen) != Picked():
+            return None
+        index = chosen.args[1] if operator_name(chosen) == "getitem" else None
+        mask = index[0] if isinstance(index, tuple) and index else index
+        if not isinstance(mask, fx.Node) or self.value_of(mask) != Rows(0):
+            return None
+        if not self.tracker.known(self.values[mask]).given:
+            return None
+        if not isinstance(size, fx.Node) or self.values.get(size) != ROWS or self._symbol is None:
+            return None
+        expect_as_many_each(chosen, mask)
+        return self.tracker.tell(self._like(value_of(node)), Known(Rows(0)))
 
     def _grows(self, number: fx.Node) -> bool:
         """Whether a number comes from the number of rows, and not from values alone."""
@@ -380,8 +400,9 @@ class _Walk:
         return pytree.tree_map(made, value_of(node))
 
     def _has_rows(self, size: Any) -> bool:
-        """Whether a size depends on the number of rows."""
-        return self._symbol in sympy.sympify(self._in_symbols(size)).free_symbols
+        """Whether a size depends on the number of rows, and on no value."""
+        is_of_rows = self._symbol in sympy.sympify(self._in_symbols(size)).free_symbols
+        return is_of_rows and not value_symbols(size)
 
     def _check_sizes(self, node: fx.Node, result: Any) -> None:
         """A size such as ``rows - 1``, that is no multiple of the rows, is another one in a microbatch."""
