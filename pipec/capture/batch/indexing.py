@@ -236,13 +236,14 @@ def index_put(call: OperatorCall) -> Value:
     if masks:
         mask = values[0]
         fits = len(used) == 1 and given[0] is not None and isinstance(mask, Rows) and not mask.numbers
-        one = isinstance(value, Whole) and (new.ndim == 0 or value.fill is not None)
+        has_no_places = new.ndim <= x.ndim - used[0].ndim
+        is_same = isinstance(value, Whole) and (has_no_places or value.fill is not None)
         rows = isinstance(mask, Rows) and (mask.dim, mask.outer, mask.inner) == (
             target.dim,
             target.outer,
             target.inner,
         )
-        return target if fits and rows and (one or value == Picked()) else call.unproven()
+        return target if fits and rows and (is_same or value == Picked()) else call.unproven()
     padded = given + [None] * (x.ndim - len(given))
     own = padded[target.dim]
     width = max((i.ndim for i in used), default=0)

@@ -21,8 +21,9 @@ def moved(call: OperatorCall) -> Value:
     if not isinstance(value, Rows | Picked) or (isinstance(value, Picked) and _keeps_first(call)):
         return value
     if isinstance(value, Picked) and call.name in ("view", "_unsafe_view") and not value.places:
-        groups = call.shape[:1] and call.shape[0] and call.first.shape[0] % call.shape[0] == 0
-        return value if groups else call.unproven("moves rows that values choose")
+        sizes = sorted((call.first.shape[0], call.shape[0])) if call.shape[:1] else [0]
+        fits = bool(sizes[0]) and sizes[1] % sizes[0] == 0  # groups that do not fit a microbatch fail
+        return value if fits else call.unproven("moves rows that values choose")
     if isinstance(value, Picked):
         return call.unproven("moves rows that values choose")
     return _PLACES[call.name](call, value)
