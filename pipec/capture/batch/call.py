@@ -38,7 +38,8 @@ class OperatorCall:
     """A call of ``op`` whose result, on the meta device, is ``result``.
 
     ``rows`` is the number that stands for the rows of a microbatch. ``degrees`` has the powers of it in
-    numbers that are no multiples of it, such as 1 / rows.
+    numbers that are no multiples of it, such as 1 / rows. ``is_given`` tells what follows from the arguments
+    of ``step`` alone.
     """
 
     op: OpOverload
@@ -49,6 +50,7 @@ class OperatorCall:
     rows: int
     symbolic: bool
     degrees: Mapping[float, int] = field(default_factory=dict)
+    is_given: Callable[[Tensor], bool] = lambda tensor: False
 
     @property
     def name(self) -> str:

@@ -177,9 +177,8 @@ def nll_loss(call: OperatorCall) -> Value:
     if targets != own:
         return call.mixed("pairs each row with the target of another one")
     if call["reduction"] == 1:
-        return call.unproven(
-            "divides by the number of targets that count, which microbatches may have others of"
-        )
+        why = "divides by the number of targets that count, which is another one in each microbatch"
+        return call.unproven(why) if call.is_given(call["target"]) else call.mixed(why)
     return own if call["reduction"] == 0 else Sum()
 
 

@@ -122,7 +122,17 @@ class Tracker(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return result
         value_of = self._in_one_order(tensors_in((args, kwargs)))
-        call = OperatorCall(func, args, kwargs, result, value_of, self.rows, self.symbolic, self.degrees)
+        call = OperatorCall(
+            func,
+            args,
+            kwargs,
+            result,
+            value_of,
+            self.rows,
+            self.symbolic,
+            self.degrees,
+            lambda tensor: self.known(tensor).given,
+        )
         is_drawn = _RANDOM in func.tags
         given = all(self.known(tensor).given for tensor in call.tensors) and not is_drawn
         if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
