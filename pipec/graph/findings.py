@@ -24,11 +24,11 @@ class Findings:
     """Each text names a call of the model, with its line, and says what it does.
 
     ``mixed``: the loss depends on several rows there, in a way that is no sum or mean over rows.
-    ``unproven``: it is not known whether it does. ``assumed``: calls that are checked when the first
-    step runs. ``output`` is where an output, other than
-    the loss, is neither row by row nor a sum or mean. ``norms`` is how many batch norms take the statistics
-    of a microbatch. ``drawn``: random numbers that belong to no row, dropout apart. ``branches``: conditions
-    on sizes, true of the microbatch, by which Python code goes its way, each with its line.
+    ``unproven``: it is not known whether it does. ``assumed``: calls that are checked when the first step
+    runs. ``output`` is where an output, other than the loss, is neither row by row nor a sum or mean.
+    ``norms`` is how many batch norms take the statistics of a microbatch. ``drawn``: random numbers that
+    belong to no row, dropout apart. ``branches``: conditions on sizes, true of the microbatch, by which
+    Python code goes its way, each with its line.
     """
 
     mixed: str = ""

@@ -161,6 +161,10 @@ def _leaves(tree: Any) -> list[Any]:
     return [tree] if is_leaf else pytree.tree_leaves(tree)
 
 
+Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
+"""What an operator makes of its arguments: one value for all results, or one for each."""
+
+
 def unknown_among(values: Sequence[Value]) -> Mixed | Unproven | None:
     """The first value of which it is known that it mixes rows, else the first that is not proved."""
     unproven = next((value for value in values if isinstance(value, Unproven)), None)

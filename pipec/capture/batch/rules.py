@@ -4,16 +4,14 @@ Elementwise operators are told by torch's own tag. An operator that is not here 
 torch's decompositions; one that has none is unproven.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pipec.capture.batch import indexing as i
 from pipec.capture.batch import movement as m
 from pipec.capture.batch import reductions as r
-from pipec.capture.batch.call import OperatorCall, unknown_among
+from pipec.capture.batch.call import OperatorCall, Rule, unknown_among
 from pipec.capture.batch.pointwise import KEEPING, pointwise
 from pipec.capture.batch.values import Picked, Rows, Value, Whole
-
-Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
 
 
 def _drawn(call: OperatorCall) -> Value:

@@ -13,16 +13,13 @@ arithmetic that computes each element by itself is done in between.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
-from pipec.capture.batch.call import OperatorCall
+from pipec.capture.batch.call import OperatorCall, Rule
 from pipec.capture.batch.pointwise import KEEPING
 from pipec.capture.batch.values import Holds, Mixed, Rows, Sorted, Sum, Unproven, Value, Whole
-
-Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
 
 IN_ORDER = 0
 """The number of the order that rows have anyway."""
@@ -122,7 +119,10 @@ def _divided(call: OperatorCall) -> Value | None:
 
 
 def _counts(call: OperatorCall) -> Value:
-    """How many elements have each key. Without limits of its own ``histc`` takes the smallest key for one."""
+    """How many elements have each key, which is taken to be no less than the lower limit of ``histc``.
+
+    Without limits ``histc`` takes the smallest key of the microbatch for one.
+    """
     has_limits = call.name == "bincount" or call.arguments.get("min") != call.arguments.get("max")
     counted = _changed(call, Holds.KEYS, Holds.COUNTS)
     return counted if has_limits else call.mixed(_OTHERWISE)

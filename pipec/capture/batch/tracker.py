@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipec.capture.batch.call import (
     OperatorCall,
+    Rule,
     is_pointwise,
     plain_name_of,
     rows_among,
@@ -22,7 +23,7 @@ from pipec.capture.batch.call import (
 )
 from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.pointwise import KEEPING
-from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, UNIFORM, Rule, rule_of
+from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, UNIFORM, rule_of
 from pipec.capture.batch.sorting import by_place, of_sorted
 from pipec.capture.batch.values import Rows, Sorted, Sum, Value, Whole
 from pipec.graph import Assumed
