@@ -4,13 +4,13 @@ The rewritten graph runs on the mini-batch and on each microbatch. What the anal
 microbatches' values, one behind the other; what it calls a sum must add up; what is whole must be the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from batch_judge import scale_of, wide
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -47,9 +47,17 @@ class NodeError(Exception):
 
 
 def check_graph(
-    module: fx.GraphModule, inputs: Mapping[str, Any], batched: Sequence[str], sizes: Sequence[int]
+    module: fx.GraphModule,
+    inputs: Mapping[str, Any],
+    batched: Sequence[str],
+    sizes: Sequence[int],
+    trained: Collection[str] = (),
 ) -> Checked:
-    """Analyse a graph of the arguments ``inputs``; compare each claim with microbatches of these sizes."""
+    """Analyse a graph of the arguments ``inputs``; compare each claim with microbatches of these sizes.
+
+    What is computed of the arguments ``trained`` depends on parameters, so that it is never counted once over
+    the whole batch.
+    """
     parts = list(split(inputs, batched, sizes))
     try:
         expected = pytree.tree_leaves(fx.Interpreter(module).run(*copied(inputs)))
@@ -57,7 +65,7 @@ def check_graph(
             fx.Interpreter(module).run(*copied(part))
     except Exception as error:
         raise SkippedError("microbatches do not run") from error
-    give_values(module, parts[0], batched)
+    give_values(module, parts[0], batched, trained)
     walk = _Walk(module, set(batched), sizes[0], 1)
     try:
         walk.run()
@@ -119,7 +127,9 @@ def copied(inputs: Mapping[str, Any]) -> list[Any]:
     return [x.clone() if isinstance(x, Tensor) else x for x in inputs.values()]
 
 
-def give_values(module: fx.GraphModule, part: Mapping[str, Any], batched: Sequence[str]) -> None:
+def give_values(
+    module: fx.GraphModule, part: Mapping[str, Any], batched: Sequence[str], trained: Collection[str]
+) -> None:
     """Give each node its fake value for a microbatch, the rows symbolic, as a front end does."""
     shapes = ShapeEnv(specialize_zero_one=True, duck_shape=True)
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
@@ -138,6 +148,9 @@ def give_values(module: fx.GraphModule, part: Mapping[str, Any], batched: Sequen
             _Values(module).run(*made)
     except Exception as error:
         raise SkippedError("cannot be traced") from error
+    for node in module.graph.find_nodes(op="placeholder"):
+        if str(node.target) in trained:
+            node.meta["example_value"] = nn.Parameter(node.meta["example_value"], requires_grad=False)
     first = next(x for name, x in zip(part, made, strict=True) if name in batched)
     size = first.shape[0]
     if not isinstance(size, torch.SymInt) or shapes.replacements or size.node.expr.is_number:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from batch_judge import BatchCase, BrokenCase, Verdict, judge
 from claims import Checked, SkippedError, check_graph, traced
-from random_programs import BATCHED, ROWS, SIZES, WIDTH, Program, arguments, draw_program
+from random_programs import BATCHED, ROWS, SIZES, TRAINED, WIDTH, Program, arguments, draw_program
 from torch import Tensor, nn
 
 Told = Callable[[str], None]
@@ -43,7 +43,7 @@ def claims_of(program: Program) -> Checked:
     """What is claimed of the results of all statements, the last one first."""
     function = program.function(f"({', '.join(reversed(program.names))},)", program.reads)
     given = {name: x for name, x in arguments().items() if name in program.reads}
-    return check_graph(traced(function), given, BATCHED, SIZES)
+    return check_graph(traced(function), given, BATCHED, SIZES, TRAINED)
 
 
 def fault_of(program: Program, tally: Tally | None = None) -> str:

@@ -22,6 +22,8 @@ SIZES = (3, 3, 2)
 
 ARGUMENTS = ("h", "s", "w", "k", "m", "p", "c", "t")
 BATCHED = ("h", "s", "w", "k", "m", "p")
+TRAINED = ("h", "c")
+"""Arguments that depend on parameters, as activations do."""
 
 MOST_ELEMENTS, MOST_DIMENSIONS = 4000, 4
 

@@ -395,7 +395,11 @@ class _Walk:
         def made(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return self.tracker.tell(self._like(leaf), Known(unknown[0], given))
+            try:
+                return self.tracker.tell(self._like(leaf), Known(unknown[0], given))
+            except RuntimeError:  # more elements than torch can count
+                pairs = Mixed("makes something for every pair of rows")
+                return self.tracker.tell(torch.empty((), device="meta"), Known(pairs, given))
 
         return pytree.tree_map(made, value_of(node))
 
@@ -521,6 +525,8 @@ class _Walk:
             return False
         tensors = [self.values[x] for x in (target, weight) if isinstance(x, fx.Node)]
         if not all(self.tracker.known(x).given for x in tensors):
+            return False
+        if isinstance(weight, fx.Node) and not is_whole(self.value_of(weight)):
             return False
         chain = Chain(node)
         valid = chain("valid", torch.ne, target, arguments["ignore_index"])

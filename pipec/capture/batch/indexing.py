@@ -15,8 +15,12 @@ def embedding(call: OperatorCall) -> Value:
     if unknown := unknown_among([table, index]):
         return unknown
     call.require_no_numbers()
-    if isinstance(table, Whole) and isinstance(index, Rows | Picked | Whole):
-        return index if not isinstance(index, Whole) else Whole(table.degree)
+    if power_of(index) or (power_of(table) and isinstance(index, Picked)):
+        return call.unproven()
+    if isinstance(table, Whole) and isinstance(index, Rows | Whole):
+        return replace(index, degree=table.degree)
+    if isinstance(table, Whole) and isinstance(index, Picked):
+        return index
     return call.mixed("looks up in rows by numbers of other rows")
 
 
@@ -25,6 +29,8 @@ def index_select(call: OperatorCall) -> Value:
     dim = call["dim"] % max(call["self"].ndim, 1)
     if unknown := unknown_among([source, index]):
         return unknown
+    if power_of(index):
+        return call.unproven()
     if isinstance(source, Rows):
         if dim != source.dim and isinstance(index, Whole):
             return source
@@ -33,9 +39,9 @@ def index_select(call: OperatorCall) -> Value:
         return call.mixed("looks up rows by numbers")
     if isinstance(index, Rows):
         call.require_no_numbers()
-        return (
-            index.at(dim) if isinstance(source, Whole) else call.mixed("looks up in a sum over rows, by rows")
-        )
+        if not isinstance(source, Whole):
+            return call.mixed("looks up in a sum over rows, by rows")
+        return replace(index, dim=dim, degree=source.degree)
     if isinstance(index, Whole) and not isinstance(source, Picked):
         return source
     return call.unproven()
@@ -88,7 +94,7 @@ def index(call: OperatorCall) -> Value:
     if len(plain) > 1:
         return call.mixed("combines each row with other rows")
     one = plain.pop()
-    return one.at(one.dim + front)
+    return replace(one, dim=one.dim + front, degree=power_of(source))
 
 
 def _width(index: Tensor | None) -> int:
@@ -154,7 +160,7 @@ def gather(call: OperatorCall) -> Value:
         assert isinstance(rows, Rows)
         fits = dim == rows.dim or (isinstance(source, Whole) and source.fill is not None)
         fits = fits or (isinstance(index, Whole) and index.fill is not None)
-        return rows if fits else call.unproven()
+        return replace(rows, degree=power_of(source)) if fits else call.unproven()
     return source
 
 

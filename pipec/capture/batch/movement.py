@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipec.capture.batch.call import NeedsMeanError, OperatorCall, tensors_in, unknown_among
 from pipec.capture.batch.sorting import IN_ORDER
-from pipec.capture.batch.values import MEAN, Holds, Picked, Rows, Sorted, Sum, Value, Whole
+from pipec.capture.batch.values import MEAN, Holds, Picked, Rows, Sorted, Sum, Value, Whole, power_of
 
 
 def moved(call: OperatorCall) -> Value:
@@ -18,6 +18,8 @@ def moved(call: OperatorCall) -> Value:
     if isinstance(value, Whole) and call.name in _CUTTING and any(map(call.is_tagged, _integers(call))):
         why = "takes as many elements as the microbatch has rows"
         return call.mixed(why) if call.symbolic else call.unproven(why.replace("takes", "may take"))
+    if call.name in ("select_scatter", "slice_scatter") and not isinstance(value, Rows):
+        return _written_to_whole(call, value, call.value_of(call["src"]))
     if not isinstance(value, Rows | Picked) or (isinstance(value, Picked) and _keeps_first(call)):
         return value
     if isinstance(value, Picked) and call.name in ("view", "_unsafe_view") and not value.places:
@@ -177,6 +179,13 @@ def _written(call: OperatorCall, rows: Rows) -> Value:
     return rows
 
 
+def _written_to_whole(call: OperatorCall, value: Value, part: Value) -> Value:
+    """What has no rows, of which a part is replaced by something else."""
+    if isinstance(value, Whole) and isinstance(part, Whole) and value.degree == part.degree:
+        return Whole(value.degree)
+    return unknown_among([value, part]) or (value if value == part else call.unproven())
+
+
 def _put_back(call: OperatorCall, rows: Rows) -> Value:
     """The gradient of a part is that of the whole, and zero elsewhere."""
     dim = call["dim"] % len(call.shape)
@@ -275,7 +284,8 @@ def _joined_rows(
     if len({(x.dim, x.inner, x.degree, x.numbers) for x in rows}) > 1:
         return call.mixed("joins each row with other rows")
     if is_stack or dim != first.dim:
-        fits = all(isinstance(x, Rows) or (isinstance(x, Whole) and x.fill is not None) for x in values)
+        fills = [x.fill if isinstance(x, Whole) else None for x in values if not isinstance(x, Rows)]
+        fits = None not in fills and (not first.degree or not any(fills))
         if len({x.outer for x in rows}) > 1 or not fits:
             return call.unproven("joins rows with what has no rows")
         return first.at(first.dim + (is_stack and dim <= first.dim))
@@ -286,14 +296,17 @@ def _joined_rows(
 
 def padded(call: OperatorCall) -> Value:
     """``constant_pad_nd``: ``pad`` has two numbers for each dimension, from the last on."""
-    value, pad = call.value_of(call.first), call["pad"]
-    if isinstance(value, Rows):
-        own = call.first.ndim - 1 - value.dim
+    value, pad, number = call.value_of(call.first), call["pad"], call["value"]
+    call.require_no_numbers()
+    if isinstance(value, Rows | Picked):
+        own = call.first.ndim - 1 - (value.dim if isinstance(value, Rows) else 0)
         if any(pad[2 * own : 2 * own + 2]):
             return call.mixed("puts something before or behind the rows of a microbatch")
-    if isinstance(value, Sum) and (value != MEAN and call["value"]):
+    if any(call.degree(each) for each in (*pad, number)) or (number and power_of(value) and value != MEAN):
+        return call.mixed("computes with the number of rows, which is another one in a microbatch")
+    if number and value == Sum():
         return call.mixed("adds what is no sum over rows")
-    return value
+    return replace(value, fill=None) if isinstance(value, Whole) and value.fill != number else value
 
 
 def created(call: OperatorCall) -> Value:

@@ -96,7 +96,7 @@ def _of_sums(call: OperatorCall) -> Value:
     if call.name in ADDING:
         has_number = any(call.numbers[: 1 if len(call.tensors) < 2 else 0])
         degrees = {value.degree for value in sums} | ({MEAN.degree} if wholes or has_number else set())
-        if any(value.degree for value in wholes):
+        if any(value.degree for value in wholes) or any(numbers):
             return call.mixed("adds what grows with the number of rows")
         if len(degrees) == 1:
             return sums[0]

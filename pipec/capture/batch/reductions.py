@@ -288,7 +288,9 @@ def convolution(call: OperatorCall) -> Value:
     """Rows are along dimension 0; or along the channels, with a kernel for each row."""
     x, weight = call.value_of(call["input"]), call.value_of(call["weight"])
     if isinstance(x, Rows) and isinstance(weight, Rows) and x.dim == 1 and weight.dim == 0:
-        if call.is_tagged(call["groups"]) and call["groups"] == call.rows:
+        bias = call.value_of(call["bias"]) if call["bias"] is not None else weight
+        is_own = bias == weight and not weight.numbers and not x.numbers
+        if call.is_tagged(call["groups"]) and call["groups"] == call.rows and is_own:
             return (
                 x.at(1)
                 if x.inner == weight.inner and x.outer == weight.outer == 1
@@ -316,7 +318,7 @@ def batch_norm(call: OperatorCall) -> tuple[Value, ...] | Value:
         return (found, *[Whole()] * 4) if training else found
     if isinstance(value, Rows):
         rest = {v.at(1) if isinstance(v, Rows) else v for v in call.values[1:]} - {value}
-        return call.unproven() if any(isinstance(v, Rows) for v in rest) else (value, *[value.at(0)] * 4)
+        return (value, *[value.at(0)] * 4) if rest <= {Whole()} else call.unproven()
     return pointwise_of_last(call)
 
 
@@ -339,10 +341,17 @@ def recurrence(call: OperatorCall) -> tuple[Value, ...] | Value:
 def histogram(call: OperatorCall) -> Value:
     """Counts by value, between limits that are given."""
     value = call.value_of(call.first)
-    has_limits = "bins" not in call.arguments or call.arguments.get("min") != call.arguments.get("max")
-    if isinstance(value, Rows) and not has_limits:
+    if unknown := unknown_among(call.values):
+        return unknown
+    call.require_no_numbers()
+    if call.name == "histc" and call["min"] == call["max"] and not isinstance(value, Whole):
         return call.mixed("takes the smallest and the largest value of rows")
-    return Sum() if isinstance(value, Rows | Picked) and value != Picked(places=True) else value
+    if call.name == "bincount" and not call["minlength"] and not isinstance(value, Whole):
+        return call.mixed("has as many counts as the largest value of a microbatch says; give minlength")
+    if set(map(type, call.values)) == {Whole}:
+        return Whole()
+    is_plain = isinstance(value, Rows) or value == Picked()
+    return Sum() if is_plain and set(call.values) == {value} else call.unproven()
 
 
 def searched(call: OperatorCall) -> Value:

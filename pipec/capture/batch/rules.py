@@ -203,6 +203,17 @@ RULES: Mapping[str, Rule] = {
 }
 """By name, without the underscore of those that write into their first argument."""
 
+KEEP_POWERS = {
+    *_MOVES,
+    *_CREATES,
+    *KEEPING,
+    *("cat", "stack", "expand", "repeat", "constant_pad_nd", "sum", "mean", "count_nonzero"),
+    *("mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm"),
+    *("embedding", "index_select", "index", "_unsafe_index", "gather"),
+    *("pipec::of_batch", "pipec::share", "pipec::row_numbers", "pipec::result"),
+}
+"""Operators, besides elementwise ones, whose rule knows what becomes of a power of the number of rows."""
+
 READ_SIZES = {
     *_MOVES,
     *_CREATES,

@@ -23,9 +23,9 @@ from pipec.capture.batch.call import (
 )
 from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.pointwise import KEEPING
-from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, UNIFORM, rule_of
+from pipec.capture.batch.rules import KEEP_POWERS, READ_NO_VALUES, READ_SIZES, UNIFORM, rule_of
 from pipec.capture.batch.sorting import by_place, of_sorted
-from pipec.capture.batch.values import Rows, Sorted, Sum, Value, Whole
+from pipec.capture.batch.values import Rows, Sorted, Sum, Value, Whole, power_of
 from pipec.graph import Assumed
 from pipec.torch_compat import OpOverload, TorchDispatchMode, decompositions, pytree
 
@@ -196,6 +196,9 @@ class Tracker(TorchDispatchMode):
         if name not in READ_NO_VALUES and any(isinstance(value, Sorted) for value in call.values):
             return self._of_sorted(call, rule)
         if rule is not None:
+            is_power = any(power_of(value) for value in call.values if not isinstance(value, Sum))
+            if is_power and name not in KEEP_POWERS and not is_pointwise(call.op):
+                return call.mixed("computes with the number of rows, which is another one in a microbatch")
             return rule(call)
         if not call.values:
             return Whole()
@@ -267,6 +270,8 @@ class Tracker(TorchDispatchMode):
         if not self.symbolic or not isinstance(value, Rows | Sum | Whole):
             return value
         tagged = {dim for dim, size in enumerate(tensor.shape) if call.is_tagged(size)}
+        if isinstance(value, Rows) and (call.is_tagged(value.outer) or call.is_tagged(value.inner)):
+            return call.mixed("makes something for every pair of rows")
         own = {value.dim} if isinstance(value, Rows) else set()
         if tagged == own:
             if own and tensor.shape[value.dim] != self.rows * value.outer * value.inner:  # type: ignore[union-attr]
