@@ -166,7 +166,10 @@ class _Walk:
             if size is None:
                 return None
             self._sizes[symbol] = size
-        found = sympy.sympify(expression.xreplace(self._sizes))
+        try:
+            found = sympy.sympify(expression.xreplace(self._sizes))
+        except ZeroDivisionError:
+            return None
         if found in (sympy.true, sympy.false):
             return bool(found)
         if not found.is_number:
@@ -189,6 +192,8 @@ class _Walk:
                 self.tracker.degrees[found] = powers[0]
                 return found
         found = self._worked_out(value)
+        if found is None:
+            self._odd.add(node)
         return 1 if found is None else found
 
     def _call(self, node: fx.Node) -> None:
