@@ -69,7 +69,7 @@ class Endless(Work):
         programs = fold(self.schedule, plan.links, (), plan.ending)
         verify_plan(plan, programs)
         carried = self._carried_seconds(plan.links) / self.schedule.num_microbatches
-        return max(step_seconds(simulate_plan(plan, programs)), carried)
+        return max(step_seconds(plan, simulate_plan(plan, programs)), carried)
 
     def _buckets(self, stage: Stage) -> list[Bucket]:
         ranks, gradients = self.stages[stage.index].devices, tuple(self._completed(stage))
