@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from from_graph import PublishedGraph
+from pipedream_graph import read_pipedream_graph
 from scaling import Case, Work, data_parallel, over_hosts
 
 from pipec.hardware.topology import Topology
@@ -29,7 +31,6 @@ from pipec.plan.ending import priced
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
 from pipec.planner.operator_graph import OperatorGraph
-from pipec.planner.pipedream_graph import read_pipedream_graph
 from pipec.planner.placement import Partition, place
 from pipec.programs.fold import fold, num_to_lower
 from pipec.programs.verify import verify_plan
@@ -68,7 +69,7 @@ class Endless(Work):
         programs = fold(self.schedule, plan.links, (), plan.ending)
         verify_plan(plan, programs)
         carried = self._carried_seconds(plan.links) / self.schedule.num_microbatches
-        return max(step_seconds(simulate_plan(plan, programs)), carried)
+        return max(step_seconds(plan, simulate_plan(plan, programs)), carried)
 
     def _buckets(self, stage: Stage) -> list[Bucket]:
         ranks, gradients = self.stages[stage.index].devices, tuple(self._completed(stage))
@@ -77,7 +78,7 @@ class Endless(Work):
         return [priced(Bucket(stage.index, gradients), ranks, self.topology, NOTHING_MORE)]
 
 
-def stream_seconds(graph: OperatorGraph, topology: Topology, partition: Partition) -> float:
+def stream_seconds(graph: PublishedGraph, topology: Topology, partition: Partition) -> float:
     """From one mini-batch to the next of a partition under ``pipedream``."""
     pipedream, stages = ASYNCHRONOUS["pipedream"], over_hosts(topology, partition)
     replicas = tuple(stage.replicas for stage in stages)
@@ -88,7 +89,7 @@ def stream_seconds(graph: OperatorGraph, topology: Topology, partition: Partitio
 
 
 def fastest(
-    graph: OperatorGraph, topology: Topology, max_replicas: int | None = None
+    graph: PublishedGraph, topology: Topology, max_replicas: int | None = None
 ) -> tuple[float, Partition]:
     """The partition that is simulated to be the fastest, with its seconds."""
     tried = product((PIPEC, MAX_LOAD), (topology, topology.flat()))
@@ -97,7 +98,7 @@ def fastest(
     return min(found, key=lambda each: each[0])
 
 
-def own_model(graph: OperatorGraph, topology: Topology) -> str:
+def own_model(graph: PublishedGraph, topology: Topology) -> str:
     """The plan that PipeDream's cost model finds best, and by how much it finds it faster than one stage."""
     best = place(graph, topology, PIPEDREAM)
     alone = place(in_one_piece(graph), topology, PIPEDREAM)
@@ -116,7 +117,7 @@ def shape(partition: Partition) -> str:
     return "-".join(str(stage.replicas) for stage in partition.stages)
 
 
-def row(case: Case, graph: OperatorGraph) -> str:
+def row(case: Case, graph: PublishedGraph) -> str:
     topology = case.topology
     one = data_parallel(graph, topology, 1) / len(topology.devices)
     straight, _ = fastest(graph, topology, max_replicas=1)

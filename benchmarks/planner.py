@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from dnn_partitioning import read_dnn_partitioning
+from pipedream_graph import read_pipedream_graph
+from plan_graph import COST_MODELS
+
 from pipec.hardware.topology import Device, Topology, uniform
-from pipec.planner.cost_model import COST_MODELS, MAX_LOAD, PIPEDREAM, CostModel
-from pipec.planner.dnn_partitioning import read_dnn_partitioning
+from pipec.planner.cost_model import MAX_LOAD, PIPEDREAM, CostModel
 from pipec.planner.operator_graph import OperatorGraph, Transfer
-from pipec.planner.pipedream_graph import read_pipedream_graph
 from pipec.planner.placement import Partition, place
 
 

@@ -49,8 +49,7 @@ COMMANDS = (
     "schedule 1f1b --stages 1024 --microbatches 4096 --json",
     "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.html",
     "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.svg",
-    "plan TARGET --topology CLUSTER --stages 8 --microbatches 10000 --optimizer AdamW "
-    "--checkpoint-bandwidth 1e11",
+    "plan TARGET --topology CLUSTER --stages 8 --microbatches 10000 --optimizer AdamW",
     "plan TARGET --topology CLUSTER --stages 8",
     "plan TARGET --topology CLUSTER --replicas auto",
 )

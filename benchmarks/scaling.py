@@ -23,6 +23,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from from_graph import PublishedGraph, plan_from_graph
+from pipedream_graph import read_pipedream_graph
+
 from pipec.hardware.collectives import all_reduce_seconds, fastest_num_hosts
 from pipec.hardware.topology import Device, Level, Topology
 from pipec.ir import (
@@ -41,11 +44,9 @@ from pipec.ir import (
 from pipec.ir.text import value_bytes
 from pipec.plan.buckets import Gradients, fuse
 from pipec.plan.ending import priced
-from pipec.plan.from_graph import plan_from_graph
 from pipec.plan.predictions import simulate_plan
 from pipec.planner.cost_model import PIPEC
-from pipec.planner.operator_graph import OperatorGraph, program_order
-from pipec.planner.pipedream_graph import read_pipedream_graph
+from pipec.planner.operator_graph import program_order
 from pipec.planner.placement import Partition, PlacedStage, place
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
@@ -101,7 +102,7 @@ class Work:
     ``devices[r]`` is that of rank r, and ``schedule`` is one of its stages.
     """
 
-    graph: OperatorGraph
+    graph: PublishedGraph
     topology: Topology
     stages: Sequence[PlacedStage]
     schedule: Schedule
@@ -209,7 +210,7 @@ class Work:
         return device // self.topology.levels[0].size
 
 
-def data_parallel(graph: OperatorGraph, topology: Topology, segments: int) -> float:
+def data_parallel(graph: PublishedGraph, topology: Topology, segments: int) -> float:
     """Seconds of a step with so many stages, each of them on every device."""
     devices = tuple(range(len(topology.devices)))
     stages = [PlacedStage(ops, devices, 0.0, 0.0, 0.0, 0.0, 1) for ops in divided(graph, segments)]
@@ -217,7 +218,7 @@ def data_parallel(graph: OperatorGraph, topology: Topology, segments: int) -> fl
     return Work(graph, topology, stages, replicated(one, len(devices), len(devices)), devices).seconds()
 
 
-def divided(graph: OperatorGraph, segments: int) -> list[tuple[int, ...]]:
+def divided(graph: PublishedGraph, segments: int) -> list[tuple[int, ...]]:
     """Consecutive operators that take about as long as the others, in the order in which they run."""
     order = program_order(graph)
     ends = accumulate(graph.seconds[op] for op in order)
@@ -227,7 +228,7 @@ def divided(graph: OperatorGraph, segments: int) -> list[tuple[int, ...]]:
     return [tuple(part) for part in parts.values()]
 
 
-def hybrid(graph: OperatorGraph, topology: Topology, partition: Partition) -> float:
+def hybrid(graph: PublishedGraph, topology: Topology, partition: Partition) -> float:
     """Seconds of a step of the partition with the best number of microbatches."""
     stages = over_hosts(topology, partition)
     replicas = [stage.replicas for stage in stages]
@@ -260,7 +261,7 @@ def main() -> None:
         print(row(case, read_pipedream_graph(folder / f"{case.profile}.txt")), flush=True)
 
 
-def row(case: Case, graph: OperatorGraph) -> str:
+def row(case: Case, graph: PublishedGraph) -> str:
     topology, one = case.topology, sum(graph.seconds)
     after, beside = (data_parallel(graph, topology, segments) for segments in (1, SEGMENTS))
     everywhere, num_bytes = range(len(topology.devices)), sum(graph.parameter_bytes)

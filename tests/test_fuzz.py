@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_files import PLACEMENT, PROFILE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from resuming import Run, start
@@ -31,8 +30,6 @@ from pipec.cost.profile import load_profile
 from pipec.errors import PipecError
 from pipec.hardware.topology import read_topology
 from pipec.ir import Compute, Phase
-from pipec.planner.dnn_partitioning import read_dnn_partitioning
-from pipec.planner.pipedream_graph import read_pipedream_graph
 from pipec.schedules import Workload, custom_schedule, make_schedule
 from pipec.schedules.chain import simulate_schedule
 from pipec.schedules.custom import format_orders
@@ -259,17 +256,6 @@ def test_any_schedule_of_a_function(data: st.DataObject) -> None:
     names = data.draw(st.sets(st.sampled_from(list(changes)), min_size=1))
     made = replace(fine, **{name: data.draw(changes[name]) for name in sorted(names)})
     refused_or_fine(lambda: simulate_schedule(custom_schedule(lambda *_: made, 2, 2), Workload.uniform(2)))
-
-
-@often
-@given(data=st.data())
-def test_a_damaged_graph(tmp_path: Path, data: st.DataObject) -> None:
-    json_text = json.dumps(PLACEMENT).encode()
-    path = tmp_path / "graph"
-    path.write_bytes(data.draw(damaged(json_text) | rewritten(json_text)))
-    refused_or_fine(lambda: read_dnn_partitioning(path))
-    path.write_bytes(data.draw(damaged("\n".join(PROFILE).encode())))
-    refused_or_fine(lambda: read_pipedream_graph(path))
 
 
 # arguments

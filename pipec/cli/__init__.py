@@ -1,8 +1,7 @@
 """The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
 
-Each command imports what it needs when it runs: ``--help``, ``schedule NAME``, ``plan-graph`` and ``goodput``
-load no torch, ``check`` and ``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what
-commands share.
+Each command imports what it needs when it runs: ``--help`` and ``schedule NAME`` load no torch, ``check`` and
+``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what commands share.
 """
 
 from importlib.metadata import version
@@ -14,8 +13,6 @@ from typer.core import TyperGroup
 from pipec.cli.artifacts import check, run
 from pipec.cli.checkpoints import commands as checkpoint
 from pipec.cli.forms import Form, form_of
-from pipec.cli.goodput import goodput
-from pipec.cli.graphs import plan_graph
 from pipec.cli.models import dump, plan
 from pipec.cli.output import show_error
 from pipec.cli.profiling import profile
@@ -78,11 +75,9 @@ def options(
 
 app.command()(profile)
 app.command()(plan)
-app.command()(plan_graph)
 app.command()(dump)
 app.command("schedule NAME", cls=Form)(schedule_name)
 app.command("schedule TARGET", cls=Form)(schedule_target)
-app.command()(goodput)
 app.command()(check)
 app.command()(run)
 app.command()(trace)

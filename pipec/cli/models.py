@@ -1,18 +1,15 @@
 """``pipec plan`` and ``pipec dump``: compile a model, and print its plan or its code."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from pipec.cli.goodput import Goodput, check_saving, of_plan
 from pipec.cli.options import (
     Around,
     Asynchronous,
     Calibrate,
-    CheckpointBandwidth,
     ClipGradNorm,
-    DeviceHours,
     Devices,
     FastGradients,
     Json,
@@ -20,27 +17,21 @@ from pipec.cli.options import (
     Microbatches,
     OffloadName,
     OptimizerName,
-    Pause,
     PrecisionName,
     ProfilePath,
     Recompute,
     RecomputeChoice,
     Replicas,
-    Restart,
-    Saving,
     ScheduleName,
     ShardName,
     Stages,
     Target,
     TopologyFile,
 )
-from pipec.cli.output import plan_facts, say, show_json, show_python
+from pipec.cli.output import plan_facts, show_json, show_python
 from pipec.cli.target import prepare
 from pipec.errors import InputError
 from pipec.ir.arguments import MOST_RANKS
-
-if TYPE_CHECKING:
-    from pipec.pipeline import Pipeline
 
 
 def plan(
@@ -67,22 +58,14 @@ def plan(
     profile: ProfilePath = None,
     calibrate: Calibrate = False,
     topology: TopologyFile = None,
-    checkpoint_bandwidth: CheckpointBandwidth = None,
-    pause: Pause = None,
-    restart: Restart = None,
-    device_hours: DeviceHours = None,
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and what else was tried.
 
-    Without --microbatches their number is searched, which takes twice as long to capture. With
-    --checkpoint-bandwidth, failures of devices are drawn, and it tells how often to save: see pipec goodput.
+    Without --microbatches their number is searched, which takes twice as long to capture.
 
-    JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank; with
-    --checkpoint-bandwidth also goodput, the keys of pipec goodput.
+    JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
     """
-    saving = Saving(checkpoint_bandwidth, pause, restart, device_hours)
-    check_saving(saving)
     if devices is None:
         if topology is None:
             raise InputError("how many ranks? Give their number with --devices, or a file with --topology")
@@ -104,23 +87,16 @@ def plan(
         calibrated=calibrate,
         dynamic=not one_size,
     )
-    _show_plan(pipe, of_plan(pipe, optimizer, saving), as_json)
+    if as_json:
+        show_json(plan_facts(pipe.plan, pipe.programs))
+    else:
+        typer.echo(pipe.plan)
 
 
 def _number_of_devices(topology: Path) -> int:
     from pipec.hardware.topology import read_topology
 
     return len(read_topology(topology).devices)
-
-
-def _show_plan(pipe: "Pipeline", goodput: Goodput | None, as_json: bool) -> None:
-    if as_json:
-        told = {"goodput": goodput.facts()} if goodput else {}
-        show_json(plan_facts(pipe.plan, pipe.programs) | told)
-        return
-    typer.echo(pipe.plan)
-    if goodput:
-        say(f"\n{goodput.text()}")
 
 
 def dump(

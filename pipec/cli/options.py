@@ -54,16 +54,6 @@ class Around:
     fast_gradients: bool = False
 
 
-@dataclass(frozen=True)
-class Saving:
-    """What the options say of checkpoints and of failures. What is None has a default."""
-
-    bandwidth: float | None = None
-    pause: float | None = None
-    restart: float | None = None
-    device_hours: float | None = None
-
-
 NOTHING_AROUND = Around()
 """One pipeline, whose steps end with gradients."""
 
@@ -172,30 +162,6 @@ FastGradients = Annotated[
 PrecisionName = Annotated[
     Precision | None,
     typer.Option("--precision", help="Let operators compute with 16 bits beside float32 weights."),
-]
-CheckpointBandwidth = Annotated[
-    float | None,
-    typer.Option(
-        "--checkpoint-bandwidth",
-        min=1,
-        help="Bytes per second of a checkpoint that all devices write together; tells how often to save.",
-    ),
-]
-Pause = Annotated[
-    float | None,
-    typer.Option("--pause", min=0, help="Seconds for which a save stops training. Default: all it takes."),
-]
-Restart = Annotated[
-    float | None,
-    typer.Option("--restart", min=0, help="Seconds from a failure to the first new step. Default: 300."),
-]
-DeviceHours = Annotated[
-    float | None,
-    typer.Option(
-        "--device-hours",
-        min=1e-3,
-        help="Hours between two failures of one device. Default: 50,700, those of Llama 3.",
-    ),
 ]
 Drawing = Annotated[
     Path | None,

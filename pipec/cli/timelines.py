@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipec.cli.drawing import check_output, draw, show_drawn
-from pipec.cli.goodput import Goodput, check_saving, of_plan
 from pipec.cli.options import (
     Around,
     Asynchronous,
-    CheckpointBandwidth,
     ClipGradNorm,
-    DeviceHours,
     Devices,
     Drawing,
     FastGradients,
@@ -22,13 +19,10 @@ from pipec.cli.options import (
     MemoryLimit,
     OffloadName,
     OptimizerName,
-    Pause,
     PrecisionName,
     Recompute,
     RecomputeChoice,
     Replicas,
-    Restart,
-    Saving,
     ScheduleName,
     ShardName,
     Stages,
@@ -36,7 +30,7 @@ from pipec.cli.options import (
     TopologyFile,
     parse_replicas,
 )
-from pipec.cli.output import say, show_json
+from pipec.cli.output import show_json
 from pipec.errors import InputError
 from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
@@ -54,8 +48,8 @@ Beside = Annotated[
 _MOST_CELLS = 2**22
 """Forwards of a step on equal stages. More take minutes, and nobody can look at them."""
 
-_Shown = tuple["Step", Mapping[str, object], Goodput | None]
-"""A step, what its JSON tells beside it, and how often it is to be saved."""
+_Shown = tuple["Step", Mapping[str, object]]
+"""A step, and what its JSON tells beside it."""
 
 
 def schedule_name(
@@ -152,21 +146,13 @@ def schedule_target(
     memory_limit: MemoryLimit = None,
     offload: OffloadName = None,
     topology: TopologyFile = None,
-    checkpoint_bandwidth: CheckpointBandwidth = None,
-    pause: Pause = None,
-    restart: Restart = None,
-    device_hours: DeviceHours = None,
     beside: Beside = None,
     output: Drawing = None,
     as_json: Json = False,
 ) -> None:
     """Draw the timeline of a model's step on the costs of its plan.
 
-    With --checkpoint-bandwidth, failures of devices are drawn, and it tells how often to save: see pipec
-    goodput.
-
-    JSON keys: those of a schedule's name, without lower_and_verify_seconds; with --checkpoint-bandwidth also
-    goodput, the keys of pipec goodput.
+    JSON keys: those of a schedule's name, without lower_and_verify_seconds.
     """
     from pipec.cli.target import prepare
     from pipec.viz import Step
@@ -174,14 +160,11 @@ def schedule_target(
     around = Around(
         stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fast_gradients
     )
-    saving = Saving(checkpoint_bandwidth, pause, restart, device_hours)
-    check_saving(saving)
 
     def planned(name: str) -> _Shown:
         given = target, devices, name, microbatches, recompute, memory_limit
         pipe = prepare(*given, topology=topology, around=around)
-        step = replace(Step.of_plan(pipe.plan, pipe.programs, pipe.simulate()), schedule=name)
-        return step, {}, of_plan(pipe, optimizer, saving)
+        return replace(Step.of_plan(pipe.plan, pipe.programs, pipe.simulate()), schedule=name), {}
 
     _show([planned(name) for name in _names(schedule, beside, output)], output, as_json)
 
@@ -244,7 +227,7 @@ def _on_equal_stages(
     schedule, work = _scheduled(name, shares, num_microbatches, work)
     work.check_fits(schedule)
     timeline, seconds = simulate_schedule(schedule, work, chain_ending(schedule.placement, reduce))
-    return Step(name, num_microbatches, timeline), {"lower_and_verify_seconds": seconds}, None
+    return Step(name, num_microbatches, timeline), {"lower_and_verify_seconds": seconds}
 
 
 def _scheduled(
@@ -283,21 +266,17 @@ def _times(replicas: Sequence[int]) -> list[float]:
 
 
 def _show(shown: Sequence[_Shown], output: Path | None, as_json: bool) -> None:
-    steps = [step for step, *_ in shown]
+    steps = [step for step, _ in shown]
     draw(steps, output)
     if as_json:
         first, *others = (_facts(*each) for each in shown)
         show_json(first | ({"beside": others[0]} if others else {}))
-        return
-    show_drawn(steps, output)
-    for step, _, goodput in shown:
-        if goodput:
-            say(f"\n{step.schedule}: {goodput.text()}")
+    else:
+        show_drawn(steps, output)
 
 
-def _facts(step: "Step", more: Mapping[str, object], goodput: Goodput | None) -> dict[str, object]:
+def _facts(step: "Step", more: Mapping[str, object]) -> dict[str, object]:
     from pipec.timeline.facts import timeline_facts
 
     named = {"schedule": step.schedule, "num_microbatches": step.num_microbatches}
-    told = {"goodput": goodput.facts()} if goodput else {}
-    return {**named, **more, **timeline_facts(step.timeline), **told}
+    return {**named, **more, **timeline_facts(step.timeline)}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from pipec.ir import Placement, Plan, Program, RankMemory, stages_on
-from pipec.ir.text import format_bytes, value_bytes
+from pipec.ir.text import format_bytes
 from pipec.programs.alike import ReplicatedPrograms
 from pipec.programs.fold import excerpt
 from pipec.programs.memory import rank_memory
@@ -17,11 +17,6 @@ def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
             [rank_memory(plan, each) for each in programs.few.in_step(programs.played)]
         )
     return [rank_memory(plan, program) for program in excerpt(programs, plan.ending.stream, plan.placement)]
-
-
-def checkpoint_bytes(plan: Plan) -> float:
-    """What a checkpoint holds besides the state of the optimizer."""
-    return sum(value_bytes(value, plan.sizes) for value in (*plan.parameters, *plan.buffers))
 
 
 def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:

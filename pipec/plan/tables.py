@@ -36,11 +36,8 @@ class ReadablePlan(Plan):
         return plan_table(self, self.programs)
 
 
-def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[int] = ()) -> str:
-    """One row per stage, and under it what bounds the step.
-
-    ``num_devices[stage]`` is the number of devices that the rank of a stage stands for, if it may be several.
-    """
+def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
+    """One row per stage, and under it what bounds the step."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
         "stage",
@@ -55,9 +52,7 @@ def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[in
     ):
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
-        several = bool(num_devices) and num_devices[stage.index] > 1
-        place = f", on {num_devices[stage.index]} devices" if several else ""
-        table.add_row(*_row(plan, stage, place))
+        table.add_row(*_row(plan, stage))
     predictions = _predictions(plan, programs)
     parts = [
         [_headline(plan)],
@@ -83,7 +78,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
+def _row(plan: Plan, stage: Stage) -> list[str]:
     seconds = stage.cost.seconds
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
@@ -95,7 +90,7 @@ def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
         format_bytes(stage.cost.memory.saved) + ("*" if stage.replays else ""),
-        _span(stage) + place,
+        _span(stage),
     ]
 
 

@@ -88,5 +88,3 @@ class CostModel:
 PIPEC = CostModel(overlap=True, full_duplex=True, all_reduce_passes=2)
 PIPEDREAM = CostModel(overlap=True, full_duplex=False, all_reduce_passes=4, first_shares_links=True)
 MAX_LOAD = CostModel(overlap=False, full_duplex=False, all_reduce_passes=2)
-
-COST_MODELS = {"pipec": PIPEC, "pipedream": PIPEDREAM, "max-load": MAX_LOAD}

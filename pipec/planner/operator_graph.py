@@ -33,9 +33,6 @@ class OperatorGraph:
     what replicas all-reduce. A device holds ``resident_bytes`` once and ``saved_bytes`` for every microbatch
     in flight. ``before`` lists pairs (u, v): operator u is never on a later stage than operator v. A transfer
     may also go against that order, as a gradient does. ``names`` serve messages.
-
-    A published graph also has ``forward_seconds``, the forward's part of ``seconds``, and
-    ``activation_bytes``, what is saved for a microbatch's backward: with them its partition becomes a plan.
     """
 
     names: Sequence[str]
@@ -45,8 +42,6 @@ class OperatorGraph:
     saved_bytes: Sequence[float]
     transfers: Sequence[Transfer]
     before: Sequence[tuple[int, int]]
-    forward_seconds: Sequence[float] = ()
-    activation_bytes: Sequence[float] = ()
 
 
 def program_order(graph: OperatorGraph) -> list[int]:

@@ -1,16 +1,16 @@
-"""Published graph formats and topology files: what is read, and what is refused."""
+"""The formats of published graphs: what is read, and what is refused."""
 
 import json
 from pathlib import Path
 
 import pytest
+from dnn_partitioning import read_dnn_partitioning
 from graph_files import PLACEMENT, PROFILE, node
+from pipedream_graph import parse_pipedream_graph, read_pipedream_graph
 
 from pipec.errors import PlanError
-from pipec.hardware.topology import Device, Level, Topology, read_topology, uniform
+from pipec.hardware.topology import Device, uniform
 from pipec.planner.cost_model import PIPEC
-from pipec.planner.dnn_partitioning import read_dnn_partitioning
-from pipec.planner.pipedream_graph import parse_pipedream_graph, read_pipedream_graph
 from pipec.planner.placement import place
 
 
@@ -118,62 +118,3 @@ def test_a_bad_graph_is_refused(changed: dict[str, object], message: str, tmp_pa
     (tmp_path / "bad.json").write_text(json.dumps({**PLACEMENT, **changed}), encoding="utf-8")
     with pytest.raises(PlanError, match=message):
         read_dnn_partitioning(tmp_path / "bad.json")
-
-
-# Topologies
-
-TOML = """
-[[devices]]
-count = 3
-memory_bytes = 16e9
-
-[[devices]]
-speed = 0.5
-
-[[levels]]
-size = 2
-bytes_per_second = 12e9
-
-[[levels]]
-size = 2
-bytes_per_second = 1.25e9
-latency_seconds = 1e-5
-"""
-
-BOTH = Topology(
-    (Device(16e9),) * 3 + (Device(speed=0.5),), (Level(2, 12e9), Level(2, 1.25e9, latency_seconds=1e-5))
-)
-
-
-def test_a_topology_is_read_from_toml_and_json(tmp_path: Path) -> None:
-    (tmp_path / "hosts.toml").write_text(TOML, encoding="utf-8")
-    facts = {
-        "devices": [{"count": 3, "memory_bytes": 16e9}, {"speed": 0.5}],
-        "levels": [
-            {"size": 2, "bytes_per_second": 12e9},
-            {"size": 2, "bytes_per_second": 1.25e9, "latency_seconds": 1e-5},
-        ],
-    }
-    (tmp_path / "hosts.json").write_text(json.dumps(facts), encoding="utf-8")
-    assert read_topology(tmp_path / "hosts.toml") == read_topology(tmp_path / "hosts.json") == BOTH
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("devices = 4", "is not a topology: .*Expected devices .count, memory_bytes, speed. and levels"),
-        ("[[levels]]\nsize = 2\nbytes_per_second = 1", "is not a topology: KeyError..devices"),
-        (TOML.replace("count = 3", "count = 4"), "lists 5 devices, but 2 x 2 levels join 4: device 4 cannot"),
-        (TOML.replace("speed = 0.5", "speed = -1"), "device 3 has inf bytes of memory and speed -1.0"),
-        (TOML.replace("12e9", "0"), "level 0 carries 0 bytes per second .* devices cannot reach each other"),
-    ],
-)
-def test_a_bad_topology_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text(text, encoding="utf-8")
-    with pytest.raises(PlanError, match=message):
-        read_topology(tmp_path / "bad.toml")
-
-
-def test_levels_need_a_bandwidth_each() -> None:
-    with pytest.raises(PlanError, match="2 levels of devices and 1 bandwidths"):
-        uniform([4, 4], [1e9])

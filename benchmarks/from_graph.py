@@ -7,6 +7,7 @@ time. The rank holds the microbatches in flight of all r devices, and does not s
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pipec.errors import InputError
 from pipec.hardware.topology import Topology
@@ -17,8 +18,20 @@ from pipec.planner.placement import Partition, PlacedStage
 from pipec.schedules.orders import straight_placement
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedGraph(OperatorGraph):
+    """A graph whose partition becomes a plan: each operator also has its part of a step in time and memory.
+
+    ``forward_seconds`` is the forward's part of ``seconds``. ``activation_bytes`` is what is saved for a
+    microbatch's backward.
+    """
+
+    forward_seconds: Sequence[float]
+    activation_bytes: Sequence[float]
+
+
 def plan_from_graph(
-    graph: OperatorGraph, topology: Topology, partition: Partition, schedule: Schedule
+    graph: PublishedGraph, topology: Topology, partition: Partition, schedule: Schedule
 ) -> Plan:
     """Stage k of the partition as stage k on rank k, its operators numbered in the order of the stages.
 
@@ -62,7 +75,7 @@ def check_schedule(schedule: Schedule, num_stages: int) -> None:
         )
 
 
-def _stages(graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedStage]) -> Iterator[Stage]:
+def _stages(graph: PublishedGraph, topology: Topology, stages: Sequence[PlacedStage]) -> Iterator[Stage]:
     first = 0
     for index, stage in enumerate(stages):
         last = first + len(stage.operators) - 1
@@ -76,7 +89,7 @@ def _stages(graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedSta
         first = last + 1
 
 
-def _cost(graph: OperatorGraph, topology: Topology, stage: PlacedStage) -> StageCost:
+def _cost(graph: PublishedGraph, topology: Topology, stage: PlacedStage) -> StageCost:
     def total(figures: Sequence[float]) -> float:
         return sum(figures[operator] for operator in stage.operators)
 

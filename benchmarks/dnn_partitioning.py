@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from from_graph import PublishedGraph
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from pipec.errors import UNREADABLE, PlanError
 from pipec.hardware.topology import Device, Level, Topology
 from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
-from pipec.planner.operator_graph import OperatorGraph, Transfer
+from pipec.planner.operator_graph import Transfer
 
 Node = Mapping[str, Any]
 
@@ -42,7 +43,7 @@ Edge = tuple[int, int, float]
 class DevicePlacement:
     """The problem of a file, to be planned without replicas. ``nodes[op]`` are the ids of an operator."""
 
-    graph: OperatorGraph
+    graph: PublishedGraph
     topology: Topology
     nodes: tuple[tuple[str, ...], ...]
 
@@ -74,7 +75,7 @@ def parse_dnn_partitioning(facts: Mapping[str, Any]) -> DevicePlacement:
         forward[op] += 0.0 if node["isBackwardNode"] else node["fpgaLatency"] / 1000
         size[op] += node["size"]
     idle = [0.0] * num_operators
-    graph = OperatorGraph(
+    graph = PublishedGraph(
         names=names,
         seconds=seconds,
         parameter_bytes=idle,
@@ -127,7 +128,7 @@ def _operators(
 def _order(
     nodes: Mapping[int, Node], edges: Sequence[Edge], colour: Mapping[int, Colour]
 ) -> Iterator[tuple[Colour, Colour]]:
-    """PairBound of colours, the one that no stage may have after the other first."""
+    """Pairs of colours: no stage has the first after the second."""
     with_forward = {colour[key] for key, node in nodes.items() if not node["isBackwardNode"]}
     for source, target, _ in edges:
         ends = (colour[source], colour[target])

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from from_graph import PublishedGraph
+
 from pipec.errors import PlanError
-from pipec.planner.operator_graph import OperatorGraph, Transfer
+from pipec.planner.operator_graph import Transfer
 
 _FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -32,7 +34,7 @@ class _Node:
     parameter_bytes: float
 
 
-def read_pipedream_graph(path: Path) -> OperatorGraph:
+def read_pipedream_graph(path: Path) -> PublishedGraph:
     """The operators in a ``graph.txt``. PlanError, with the line, if one cannot be understood."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -41,7 +43,7 @@ def read_pipedream_graph(path: Path) -> OperatorGraph:
     return parse_pipedream_graph(lines)
 
 
-def parse_pipedream_graph(lines: Iterable[str]) -> OperatorGraph:
+def parse_pipedream_graph(lines: Iterable[str]) -> PublishedGraph:
     """The operators that the lines of a ``graph.txt`` describe."""
     nodes: dict[str, _Node] = {}
     edges: Edges = []
@@ -90,7 +92,7 @@ def _planned(nodes: Mapping[str, _Node], edges: Edges) -> tuple[dict[str, _Node]
     return {name: node for name, node in nodes.items() if name not in inputs | unread}, edges
 
 
-def _operator_graph(nodes: Mapping[str, _Node], edges: Edges) -> OperatorGraph:
+def _operator_graph(nodes: Mapping[str, _Node], edges: Edges) -> PublishedGraph:
     index = {name: k for k, name in enumerate(nodes)}
     readers: dict[int, set[int]] = {}
     for source, target in edges:
@@ -100,7 +102,7 @@ def _operator_graph(nodes: Mapping[str, _Node], edges: Edges) -> OperatorGraph:
         Transfer(op, tuple(sorted(consumers)), kept[op].activation_bytes, kept[op].activation_bytes)
         for op, consumers in sorted(readers.items())
     ]
-    return OperatorGraph(
+    return PublishedGraph(
         names=list(nodes),
         seconds=[node.seconds for node in kept],
         parameter_bytes=[node.parameter_bytes for node in kept],
