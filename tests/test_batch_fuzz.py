@@ -36,6 +36,8 @@ h.mean() + h.shape[0] | h.mean() + 1 / h.shape[0] | torch.add(h.sum(), h.mean(),
 torch.stack([q[:, None] * h, torch.ones_like(h)]) | F.pad(torch.ones(3), (1, 1)).mean() * h
 w.new_ones(torch.cartesian_prod(w, w).shape[0], 2).mean() * h
 torch.eye(torch.pdist(h).shape[0]).double() @ torch.pdist(h)
+h.new_zeros(h[m].shape[0] + 1).add(1).sum() * w | c.expand(h[m].shape[0], -1).sum(0) * h
+torch.cat([arange(h.shape[0])] * 4).unflatten(0, (2, -1)).sum(0).double()
 """
 """What may become of a mean ``z``, and of rows ``q``, that a number of rows divides."""
 

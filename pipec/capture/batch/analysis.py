@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from pipec.capture.batch.call import ROWS, NeedsMeanError, NeedsNumbersError, tensors_in
 from pipec.capture.batch.conditions import refuse_unless_of_batch
-from pipec.capture.batch.tracker import Known, Tracker, following
+from pipec.capture.batch.tracker import CHOSEN, Known, Tracker, following
 from pipec.capture.batch.values import MEAN, Mixed, Picked, Rows, Sum, Unproven, Value, Whole, is_whole
 from pipec.capture.call import plain_name
 from pipec.capture.calls import changes_argument, named_arguments, operator_name, place_of, reduction_of
@@ -256,11 +256,20 @@ class _Walk:
             return self._stand_in(
                 node, Unproven("computes with a number that depends on the rows of the microbatch")
             )
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_module":
             raise TypeError("a call of a module")
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if odd and operator_name(node) not in ("reshape", "unflatten", "view"):
+            chosen = [dim for dim, size in enumerate(result.shape) if size % CHOSEN == 0]
+            unclear = Unproven("has a size that depends on the rows of the microbatch")
+            value = Picked() if chosen == [0] and len(odd) == 1 else unclear
+            known = self.tracker.known(result)
+            if isinstance(known.value, Whole | Rows):
+                self.tracker.tell(result, replace(known, value=value))
+        return result
 
     def _divided_again(self, node: fx.Node) -> Tensor | None:
         """``x[mask].view(rows, -1)``: as many elements for each row, which every microbatch checks."""

@@ -35,8 +35,8 @@ def added_up(call: OperatorCall) -> Value:
         return replace(value, fill=None)
     if not isinstance(value, Rows):
         return value
+    call.require_no_numbers()
     if value.dim in dims:
-        call.require_no_numbers()
         return Sum(value.degree - is_mean)
     return _left(call, value, dims)
 
