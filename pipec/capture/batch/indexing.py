@@ -77,6 +77,8 @@ def index(call: OperatorCall) -> Value:
             before = sum(i is None for i in given[: source.dim])
             moved = source.at(before if before < front or not places else before + width)
             return moved if not by_rows else call.mixed("looks up in each row by numbers of other rows")
+        if source.numbers:
+            raise NeedsNumbersError([x])
         number = call.value_of(own)
         aligned = isinstance(number, Rows) and number.numbers and (source.outer, source.inner) == (1, 1)
         if not aligned or len(plain) != 1:
@@ -118,7 +120,7 @@ def _by_mask(call: OperatorCall, source: Value, given: list[Tensor | None], valu
         and isinstance(source, Rows)
         and source.dim == value.dim + place
     ):
-        return Picked() if place == 0 and not source.degree else call.unproven()
+        return Picked(source.numbers) if place == 0 and not source.degree else call.unproven()
     if isinstance(value, Rows) and isinstance(source, Whole) and not source.degree and place == 0:
         return Picked()
     return call.unproven()
@@ -234,7 +236,7 @@ def index_put(call: OperatorCall) -> Value:
         return unknown
     if all(isinstance(v, Whole) for v in (target, value, *values)):
         return Whole()
-    if not isinstance(target, Rows) or target.degree or isinstance(value, Sum):
+    if not isinstance(target, Rows) or target.degree or target.numbers or isinstance(value, Sum):
         return call.unproven()
     if target.dim == 0 and given[0] is not None and _puts_back([*values, value]) and len(used) == 1:
         return target
@@ -310,6 +312,6 @@ def masked_scatter(call: OperatorCall) -> Value:
     source = call.value_of(call["source"])
     if unknown := unknown_among([target, mask, source]):
         return unknown
-    fits = isinstance(target, Rows) and target.dim == 0 and isinstance(mask, Rows)
+    fits = isinstance(target, Rows) and not target.numbers and target.dim == 0 and isinstance(mask, Rows)
     from_rows = isinstance(source, Picked) or (isinstance(source, Rows) and source.dim == 0)
     return target if fits and from_rows else call.unproven()

@@ -19,6 +19,7 @@ from pipec.capture.batch.call import (
     plain_name_of,
     rows_among,
     tensors_in,
+    truncates,
     unknown_among,
 )
 from pipec.capture.batch.movement import as_view_of
@@ -313,6 +314,9 @@ class Tracker(TorchDispatchMode):
         if call.name == "copy" and len(call.tensors) > 1:
             source = call.tensors[1]
             value = self.value_of(source)
+            counts = isinstance(value, Sum) or getattr(value, "numbers", False) or power_of(value)
+            if truncates(source, target) and counts:
+                return unknown_among([value]) or call.unproven()
             if isinstance(value, Rows):
                 return value.at(value.dim + target.ndim - source.ndim)
             return self._kept_rows(call, value)
