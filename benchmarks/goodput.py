@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="seconds from a failure to the first new step; default: 300",
     )
     parser.add_argument(
-        "--device-hours",
+        "--device-mtbf-hours",
         type=float,
         default=DEVICE_HOURS,
         help="hours between two failures of one device; default: 50,700, those of Llama 3",

@@ -138,7 +138,7 @@ def made(name: str) -> Made:
 
 def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
     """A pipeline that is prepared. Ranks of a process share a model, of which other processes keep parts."""
-    model, inputs = made.__wrapped__(case.model) if world().distributed else made(case.model)
+    model, inputs = made.__wrapped__(case.model) if world().is_distributed else made(case.model)
     adam = functools.partial(torch.optim.AdamW, lr=1e-3)
     pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
     with mock.patch("pipec.compiler.compiler.capture", once):

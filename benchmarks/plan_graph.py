@@ -10,7 +10,7 @@ that plan under the schedule, as the simulator plays it: messages travel beside 
 devices is one rank there, r times as fast, and does not sum its gradients over them.
 
 JSON keys: those of ``pipec plan``; and of the planner, seconds of the slowest stage; stages, each with
-replicas, operators, seconds, communication_seconds, devices; planning_seconds; least_seconds, which no plan
+replicas, operators, seconds, communication_seconds, devices; planning_seconds; lower_bound_seconds, which no plan
 is below; cost_model.
 """
 
@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dnn_partitioning import read_dnn_partitioning
-from from_graph import PublishedGraph, plan_from_graph
+from from_graph import PublishedGraph, plan_from_operator_graph
 from pipedream_graph import read_pipedream_graph
 
 from pipec.cli.output import plan_facts
 from pipec.errors import InputError, PipecError
 from pipec.hardware.topology import Topology, read_topology, uniform
 from pipec.ir import Plan, Program, Schedule
-from pipec.ir.text import format_seconds
+from pipec.ir.text_format import format_seconds
+from pipec.plan.plan_table import plan_table
 from pipec.plan.predictions import simulate_plan
-from pipec.plan.tables import plan_table
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
-from pipec.planner.placement import Partition, PlacedStage, place
+from pipec.planner.partition import Partition, PartitionStage, place
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import custom_schedule, make_schedule
@@ -147,7 +147,7 @@ def planned_of(problem: Problem, schedule: str = "1f1b", num_microbatches: int |
     seconds = time.perf_counter() - started
     num_stages = len(partition.stages)
     cells = _schedule(schedule, num_stages, num_microbatches or 4 * num_stages)
-    plan = plan_from_graph(problem.graph, problem.topology, partition, cells)
+    plan = plan_from_operator_graph(problem.graph, problem.topology, partition, cells)
     programs = lower(cells, plan.links)
     verify_programs(programs, plan.placement, plan.links, plan.num_microbatches)
     return Planned(problem, partition, seconds, plan, programs)
@@ -176,7 +176,7 @@ def facts(planned: Planned) -> dict[str, object]:
         "seconds": partition.seconds,
         "stages": stages,
         "planning_seconds": planned.planning_seconds,
-        "least_seconds": partition.least_seconds,
+        "lower_bound_seconds": partition.lower_bound_seconds,
         "cost_model": problem.cost_model,
         **plan_facts(planned.plan, planned.programs),
     }
@@ -193,7 +193,7 @@ def lines(planned: Planned) -> Iterator[str]:
     )
     yield _bottleneck(partition.stages[partition.slowest], partition.slowest)
     if not partition.is_optimal:
-        yield f"not proved optimal: no plan takes less than {format_seconds(partition.least_seconds)}"
+        yield f"not proved optimal: no plan takes less than {format_seconds(partition.lower_bound_seconds)}"
     yield (
         f"simulator: {format_seconds(planned.step.timeline.makespan / plan.num_microbatches)} a microbatch, "
         f"the step divided by {plan.num_microbatches}; messages travel beside operators"
@@ -208,7 +208,7 @@ def lines(planned: Planned) -> Iterator[str]:
         )
 
 
-def _bottleneck(stage: PlacedStage, index: int) -> str:
+def _bottleneck(stage: PartitionStage, index: int) -> str:
     """Why the step is not faster: links and all-reduce, an operator that cannot be divided, or the work."""
     spent = format_seconds(stage.communication_seconds)
     if 2 * stage.communication_seconds > stage.seconds:

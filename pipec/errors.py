@@ -1,6 +1,6 @@
 """Everything pipec raises on purpose: what was wrong, where, what was expected and what to do."""
 
-UNREADABLE = (
+DAMAGED_DATA_ERRORS = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
     *(RecursionError, MemoryError),
 )

@@ -60,7 +60,7 @@ def broadcast(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def joining(num_replicas: int) -> Iterator[None]:
+def tracing_with_replicas(num_replicas: int) -> Iterator[None]:
     """Let what is traced meanwhile join so many replicas."""
     token = _num_replicas.set(num_replicas)
     try:

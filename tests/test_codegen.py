@@ -14,9 +14,9 @@ from models import encoder
 from torch import Tensor, nn
 
 import pipec
-from pipec.codegen.held import short_ends
-from pipec.codegen.layout import LINE_LENGTH, statement
-from pipec.codegen.stage import StageSource
+from pipec.codegen.formatting import LINE_LENGTH, format_statement
+from pipec.codegen.stage_source import StageSource
+from pipec.codegen.tensor_names import shortest_suffixes
 from pipec.pipeline import Pipeline
 
 HOSTILE = (
@@ -137,7 +137,7 @@ def test_a_parameter_is_called_after_the_end_of_its_name() -> None:
         "2.bias",
         "bias",
     ]
-    assert list(short_ends(names).values()) == [
+    assert list(shortest_suffixes(names).values()) == [
         "fc.weight",
         "h.0.attn.proj.weight",
         "h.1.attn.proj.weight",
@@ -162,7 +162,7 @@ def test_no_line_is_long_that_can_be_broken() -> None:
     """Targets, arguments, and lists among them."""
     items = ", ".join(f"torch.select(scan, 2, {k})" for k in range(6))
     targets = ", ".join(f"batch_norm_new_mean_{k}" for k in range(5))
-    lines = statement(targets, f"torch.stack([{items}], -1)", "f32[b]")
+    lines = format_statement(targets, f"torch.stack([{items}], -1)", "f32[b]")
     assert max(len(line.split("  #")[0].rstrip()) for line in lines) <= LINE_LENGTH
     assert ast.dump(ast.parse(textwrap.dedent("\n".join(lines)))) == ast.dump(
         ast.parse(f"{targets} = torch.stack([{items}], -1)")

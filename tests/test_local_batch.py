@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from workers import run_ranks
 
 import pipec
-from pipec.ir.batch import sizes_of_replicas
-from pipec.plan.local_batch import check_local_batch
+from pipec.ir.batch_split import replica_microbatch_sizes
+from pipec.plan.local_batch_check import check_local_batch
 
 DOCS = (Path(__file__).parent.parent / "docs" / "replicas.md").read_text(encoding="utf-8")
 
@@ -465,4 +465,4 @@ def test_join_needs_parts() -> None:
     ],
 )
 def test_each_replica_splits_its_own_rows(rows: Sequence[int], count: int, sizes: list[int]) -> None:
-    assert sizes_of_replicas(rows, count) == sizes
+    assert replica_microbatch_sizes(rows, count) == sizes

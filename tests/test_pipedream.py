@@ -11,8 +11,8 @@ from delayed import Delayed, Lag, double, stages_of, stashed, vertical
 from torch import Tensor, nn
 
 import pipec
-from pipec.ir.batch import split_sizes
-from pipec.runtime.stages.versions import WeightVersions
+from pipec.ir.batch_split import split_sizes
+from pipec.runtime.stages.weight_versions import WeightVersions
 
 LOSS = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -13,13 +13,13 @@ import returning
 from resuming import batches, start
 
 import pipec
-from pipec.runtime.processes.stops import STOPS
+from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    STOPS.ignore()
+    STOP_SIGNALS.uninstall()
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def losses(printed: str) -> list[tuple[str, str]]:
 def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     whole = start("1 stage").train(0, 6)
     first = start("1 stage")
-    checkpoints = pipec.Checkpoints(tmp_path, every=100)
+    checkpoints = pipec.CheckpointManager(tmp_path, every=100)
     seen: list[float] = []
 
     def train() -> None:
@@ -67,7 +67,7 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
         train()
     assert caught.value.code == 143
     second = start("1 stage", seed=7)
-    extra = pipec.Checkpoints(tmp_path, every=100).resume(second.pipe, scheduler=second.scheduler)
+    extra = pipec.CheckpointManager(tmp_path, every=100).resume(second.pipe, scheduler=second.scheduler)
     assert extra == {"seen": 3}
     assert seen + second.train(3, 6) == whole
 
@@ -77,7 +77,7 @@ def test_a_step_that_the_script_has_not_completed_is_not_saved(
 ) -> None:
     """The signal is followed by an evaluation between ``step`` and ``checkpoints.step``."""
     run = start("1 stage")
-    checkpoints = pipec.Checkpoints(tmp_path, every=100)
+    checkpoints = pipec.CheckpointManager(tmp_path, every=100)
     (words,) = batches(0, 1)
     checkpoints.resume(run.pipe, scheduler=run.scheduler)
     run.step(words)

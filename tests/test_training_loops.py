@@ -1,6 +1,6 @@
 """Random training loops: a pipeline trains as plain PyTorch does, and a fault put in on purpose is found.
 
-``python tests/training_loops.py --seed N --ranks R`` does one of them alone, which failures name.
+``python tests/helpers/random_training_loops.py --seed N --ranks R`` does one of them alone, which failures name.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def require_equal(result: Result, ranks: int) -> None:
-    again = f"PYTHONPATH=. python tests/training_loops.py --shrink --ranks {ranks} --seed {result.seed}"
+    again = f"PYTHONPATH=. python tests/helpers/random_training_loops.py --shrink --ranks {ranks} --seed {result.seed}"
     assert not fails(result), f"{result.kind} {result.detail}\n{again}\n{draw(result.seed, ranks)}"
 
 
@@ -38,7 +38,7 @@ def test_two_processes_train_as_the_unsplit_model(
 
 @pytest.mark.parametrize("name", ["pipe.zero_grad does nothing", "gradients of a shard are off by one"])
 def test_a_fault_is_found(name: str) -> None:
-    """``python tests/training_faults.py`` tries all of them."""
+    """``python tests/helpers/training_mutations.py`` tries all of them."""
     assert name in FAULTS
     result, _ = find(name)
     assert result is not None

@@ -2,7 +2,7 @@
 
 * ``training`` is what a checkpoint is of; ``optimizers`` describes their state by parameter.
 * ``parts`` says which process has and writes which part of each tensor; ``tensors`` are the files of them.
-* ``document`` is all the rest; ``values`` brings plain values through JSON, ``positions`` those of streams;
+* ``metadata`` is all the rest; ``values`` brings plain values through JSON, ``positions`` those of streams;
   ``hugging_face`` is for others.
 * ``manifest`` has the sums of the files, ``directory`` lets a folder come to its place, and ``together`` lets
   all processes succeed or fail.
@@ -10,10 +10,10 @@
 * ``write`` and ``read`` are what these serve.
 """
 
-from pipec.checkpoint.background import Saving
-from pipec.checkpoint.parts import Part, whole
-from pipec.checkpoint.positions import position_of
-from pipec.checkpoint.read import load, load_weights, profile_of
-from pipec.checkpoint.tensors import kind_of
-from pipec.checkpoint.training import Training
-from pipec.checkpoint.write import draft
+from pipec.checkpoint.async_save import AsyncSave
+from pipec.checkpoint.read import load, load_saved_profile, load_weights
+from pipec.checkpoint.safetensors_files import tensor_spec
+from pipec.checkpoint.shards import TensorShard, unsharded
+from pipec.checkpoint.stream_positions import replica_position
+from pipec.checkpoint.training_state import TrainingState
+from pipec.checkpoint.write import begin_checkpoint

@@ -3,7 +3,7 @@
 ``checkpointed`` saves and loads checkpoints, and ``checkpoints`` keeps those of a run.
 """
 
-from pipec.pipeline.checkpoints import Checkpoints
+from pipec.pipeline.checkpoint_manager import CheckpointManager
 from pipec.pipeline.pipeline import Pipeline
 
-__all__ = ["Checkpoints", "Pipeline"]
+__all__ = ["CheckpointManager", "Pipeline"]

@@ -5,8 +5,8 @@
 """
 
 from pipec.viz.chrome import chrome_trace
-from pipec.viz.files import check_drawing, write_timelines
+from pipec.viz.drawn_steps import DrawnStep, draw_steps, steps_text
 from pipec.viz.html import timeline_html
-from pipec.viz.steps import Step, draw_steps, steps_text
 from pipec.viz.svg import timeline_svg
-from pipec.viz.text import timeline_text
+from pipec.viz.terminal import timeline_text
+from pipec.viz.write_files import check_drawing, write_timelines

@@ -11,7 +11,7 @@ from pipedream_graph import parse_pipedream_graph, read_pipedream_graph
 from pipec.errors import PlanError
 from pipec.hardware.topology import Device, uniform
 from pipec.planner.cost_model import PIPEC
-from pipec.planner.placement import place
+from pipec.planner.partition import place
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from pipec.runtime.step import execution
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device, where CUDA graphs are at hand. On a CPU functions are computed again in their place."""
     if device.type == "cpu":
-        monkeypatch.setattr(execution, "CudaGraphs", ReplayedGraphs)
+        monkeypatch.setattr(execution, "CudaGraphRecorder", ReplayedGraphs)
         monkeypatch.setattr(execution, "require_gpus", lambda devices: None)
     return device
 

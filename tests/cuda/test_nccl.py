@@ -17,11 +17,11 @@ from combinations import SIZES
 from gpu_models import decoder, eager_step, errors, token_loss, tokens
 from models import perceptron
 from torch import nn
-from unsplit import Outcome, unsplit_step
+from unsplit import StepResult, unsplit_step
 from workers import read_outcome, run_script, train
 
 import pipec
-from pipec.artifact.directory import read, write
+from pipec.artifact.artifact import read_artifact, write_artifact
 
 HERE = Path(__file__).parent
 ROOT = str(HERE.parent.parent)
@@ -98,7 +98,7 @@ def test_two_processes_train_as_one_does(
     assert train([artifact] * 2, {"input": X, "target": Y}, tmp_path) == ["", ""]
     found = read_outcome(tmp_path, 2)
     alone = pipec.load(artifact, ["cpu"] * 2)
-    expected = Outcome.of(alone.step(input=X, target=Y), alone)
+    expected = StepResult.of(alone.step(input=X, target=Y), alone)
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(dict(found.gradients), dict(expected.gradients))
 
@@ -107,10 +107,10 @@ def test_two_processes_train_as_one_does(
 def test_a_failing_rank_fails_the_other_with_its_error(
     two_devices: list[torch.device], artifact: Path, tmp_path: Path
 ) -> None:
-    broken, _ = read(artifact)
+    broken, _ = read_artifact(artifact)
     source = re.sub(r"(def backward\(.*\):\n)", r'\1    raise ValueError("broken")\n', broken.sources[1])
     tensors = safetensors.torch.load_file(artifact / "tensors.safetensors")
-    write(replace(broken, sources=(broken.sources[0], source)), artifact, tensors)
+    write_artifact(replace(broken, sources=(broken.sources[0], source)), artifact, tensors)
     first, failed = train([artifact] * 2, {"input": X, "target": Y}, tmp_path)
     assert failed.startswith("ExecutionError: rank 1, stage 1, microbatch 0, backward: ValueError: broken")
     assert first.startswith("TransportError: rank 0")

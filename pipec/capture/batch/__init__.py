@@ -6,6 +6,6 @@ arithmetic, ``movement`` of elements, ``reductions`` and products, ``indexing``.
 unproven. ``conditions`` asks whether a branch goes the same way for every microbatch as for the batch.
 """
 
-from pipec.capture.batch.analysis import Findings, analyse
+from pipec.capture.batch.analyse_batch import BatchFindings, analyse_batch
 
-__all__ = ["Findings", "analyse"]
+__all__ = ["BatchFindings", "analyse_batch"]

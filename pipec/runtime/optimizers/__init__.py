@@ -8,10 +8,10 @@
   an update takes while it runs.
 """
 
-from pipec.runtime.optimizers.facade import Gather, PipelineOptimizer
 from pipec.runtime.optimizers.factory import Factory, is_elementwise, parameter_on
-from pipec.runtime.optimizers.norms import clip_factor, norms_of, sum_of_squares, values_of
+from pipec.runtime.optimizers.norms import clip_factor, gradient_norms, stored_values, sum_of_squares
+from pipec.runtime.optimizers.pipeline_optimizer import GatherStates, PipelineOptimizer
 from pipec.runtime.optimizers.scratch import update_scratch
-from pipec.runtime.optimizers.stage import StageOptimizer
-from pipec.runtime.optimizers.state import StatePart
+from pipec.runtime.optimizers.stage_optimizer import StageOptimizer
 from pipec.runtime.optimizers.state_bytes import state_bytes
+from pipec.runtime.optimizers.state_shards import StateShard
