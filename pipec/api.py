@@ -113,7 +113,7 @@ def compile(
             step an optimizer of your own, made of ``pipe.parameters()``.
         clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be; of
             each stage's, where there is no flush.
-        shard: with ``optimizer``, what replicas with_batch_axes among themselves: ``"optimizer"`` its state,
+        shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
             ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3). ``"auto"``: what
             the simulated step is fastest with, within the memory limit.
         gradient_dtype: ``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,

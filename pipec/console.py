@@ -85,13 +85,13 @@ STATUS_DELAY_SECONDS = 2.0
 
 
 class delayed_status:
-    """Tells what is done inside a ``with``, and why, if that takes more than ``STATUS_DELAY_SECONDS`` seconds.
+    """Prints what a ``with`` block does, and why, if it takes more than ``STATUS_DELAY_SECONDS``.
 
     In a terminal a line shows what is done at the time, and goes away in the end. Where the output is no
     terminal, stderr gets one line.
 
-    >>> with delayed_status("pipec: compiling, for the first time") as told:
-    ...     told.now("search")
+    >>> with delayed_status("pipec: compiling, for the first time") as status:
+    ...     status.now("search")
     """
 
     def __init__(self, what: str) -> None:

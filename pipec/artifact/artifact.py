@@ -35,7 +35,7 @@ from pipec.errors import ArtifactError
 from pipec.ir import Plan, Program
 from pipec.ir.text_format import format_program, parse_program
 
-FORMAT = "pipec artifact 3"
+FORMAT = "pipec artifact 4"
 
 CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
     "SHA256SUMS",

@@ -77,7 +77,8 @@ def _joins(plan: Plan) -> Iterator[str]:
             if join.num_hosts < 1 or replicas % join.num_hosts:
                 yield f"the {replicas} replicas of stage {stage.index} cannot be on {join.num_hosts} hosts"
         yield from _duplicates(
-            (join.value.name for join in stage.model_collectives), f"the joins of stage {stage.index}"
+            (join.value.name for join in stage.model_collectives),
+            f"the model collectives of stage {stage.index}",
         )
 
 
@@ -181,7 +182,7 @@ def _ending(plan: Plan) -> Iterator[str]:
     stages = range(len(plan.stages))
     for stage in (*plan.sync_spec.buffer_sync_stages, *(bucket.stage for bucket in plan.sync_spec.buckets)):
         if stage not in stages:
-            yield f"its sync_spec is for stage {stage}, which is not there"
+            yield f"its sync spec names stage {stage}, which does not exist"
     for bucket in plan.sync_spec.buckets:
         own = plan.stages[bucket.stage].parameters if bucket.stage in stages else ()
         yield from _unknown_names(

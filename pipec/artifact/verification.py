@@ -17,7 +17,7 @@ def read_verified(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     """Read an artifact and the tensors saved with it, by FQN, and check it.
 
     Raises:
-        ArtifactError, VerifyError: as ``read`` and ``verify_artifact``.
+        ArtifactError, VerifyError: as ``read_artifact`` and ``verify_artifact``.
     """
     artifact, tensors = read_artifact(directory)
     verify_artifact(artifact)

@@ -1,8 +1,8 @@
 """Which way a branch goes that asks for the values of tensors: the way that the traced call takes.
 
 Dynamo asks while it traces. What it has traced so far is then computed with the values of the call, so that
-the truth value of the condition is known. The graph gets an ``check_branch`` in its place, which fails in a step
-in which the condition is another one.
+the truth value of the condition is known. The graph gets a ``check_branch`` in its place, which fails in a
+step in which the condition has another value.
 """
 
 import contextlib
@@ -103,9 +103,10 @@ def _decide(
 
 @dataclass
 class _Values:
-    """What the nodes of a graph are, which is still being made. If ``arguments_only``, of those that need no model.
+    """The values of the nodes of a graph that is still being made. If ``arguments_only``, of those that need
+    no model.
 
-    ``random_nodes`` are the nodes that depend on what is drawn, unless it is dropout.
+    ``random_nodes`` are the nodes that depend on random numbers, dropout apart.
     """
 
     leaves: Mapping[int, Any]

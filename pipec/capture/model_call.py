@@ -24,9 +24,9 @@ class ModelCall:
     As in any call, the order in which keyword arguments were written means nothing. ``split`` says for each
     leaf where the user has the batch, None where every microbatch needs all of it. A leaf that is split has
     its rows in front here, and ``Step`` puts them back. ``split`` is None in the call of a whole batch, whose
-    tensors say so by their sizes. A microbatch is told: of two rows, an edge list of shape (2, n) would seem
-    to have two. ``ambiguous_leaves`` are the paths of those that may not be split after all, each with the name of its
-    argument.
+    tensors say so by their sizes. A microbatch gets ``split`` from its batch: with two rows, an edge list of
+    shape (2, n) would look batched. ``ambiguous_leaves`` are the paths of those that may not be split after
+    all, each with the name of its argument.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
     """

@@ -27,7 +27,8 @@ class ModelState:
 
     Modules and tensors are in the order of ``modules_of`` and ``tensors_of``. A module is its class and its
     hooks. A tensor is its shape and type, the place of its first name, whether it has a hook and, if a step
-    trains, whether it has a gradient. ``torch_modes`` are torch's modes and settings that a forward would meet.
+    trains, whether it has a gradient. ``torch_modes`` are torch's modes and settings that a forward depends
+    on.
     """
 
     training: tuple[bool, ...]

@@ -78,11 +78,10 @@ class TracedCall:
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
     Its ``variables`` were to be symbolic, and are ``planned`` in the call; ``numbers`` has what the forward
-    graph has for those that are numbers.
-    ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
-    one. ``constants`` are the tensors that belong to the loss function alone. ``findings`` say what
-    was proved of the batch. ``first_collective`` is the first call
-    that joins the microbatches of a round, one of each of ``num_replicas``.
+    graph has for those that are numbers. ``fqns`` maps the names of tensors in the joint graph to their names
+    in the model, where a tied tensor has one. ``constants`` are the tensors that belong to the loss function
+    alone. ``findings`` say what was proved of the batch. ``first_collective`` is the first model collective,
+    if any; a round has one microbatch for each of ``num_replicas``.
     """
 
     joint: torch_compat.JointGraph
@@ -324,7 +323,7 @@ def _is_tensor_node(value: object, traced: TracedCall) -> bool:
         if not has_data_dependent_size(value):
             return True
         raise CaptureError(
-            f"the model returns a tensor whose size values tell{at_line(value)}\n"
+            f"the model returns a tensor whose size depends on values{at_line(value)}\n"
             "Microbatches cannot be joined to it. Return one of fixed size, such as a mask, or leave it out."
         )
     raise CaptureError(

@@ -28,7 +28,8 @@ def mark_output_merge(result: fx.Node, unproven: str = "", axis: BatchAxis | Non
     """Say of a result of a captured graph that it adds up, or where it has the rows of the batch.
 
     The graph is to return what this returns. With an ``axis``, the output of the batch has its rows in their
-    order. ``unproven`` names the call after which it is not known how microbatches make the result.
+    order. ``unproven`` names the call after which it is not known how results of microbatches make that of
+    the batch.
     """
     along = [] if axis is None else [axis.dim, axis.outer, axis.inner]
     with result.graph.inserting_before(result.graph.output_node()):  # behind all that writes into the result
@@ -38,7 +39,8 @@ def mark_output_merge(result: fx.Node, unproven: str = "", axis: BatchAxis | Non
 
 
 def batch_first_output(marked: fx.Node, axis: BatchAxis, rows: Any) -> fx.Node:
-    """The value of a ``OUTPUT_MERGE`` in a joint graph with its rows, which it has at ``axis``, as dimension 0.
+    """The value of a ``OUTPUT_MERGE`` in a joint graph with its rows, which it has at ``axis``, as dimension
+    0.
 
     ``rows`` is a number or a symbolic size. How many blocks of them there are is told by the size of the
     dimension, which may be symbolic as well.

@@ -18,9 +18,9 @@ class TracedStep(nn.Module):
     """The module that is traced: the model, and the loss on top of it.
 
     Its arguments have their rows in front. Model and loss get them as the user passes them, with the rows
-    where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups of other
-    dimensions of one size, each by its leaf's position and its own. The leaves at the positions ``numbers``
-    are numbers in 0-dim tensors, which lets a front end make symbols of them.
+    where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups
+    of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
+    positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them.
     """
 
     def __init__(

@@ -77,13 +77,13 @@ def capture(
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
         device: The model is traced as if it were there, wherever its tensors are.
-        rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the graph
-            is of the loss as the model has it.
+        rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the
+            graph is of the loss as the model has it.
         outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
-        num_replicas: How many replicas the model's own collectives join. None if that differs by stage, or is
-            not known; a model with collectives is then refused.
+        num_replicas: How many replicas take part in the model's own collectives. None if that differs by
+            stage, or is not known; a model with collectives is then refused.
         batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
             those of arguments.
 
@@ -282,7 +282,7 @@ class _Tracer:
         first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
         if first_collective and self.has_traced_backward:
             raise CaptureError(
-                f"{first_collective} joins replicas, which a model cannot that differentiates by itself"
+                f"{first_collective} is a collective, which a model that differentiates by itself cannot have"
             )
         findings = self._analyse(captured, sample, first_collective)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)

@@ -101,7 +101,7 @@ def _kind(call: ModelCall, mode: Mode, values: Mapping[LeafDim, float]) -> Hasha
 
 
 def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) -> list[Variable]:
-    """What has been other, each with a name. Dimensions that were equal_dimensions in every call share one."""
+    """The variables that changed, each with a name. Dimensions that were equal in every call share one."""
     equal_dimensions: dict[tuple[object, float], str] = {}
     found: list[Variable] = []
     for (position, dim), value in values.items():

@@ -1,13 +1,15 @@
 """Checkpoints: a folder with all that a training needs to go on, in any layout. See docs/checkpoints.md.
 
-* ``training`` is what a checkpoint is of; ``optimizers`` describes their state by parameter.
-* ``parts`` says which process has and writes which part of each tensor; ``tensors`` are the files of them.
-* ``metadata`` is all the rest; ``values`` brings plain values through JSON, ``positions`` those of streams;
-  ``hugging_face`` is for others.
-* ``manifest`` has the sums of the files, ``directory`` lets a folder come to its place, and ``together`` lets
-  all processes succeed or fail.
-* ``background`` lets a checkpoint be written while the training goes on.
-* ``write`` and ``read`` are what these serve.
+* ``training_state`` is what a checkpoint holds; ``optimizer_state`` has an optimizer's state by parameter.
+* ``shards`` says which process holds and writes which part of each tensor; ``safetensors_files`` writes and
+  reads the files of tensors, and ``file_layout`` says which tensor is in which file.
+* ``metadata`` is ``checkpoint.json``; ``json_values`` brings plain values through JSON, ``stream_positions``
+  the positions of streams. ``torch_checkpoint`` and ``convert`` read and write the folders of
+  ``torch.distributed.checkpoint``, ``hugging_face`` those of transformers and diffusers.
+* ``manifest`` has the checksums of the files, ``staging_directory`` replaces a folder in one step, and
+  ``all_ranks`` lets all processes succeed or fail together.
+* ``async_save`` writes a checkpoint while the training goes on.
+* ``write`` and ``read`` bring these together.
 """
 
 from pipec.checkpoint.async_save import AsyncSave

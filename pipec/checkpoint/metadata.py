@@ -20,7 +20,7 @@ from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.stream_position import StreamPosition
 
-FORMAT, METADATA_FILE = "pipec checkpoint 1", "checkpoint.json"
+FORMAT, METADATA_FILE = "pipec checkpoint 2", "checkpoint.json"
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class CheckpointMetadata:
     """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients.
     Both are None where nobody knows, as in what another library wrote.
 
-    ``positions`` are those of the stream, as ``encode_position``: one for each part of the data. ``loss_scale`` is
-    that of the next step, if the loss is scaled.
+    ``positions`` are those of the stream, as ``encode_position``: one for each part of the data.
+    ``loss_scale`` is that of the next step, if the loss is scaled.
     """
 
     num_steps: int
@@ -128,7 +128,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
 
 
 def parse_metadata(text: bytes, path: Path) -> CheckpointMetadata:
-    """What ``CheckpointMetadata.text`` gave, found at ``path``. Raises CheckpointError as ``read_metadata`` does."""
+    """Parse what ``CheckpointMetadata.text`` returned. Raises CheckpointError as ``read_metadata`` does."""
     try:
         found = json.loads(text)
         if isinstance(found, dict) and found.get("format") != FORMAT:

@@ -24,7 +24,7 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def require_replaceable(directory: Path, known_digest: str | None) -> None:
-    """Refuse to replace anything but the checkpoint with the digest ``known_digest``, written or loaded by this run.
+    """Refuse to replace anything but the checkpoint ``known_digest``, which this run wrote or loaded.
 
     Raises:
         CheckpointError: the directory holds something else.

@@ -1,4 +1,4 @@
-"""A command of two variants, ``pipec schedule NAME`` and ``pipec schedule TARGET``, each with its own options.
+"""A command of two variants, such as ``pipec schedule NAME`` and ``TARGET``, each with its own options.
 
 To typer they are two commands, which are called ``schedule NAME`` and ``schedule TARGET``.
 """
@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 
 def command_variant(words: Sequence[str]) -> str:
-    """The variant that is meant by ``words``, the first of which is ``schedule``: a target contains a colon."""
+    """The variant that ``words`` mean, the first of which is ``schedule``: a target contains a colon."""
     targets = (
         word
         for before, word in pairwise(words)
@@ -25,7 +25,7 @@ _PATH_OPTIONS = ("-o", "--output")
 
 
 class CommandVariant(TyperCommand):
-    """One variant of a command. ``--help`` shows all variants, and an option of another variant names that variant."""
+    """One variant of a command. ``--help`` shows all; an error names the variant that has the option."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for variant in _variants(ctx):

@@ -49,7 +49,7 @@ _MAX_FORWARDS = 2**22
 """Forwards of a step on equal stages. More take minutes, and nobody can look at them."""
 
 _DrawnStep = tuple["DrawnStep", Mapping[str, object]]
-"""A step, and what its JSON tells compare it."""
+"""A step, and what its JSON says besides."""
 
 
 def schedule_name(

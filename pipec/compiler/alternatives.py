@@ -37,7 +37,7 @@ def rejected_alternatives(tried: Sequence[Alternative], chosen: EvaluatedPlan) -
 
 
 def sharding_costs(evaluated: EvaluatedPlan) -> tuple[ShardingCost, ...]:
-    """What an evaluated plan would take with each level of sharding, if its updates are of stages with replicas.
+    """What an evaluated plan takes with each level of sharding, if it updates stages with replicas.
 
     Without a flush there is none.
     """

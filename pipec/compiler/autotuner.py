@@ -65,9 +65,9 @@ class Autotuner:
 
     If ``may_recompute``, ranks that would need more memory than they have get stages that recompute, and if
     ``may_offload``, such that let values wait on the host. Replicas of a stage are next to each other, or far
-    apart if the ranks of a pipeline are ``adjacent_pipelines``; unless it ``may_rearrange`` them, they are where
-    they are. Without a flush, stages update with the ``optimizer``, on devices that move
-    ``memory_bytes_per_second``.
+    apart if the ranks of each pipeline are next to each other (``adjacent_pipelines``); unless it
+    ``may_rearrange`` them, they stay where they are. In an asynchronous step, stages update with the
+    ``optimizer``, on devices that move ``memory_bytes_per_second``.
     """
 
     policy: SchedulePolicy
@@ -251,7 +251,7 @@ class _Search:
         return {count: split_sizes(self.batch, count)[0] for count in self.counts}
 
     def result(self) -> TuningResult:
-        """The best plan of all. Raises the first_error if nothing could be tried."""
+        """The best plan of all. Raises ``first_error`` if nothing could be tried."""
         if not self.evaluated:
             assert self.first_error is not None, "nothing was tried, and nothing was in the way"
             raise self.first_error
@@ -363,7 +363,7 @@ class _Search:
         What is about as fast as the fastest may still gain too little over what is simpler and is not. So of
         all schedules for these microbatches, a simpler one is given up only for one that is clearly faster::
 
-            1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2, which alone gains more than PREDICTION_TOLERANCE
+            1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2: it alone gains more than PREDICTION_TOLERANCE
         """
         on_best_cut: dict[object, tuple[EvaluatedPlan, StagedGraph]] = {}
         for pair in sorted(self.evaluated, key=lambda pair: pair[0].score):

@@ -33,7 +33,7 @@ def several_rounds_warning(graph: TrainingGraph, replicas: object, num_microbatc
     if not graph.first_collective or num_microbatches == replicas:
         return ""
     return (
-        f"{graph.first_collective} joins rounds of {replicas} of the {num_microbatches} microbatches, and not the "
+        f"{graph.first_collective} reduces rounds of {replicas} of the {num_microbatches} microbatches, not the "
         "whole batch; a step is one round without microbatches=..."
     )
 

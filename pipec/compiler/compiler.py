@@ -62,12 +62,12 @@ class Compiler:
     ``device`` is one of those that will run the code. A model on another kind of device is captured as if it
     were there. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
-    Costs are then known for that size alone, so nothing is searched. With ``tunes_replicas`` the first
-    call chooses how many replicas stages have. With ``tunes_shard`` the first training step chooses what
-    they divide. ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if
-    not in the model's own types. If it ``calibrates_cpu``, costs are those measured on this machine.
-    While the pipeline ``refuses_mixed_rows``, a batch whose rows depend on one another is refused.
-    ``stopwatch`` says how long each step of all compilations took together.
+    Costs are then known for that size alone, so nothing is searched. With ``tunes_replicas`` the first call
+    chooses how many replicas stages have, and with ``tunes_shard`` the first training step what they shard.
+    ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if not in the
+    model's own types. If it ``calibrates_cpu``, costs are those measured on this machine. While the pipeline
+    ``refuses_mixed_rows``, a batch whose rows depend on one another is refused. ``stopwatch`` says how long
+    each step of all compilations took together.
     """
 
     model: nn.Module
@@ -207,7 +207,7 @@ class Compiler:
     def _choose_shard_level(
         self, signature: CaptureSignature, call: ModelCall, sizes: Sequence[int], counts: Sequence[int]
     ) -> TuningResult:
-        """Decide what replicas divide, where an evaluation has fixed where stages are."""
+        """Choose the level of sharding where an evaluation has fixed the stages."""
 
         def choose() -> tuple[Autotuner, TuningResult]:
             self._captures.staged.pop(signature, None)
@@ -403,7 +403,9 @@ class Compiler:
             graph = self._trace_variables(signature, traced) or traced(symbolic=symbolic)
         if graph.first_collective and self.microbatches is None:
             log.info(
-                "%s joins replicas: a step is one round, of %s microbatches", graph.first_collective, replicas
+                "%s is a collective of replicas: a step is one round, of %s microbatches",
+                graph.first_collective,
+                replicas,
             )
             assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
             self.microbatches = replicas

@@ -13,9 +13,9 @@ from pipec.passes.recurrent_splitting import RecurrentSplits
 class FixedPlacement:
     """Where the first call put stages and parameters. Every later call follows it.
 
-    ``placement`` is the placement that schedules have. ``parameter_stages`` are the stages that hold each parameter.
-    ``ranks[k]`` is the rank that really plays the part of rank k of a schedule. ``recurrent_splits`` are the recurrent
-    layers that several stages have parts of, and ``operator_stages`` the stage of each operator.
+    ``placement`` is that of all schedules. ``parameter_stages`` are the stages that hold each parameter.
+    ``ranks[k]`` is the rank that acts as rank k of a schedule. ``recurrent_splits`` are the recurrent layers
+    that several stages hold parts of, and ``operator_stages`` the stage of each operator.
     """
 
     placement: Placement

@@ -22,7 +22,7 @@ OnDevices = Callable[[Topology], EvaluatedPlan]
 def require_memory_on_fixed_stages(
     evaluated: EvaluatedPlan, base: StagedGraph, search: Callable[[StagedGraph], EvaluatedPlan]
 ) -> None:
-    """Raise InfeasibleError if an evaluated plan lacks memory whose stages, those of ``base``, are fixed.
+    """Raise InfeasibleError if an evaluated plan on the fixed stages of ``base`` lacks memory.
 
     ``search`` finds the best plan on these stages, for any devices.
     """

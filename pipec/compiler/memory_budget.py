@@ -183,7 +183,7 @@ class _RankGroup:
         return _busy_seconds(evaluated.plan, self.ranks, self.stages)
 
     def reserve_more(self, evaluated: EvaluatedPlan) -> None:
-        """Set aside as much more as the evaluated plan lacked, or give up the level."""
+        """Reserve as much more as the evaluated plan lacked, or give up the level."""
         self.reserved[self.level] += math.ceil(max(evaluated.excess_bytes[rank] for rank in self.ranks))
         self.attempts[self.level] += 1
         if self.attempts[self.level] == _ATTEMPTS:
@@ -311,8 +311,8 @@ def _in_turn(
 ) -> Iterator[MemoryConstraint]:
     """A backward goes through its pieces from the last to the first.
 
-    Each of them is recomputed then, beside what the backward has made by then, such as gradients of parameters,
-    which it holds until it is over. What the piece has saved is let go of.
+    Each of them is recomputed then, beside what the backward has made by then, such as gradients of
+    parameters, which it holds until its end. What the piece has saved is let go of.
     """
     saved = list(before.saved)
     for piece in reversed(running):
@@ -350,7 +350,7 @@ def _host(evaluated: EvaluatedPlan, stages: Sequence[int]) -> OffloadCost:
 
 
 def _sharing_stages(placement: Placement) -> Iterator[tuple[list[int], list[int]]]:
-    """MicrobatchGroups of ranks that have stages in common, each with the stages that they have."""
+    """Groups of ranks that have stages in common, each with these stages."""
     ranks = {rank for of_stage in placement for rank in of_stage}
     while ranks:
         group, stages = {min(ranks)}, set[int]()

@@ -36,10 +36,10 @@ class CompilerOptions:
     ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
     ``recompute`` is "auto", "none" or "full". If it ``may_offload``, saved values may wait in host memory.
     ``profile`` is of the training graph that decides the cut. ``sync_spec`` says whether the programs update,
-    clip and shard, and ``optimizer`` what is known of the optimizer that does. ``buffers_on_any_stage`` says
-    whether any stage may hold a buffer; where one process has several devices, it has each buffer on one.
-    With ``fused_gradients``, products are added to sums of gradients as they are made, and the gradient of
-    cross entropy is made of probabilities.
+    clip and shard, and ``optimizer`` has the costs of its updates. ``buffers_on_any_stage`` says whether any
+    stage may hold a buffer; where one process has several devices, it has each buffer on one. With
+    ``fused_gradients``, products are added to sums of gradients as they are made, and the gradient of cross
+    entropy is made of probabilities.
     """
 
     device_model: DeviceModel
@@ -77,7 +77,7 @@ def make_passes(
         PrecomputeWeights(options.buffers_on_any_stage),
         cut,
         UntieGradients(),
-        MakeRowSparseGradients(),  # of tied tables, whose gradients are apart now
+        MakeRowSparseGradients(),  # of tied tables, whose gradients are separate now
         *([FuseGradientAccumulation()] if options.fused_gradients else []),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None) if options.recompute == "full" else recompute,

@@ -49,7 +49,7 @@ class SchedulePolicy:
 
     A pipeline has ``num_ranks`` ranks. With ``replicas``, there are so many pipelines side by side, or each
     rank of the pipeline stands for so many ranks of its stage. With ``asynchronous``, a search may find
-    schedules without a flush, unless it ``is_synchronous_only`` before.
+    asynchronous schedules, unless it ``is_synchronous_only``.
     """
 
     source: ScheduleSource
@@ -181,7 +181,7 @@ class SchedulePolicy:
         return [schedule]
 
     def searched_schedules(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
-        """Orders that ``auto`` finds beyond its ``candidate_schedules``, with as many microbatches as the best."""
+        """Orders that ``auto`` finds besides ``candidate_schedules``, with as many microbatches as the best."""
         if self.source != "auto" or self.replicas != 1 or best.stream:
             return []
         return candidate_schedules(self.num_ranks, best.num_microbatches, work(), best.placement)

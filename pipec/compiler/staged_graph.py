@@ -1,4 +1,4 @@
-"""A captured graph cut into stages, and all that is known of it: stages, plans, evaluated and code."""
+"""A captured graph cut into stages, and all that is known of it: stages, plans, evaluated plans and code."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -78,7 +78,7 @@ def _size(tensor: torch.Tensor) -> TensorSize:
 
 @lru_cache(_CACHE)
 def substitute_symbols(expression: sympy.Expr, substitutions: SymbolSubstitutions) -> sympy.Expr:
-    """``expression`` in ``MICROBATCH`` alone, the captured graph's symbols replaced as ``substitutions`` says."""
+    """``expression`` in ``MICROBATCH`` alone, the symbols of the graph replaced by ``substitutions``."""
     return expression.xreplace(dict(substitutions))
 
 

@@ -26,9 +26,9 @@ class BatchFindings:
     ``mixed_rows``: the loss depends on several rows there, in a way that is no sum or mean over rows.
     ``unproven``: it is not known whether it does. ``assumed``: calls that are checked when the first step
     runs. ``output`` is where an output, other than the loss, is neither row by row nor a sum or mean.
-    ``num_batch_norms`` is how many batch num_batch_norms take the statistics of a microbatch. ``unordered_random``: random numbers that
-    belong to no row, dropout apart. ``branches``: conditions on sizes, true of the microbatch, by which
-    Python code goes its way, each with its line.
+    ``num_batch_norms`` is how many batch norms take the statistics of a microbatch. ``unordered_random``:
+    random numbers that belong to no row, dropout apart. ``branches``: conditions on sizes, true of the
+    microbatch, by which Python code goes its way, each with its line.
     """
 
     mixed_rows: str = ""

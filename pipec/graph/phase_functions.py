@@ -12,9 +12,9 @@ Parameters, buffers that never change and constants are arguments of every funct
 Neither are views: they are made again where they are needed, and the tensor that owns the memory is saved.
 What is replayed is made again as well, in a function of its own or where a backward first reads it.
 
-A phase is one function, or several that run one after the other: its parts. Passes put nodes into parts with
-``meta["segment"]``, where something has to happen between two of them. The phase that makes gradients is also
-divided where gradients have to be complete before the others are.
+A phase is one function, or several that run one after the other: its segments. Passes put nodes into segments
+with ``meta["segment"]``, where something has to happen between two of them. The phase that makes gradients is
+also divided where gradients have to be complete before the others are.
 """
 
 import operator
@@ -57,8 +57,8 @@ class PhaseFunction:
     """One phase of one stage, or segment number ``segment`` of ``num_segments`` of it.
 
     ``body`` holds the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` come from
-    outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``buffer_updates`` and ``gradients`` leave. So does
-    the input of each collective in ``collectives``, for what replicas do before the next segment.
+    outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``buffer_updates`` and ``gradients`` leave. So
+    does the input of each collective in ``collectives``, for what replicas do before the next segment.
     """
 
     stage: int
@@ -131,8 +131,8 @@ def stage_functions(
 ) -> StageFunctions:
     """Read one stage off the graph. With ``split_backward`` it has two backwards instead of one.
 
-    ``gradients`` are parameters in groups. The gradients of each group are complete at the end of one segment of
-    the backward, or of its weight half, and no later than those of the next group.
+    ``gradients`` are parameters in groups. The gradients of each group are complete at the end of one segment
+    of the backward, or of its weight half, and no later than those of the next group.
 
     The functions are read from the last to the first, because each must save what the next one needs.
     """
@@ -362,12 +362,12 @@ def _buffers(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[
 
 
 def batch_count_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
-    """What ``graph.batch_counts`` computes to make the values ``read``, and the arguments it takes for that."""
+    """What ``graph.batch_counts`` computes to make the values ``read``, and its arguments for that."""
     return _leading_to(graph.batch_counts, read)
 
 
 def precomputed_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
-    """What ``graph.precomputed`` computes to make the values ``read``, and the parameters it takes for that."""
+    """What ``graph.precomputed`` computes to make the values ``read``, and its parameters for that."""
     return _leading_to(graph.precomputed, read)
 
 

@@ -13,9 +13,9 @@ def split_into_segments(
 ) -> list[set[fx.Node]]:
     """The nodes of a phase, in order, as the sets that its functions run; at least one.
 
-    They are divided by ``meta["segment"]``, and then so that the ``gradients`` of each group are complete at the
-    end of a function that computes nothing only the groups behind it need. A collective is of the function
-    behind it, so that there is always one before::
+    They are divided by ``meta["segment"]``, and then so that the ``gradients`` of each group are complete at
+    the end of a function that computes nothing only the groups behind it need. A collective belongs to the
+    segment behind it, so that there is always one before::
 
         dx2 = mm(dy, w2)                          0
         dw2 = mm(dy.t(), x2)      w2 | w1  ->     0

@@ -47,17 +47,16 @@ class TrainingGraph:
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. ``variables`` are the other sizes and the numbers that may change from call to
     call, and ``planned`` has those of the call that was captured, for which costs are predicted.
-    ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph
-    is_valid_for sizes and numbers for which all ``guards`` hold. ``data_dependent_sizes`` are the sizes that values alone
-    tell, each with what is predicted for it.
-    ``batch_counts`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
-    ``precomputed`` computes, once for each version of the weights, what depends on them and on fixed buffers.
-    ``findings`` say what was proved of the batch. ``logs`` names the results that follow the loss; those
-    after them, of which ``output_spec`` is the tree, are the model's output.
-    ``first_collective`` is the first call of ``pipec.ops``, if any: it joins what replicas run at the same time.
-    ``squeezed_at`` is where eager torch would squeeze the dimension of rows of a batch of one row, if anywhere.
-    ``model_guards`` say whether capturing again would give the same, and ``input_branches`` whether the values of a
-    call's arguments let it branch in the same way; passes leave them alone.
+    ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph is
+    valid for sizes and numbers for which all ``guards`` hold. ``data_dependent_sizes`` are the sizes that
+    depend on values, each with a prediction. ``batch_counts`` computes, once a step, what the stages must
+    know of the whole mini-batch; no pass changes it. ``precomputed`` computes, once for each version of the
+    weights, what depends on them and on fixed buffers. ``findings`` say what was proved of the batch.
+    ``logs`` names the results that follow the loss; those after them, of which ``output_spec`` is the tree,
+    are the model's output. ``first_collective`` is the first model collective, if any: replicas run it at the
+    same time. ``squeezed_at`` is where eager torch would squeeze the batch dimension of a batch of one row,
+    if anywhere. ``model_guards`` say whether capturing again would give the same, and ``input_branches``
+    whether the values of a call's arguments make it branch in the same way; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
     of the arguments, ``axes`` says where the user has the rows of those that are split, and ``training`` is
@@ -120,7 +119,7 @@ class TrainingGraph:
 
     @property
     def fixed_sizes(self) -> Sizes:
-        """The variables that are the same in every call that the graph is_valid_for."""
+        """The variables that are the same in every call that the graph is valid for."""
         symbolic = {*self.variable_symbols.values()}
         return {name: size for name, size in self.planned_sizes.items() if name not in symbolic}
 

@@ -2,12 +2,12 @@
 
 Read it in the order in which data flows: the ``values`` of a cut graph and the links that carry them, the
 ``plan`` that holds stages and links, the ``schedule`` that says who computes what when, the ``program`` of
-instructions that each rank executes, ``sync_spec``, what it does besides microbatches, and ``memory``, what a
-stage holds meanwhile. ``columns`` holds long runs of cells and instructions as numbers, ``text`` writes
-programs and quantities down and reads programs back, ``batch`` says how a mini-batch is split, and
-``sharding`` how parameters are divided among replicas. ``stream`` says which versions of weights are used
-where mini-batches follow each other without a flush, and ``rounds`` what the programs of these are. ``alike``
-says which ranks stand for others that do the same.
+instructions that each rank executes, the ``sync_spec`` of what a step does after its microbatches, and
+``memory_figures``, what a stage holds. ``columns`` holds long runs of computes and instructions as numbers,
+``text_format`` writes programs and quantities down and reads programs back, ``batch_axis`` and
+``batch_split`` say how a mini-batch is split, and ``sharding`` how parameters are divided among replicas.
+``stream`` says which versions of weights asynchronous schedules use, and ``periodic_program`` how their
+programs repeat. ``representative_ranks`` says which ranks stand for others that do the same.
 """
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory

@@ -176,7 +176,7 @@ class ComputeColumns(_Columns[Compute]):
 
 
 class InstructionColumns(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, segment, model_collective, version.
+    """What a rank executes: a column for each field of ``Instruction``.
 
     ``link`` is an index into ``links``, or -1.
     """

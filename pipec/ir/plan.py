@@ -30,14 +30,14 @@ class StageCost:
 class Stage:
     """Consecutive forward operators ``first_operator .. last_operator`` and everything they caused.
 
-    ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset owned by
-    another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the forward replaces
-    (BatchNorm statistics). ``batch_counts`` names what the stage's function of that name computes of the whole
-    mini-batch, once a step; ``batch_count_sums`` are those that add up over its rows. ``segments`` has the phases
-    that consist of several functions, with the share of the phase's seconds that each of them takes.
-    ``model_collectives`` are what replicas make together between them. With ``recompute`` there is a phase that computes
-    a part of the forward again; with ``recomputes_in_backward`` the backward does. ``offloaded`` are the positions, in
-    what its forward saves, of the values that wait in host memory for the backward.
+    ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed_parameters`` is the
+    subset owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
+    forward replaces (BatchNorm statistics). ``batch_counts`` names what the stage's function of that name
+    computes of the whole mini-batch, once a step; ``batch_count_sums`` are those that add up over its rows.
+    ``segments`` has the phases that consist of several functions, with the fraction of the phase's seconds
+    that each of them takes. ``model_collectives`` run between them. With ``recompute`` a phase computes some
+    of the forward again; with ``recomputes_in_backward`` the backward does. ``offloaded`` are the positions,
+    in what its forward saves, of the values that wait in host memory for the backward.
     """
 
     index: int
@@ -125,16 +125,16 @@ class Plan:
     ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads,
     with their rows in front, and ``axes`` says where the user has the rows of those that are split;
     ``training`` is the mode that the model was captured in. ``variables`` are the sizes and numbers that may
-    be others in each call, and ``planned`` what they are where costs are predicted. The code is right if they
-    fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
-    ``links[i]`` takes, ``link_sender_bytes[i]`` what its sender holds for it besides what it saves,
-    ``link_saved_bytes[i]`` what it saves of it, and ``link_reader_phases[i]`` the last phase of its reader that needs it.
-    ``host`` is what hosts take besides stages and links, and ``costs`` says what all these seconds are those
-    of: a device model, or a profile. ``parameters`` and ``buffers`` are named by FQN.
-    ``sync_spec`` is what the step does besides its microbatches. ``microbatch_weight`` says how much the losses
+    be others in each call, and ``planned_sizes`` what they are where costs are predicted. The code is valid
+    if they fulfil all ``guards``, such as ``t <= 512``, and equal ``fixed_sizes``. ``link_seconds[i]`` is how
+    long ``links[i]`` takes, ``link_sender_bytes[i]`` what its sender holds for it besides what it saves,
+    ``link_saved_bytes[i]`` what it saves of it, and ``link_reader_phases[i]`` the last phase of its reader
+    that needs it. ``host`` is what hosts take besides stages and links, and ``costs`` says what all these
+    seconds are those of: a device model, or a profile. ``parameters`` and ``buffers`` are named by FQN.
+    ``sync_spec`` is what the step does after its microbatches. ``microbatch_weight`` says how much the losses
     of microbatches count, if the graph does not: by "rows", as they are ("sum"), or as a function says
-    ("function"). ``alternatives`` are the other ways that were considered, the fastest first, and
-    ``sharding_costs`` the levels of sharding, if there is something to shard.
+    ("function"). ``alternatives`` are the other plans that were evaluated, the fastest first, and
+    ``sharding_costs`` the costs of each level of sharding, if there is something to shard.
     """
 
     mode: Mode

@@ -116,16 +116,16 @@ class Instruction:
     reshard         let go of what was gathered of ``bucket``
     all_reduce      start to sum the value of ``model_collective`` over the microbatches of a round
     all_gather      start to put the values of ``model_collective`` of a round one after the other
-    reduce_scatter  start to sum the value of ``join`` over a round; each replica gets its part
+    reduce_scatter  start to sum the value of ``model_collective`` over a round; each replica gets its part
     =============== ==================================================================================
 
     ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer``, ``slot``,
-    ``bucket``, ``segment`` and ``model_collective`` are -1 where they mean nothing; a link that moves once per step has no
-    microbatch. Replicas of a stage start their collectives in the same order. With r replicas, microbatches
-    0 to r - 1 are the first round.
+    ``bucket``, ``segment`` and ``model_collective`` are -1 where they mean nothing; a link that moves once
+    per step has no microbatch. Replicas of a stage start their collectives in the same order. With r
+    replicas, microbatches 0 to r - 1 are the first round.
 
-    A compute runs its phase as a whole if ``segment`` is -1, and only that segment of it otherwise. What the phase
-    sends leaves when all segments are over, and what it receives is there before the first.
+    A compute runs its phase as a whole if ``segment`` is -1, and only that segment of it otherwise. What the
+    phase sends leaves when all segments are over, and what it receives is there before the first.
 
     Where steps follow each other without a flush, ``version`` is that of the weights: the one that a compute
     reads, or the one that an update makes. An update then belongs to the last of the microbatches whose
@@ -148,9 +148,9 @@ class Instruction:
 class ModelCollective:
     """What the replicas of a stage make of a value that each of them has, round by round, with ``op``.
 
-    Functions of ``phase`` before segment ``segment`` make what each replica has, and this segment may read what comes
-    of it: ``value``. Both have that name. The ranks meet as those of ``num_hosts``, as they do for a bucket,
-    and take ``seconds``.
+    A function of ``phase`` before segment ``segment`` makes the input of each replica, and that segment may
+    read the result; both are called ``value.name``. The ranks are on ``num_hosts`` hosts, as for a bucket,
+    and the collective takes ``seconds``.
     """
 
     op: Op
@@ -169,8 +169,8 @@ ModelCollectives = Mapping[int, Sequence[ModelCollective]]
 class Program:
     """What one rank executes in one step. Every peer, slot and microbatch is resolved.
 
-    If it has a ``period``, it is the round of a program without end: it is executed again and again, each
-    time for microbatches that are so many further. See ``pipec.ir.periodic_program``.
+    A periodic program has a ``period``: it is executed again and again, each time for microbatches that are
+    so many later. See ``pipec.ir.periodic_program``.
     """
 
     rank: int

@@ -1,8 +1,8 @@
 """How the parameters of a stage are divided among its replicas: a flat buffer, cut into equal slices.
 
 Each replica owns one slice, and the whole of what lies there. Elementwise optimizers update any part of a
-tensor, so that ``shard_evenly`` may cut tensors; for others ``shard_whole_tensors`` puts none across a cut. Either
-way one reduce-scatter of the buffer brings each replica its gradients, and one all-gather the parameters.
+tensor, so that ``shard_evenly`` may cut tensors; for others ``shard_whole_tensors`` cuts none. Either way one
+reduce-scatter of the buffer brings each replica its gradients, and one all-gather the parameters.
 """
 
 from collections.abc import Mapping

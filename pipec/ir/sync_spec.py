@@ -30,14 +30,14 @@ class NonFiniteAction(StrEnum):
 class Bucket:
     """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
 
-    Those that are ``lent`` to other stages are tied weights: their gradients come together when all ranks
-    have computed everything, and they stay whole. The others are complete when ``part`` of the last backward,
-    or of its weight half, is over; a backward in one part has part 0 alone. A parameter with ``sparse``
-    gradients is alone in its bucket. The ranks meet as those of ``num_hosts``: as many after one another are
-    on each, and what they exchange goes through a host's link once. ``reduce_seconds`` is how long it takes
-    to sum the gradients over the replicas, ``unshard_seconds`` to gather the parameters from the shares of the
-    replicas. Where they keep shares, a share has ``shard_bytes`` and all of them ``unsharded_bytes``, and
-    gradients take ``in_transit_bytes`` besides while they are on their way.
+    If it ``is_tied``, other stages borrow its parameters: their gradients are summed when all ranks have
+    computed everything, and they are not sharded. The gradients of others are complete when ``segment`` of
+    the last backward, or of its weight half, is over; a backward that is one function has segment 0 alone. A
+    parameter with ``sparse`` gradients is alone in its bucket. The ranks are on ``num_hosts`` hosts, equally
+    many after one another on each, and what they exchange goes through a host's link once. ``reduce_seconds``
+    is how long it takes to sum the gradients over the replicas, ``unshard_seconds`` to gather the parameters
+    from the shards of the replicas. A shard has ``shard_bytes`` and all of them ``unsharded_bytes``;
+    gradients take ``in_transit_bytes`` besides while they are in transit.
     """
 
     stage: int
@@ -61,13 +61,13 @@ class Bucket:
 class SyncSpec:
     """What the programs of a step do besides their microbatches. By default that is nothing.
 
-    ``buckets`` are of stages with several replicas. The replicas of the stages in ``buffer_sync_stages`` agree on the
-    buffers that their forwards changed. If the program ``updates``, the optimizer is a part of it; if it
-    ``clips``, the norm of all gradients is known before. ``shard`` is what replicas keep a share of.
+    ``buckets`` are of stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
+    agree on the buffers that their forwards changed. If the program ``updates``, the optimizer is a part of
+    it; if it ``clips``, the norm of all gradients is known before. ``shard`` is what replicas shard.
     Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
     With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
-    ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None.
-    If the program ``has_loss_scale``, backwards start from a multiple of the loss, and an update is left out
+    ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None. If
+    the program ``has_loss_scale``, backwards start from a multiple of the loss, and an update is left out
     where that makes a gradient more than a number can be. The optimizer's state waits in host memory between
     updates if it is ``state_on_host``.
     """
@@ -116,4 +116,4 @@ class SyncSpec:
 
 
 NO_SYNC = SyncSpec()
-"""The sync_spec of a step that does nothing besides its microbatches."""
+"""The sync spec of a step that does nothing after its microbatches."""

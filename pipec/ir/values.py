@@ -144,9 +144,9 @@ class Variable:
 class Link:
     """Values that travel together from one stage to another.
 
-    ``WEIGHT`` links lend a tied parameter from the stage that owns it to a stage that borrows it,
-    ``WEIGHT_GRADIENT`` links bring its gradient home; ``RESULT`` links carry the loss or the outputs
-    of ``source`` to every other rank, and have ``target`` -1. Where steps follow each other without a flush,
+    ``WEIGHT`` links carry a tied parameter from the stage that owns it to a stage that borrows it,
+    ``WEIGHT_GRADIENT`` links carry its gradient back; ``RESULT`` links carry the loss or the outputs of
+    ``source`` to every other rank, and have ``target`` -1. Where steps follow each other without a flush,
     ``MICROBATCH_RESULT`` links do so for each microbatch.
     """
 

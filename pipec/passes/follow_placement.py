@@ -8,8 +8,8 @@
 
 The same holds of buffers that the forward changes. An operator without any goes with the one before it. But
 if all operators are those of the graph that was cut first, they are on the same stages. What reads or changes
-one buffer stays together. An operator that was taken apart for the cut, so that its parameters are on
-several stages, is taken apart, and so is a recurrent layer that was ``recurrent_splits`` in time.
+one buffer stays together. An operator that was split for the cut, so that its parameters are on several
+stages, is split again, and so are the recurrent layers in ``recurrent_splits``.
 """
 
 from collections.abc import Mapping, Sequence

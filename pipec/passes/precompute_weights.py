@@ -45,7 +45,7 @@ MAX_BUFFER_ELEMENTS = 2**22
 class PrecomputeWeights:
     """Bits stay as they are. The gradient still comes of each microbatch, and so in the parameter's type.
 
-    ``include_buffers`` says whether every stage may hold a buffer that it reads, and so make what follows from it.
+    ``include_buffers``: every stage may hold a buffer that it reads, and compute what follows from it.
     """
 
     include_buffers: bool = True

@@ -15,7 +15,7 @@ from pipec.passes.recurrent_splitting import RecurrentSplits, recurrent_splits, 
 
 @dataclass(frozen=True)
 class RepeatCut:
-    """``stages[operator]`` is the stage of each operator, once layers are ``recurrent_splits`` as they were.
+    """``stages[operator]`` is the stage of each operator, once layers are split as ``recurrent_splits`` says.
 
     The rest is as in ``TrainingGraph``.
     """

@@ -1,9 +1,10 @@
 """What every value of a captured forward and loss is to the batch: closed by default.
 
-``values`` has what there is to know of a value. ``analysis`` runs the graph on tensors without memory, node
-by node, while a ``tracker`` looks up each operator that torch dispatches in ``rules``: ``pointwise``
-arithmetic, ``movement`` of elements, ``reductions`` and products, ``indexing``. What no rule covers is
-unproven. ``conditions`` asks whether a branch goes the same way for every microbatch as for the batch.
+``dependence`` has what can be known of a value. ``analyse_batch`` runs the graph on tensors without memory,
+node by node, while a ``dependence_tracker`` looks up each operator that torch dispatches in ``rules``:
+``pointwise`` arithmetic, ``movement`` of elements, ``reductions`` and products, ``indexing``, ``sorting``.
+What no rule covers is unproven. ``branch_conditions`` asks whether a branch goes the same way for every
+microbatch as for the batch.
 """
 
 from pipec.capture.batch.analyse_batch import BatchFindings, analyse_batch

@@ -1,11 +1,11 @@
 """What every value of a captured forward and loss is to the batch, and the rewriting that makes it right.
 
-The graph runs node by node on tensors without memory, under a ``DependenceTracker``. Where a value can be made right it
-is, and the analysis goes on with what was put in::
+The graph runs node by node on tensors without memory, under a ``DependenceTracker``. Where a value can be
+made right it is, and the analysis goes on with what was put in::
 
     loss = cross_entropy(logits, labels)          n = batch_counts((labels != -100).sum())
                                             ->    s = cross_entropy(logits, labels, reduction="sum")
-                                                  loss = s / (n * share)
+                                                  loss = s / (n * batch_fraction)
 
 * What follows from the arguments of ``step`` alone and has no rows, such as a count, is taken of the whole
   batch.
@@ -414,7 +414,7 @@ class _BatchAnalysis:
         fits = known.value == SumOverRows() if node.target in ALL_REDUCES else isinstance(known.value, Whole)
         if node.target in BROADCASTS or node.target in ALL_REDUCES:
             value: Dependence = (
-                Whole() if fits else MixedRows("joins what is no sum over the rows of a replica")
+                Whole() if fits else MixedRows("reduces what is no sum over the rows of a replica")
             )
             return self.tracker.record(torch.empty_like(own), TensorFact(value))
         made = torch.empty(self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta")
