@@ -132,7 +132,8 @@ def described(model: DeviceModel) -> str:
     """What was measured of the machine."""
     rate = model.flops_per_second["float32"]
     return (
-        f"{1e-9 * rate:.0f} GFLOP/s of products, {1e-9 * rate * model.attention_efficiency:.0f} of attention, "
+        f"{1e-9 * rate:.0f} GFLOP/s of products, "
+        f"{1e-9 * rate * model.attention_efficiency:.0f} of attention, "
         f"{1e-9 * model.other_flops_per_second:.0f} of the rest, {1e-9 * model.memory_bytes_per_second:.1f} "
         f"GB/s, {1e6 * model.launch_seconds:.1f} us a launch"
     )

@@ -5,7 +5,7 @@ import pytest
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
-from small_endings import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
+from simulated_updates import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
 
 from pipec.ir import Instruction, Link, Op, Payload, Schedule
 from pipec.programs.lower import chain_links, lower

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from unsplit import StepResult, relative_error
+from unsplit_reference import StepResult, relative_error
 
 import pipec
 from pipec.errors import CaptureError

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from unsplit import relative_error
-from workers import run_ranks
+from unsplit_reference import relative_error
+from worker_processes import run_ranks
 
 import pipec
 from pipec.artifact.plan_rules import check_plan

@@ -2,7 +2,7 @@
 
 import pytest
 from batch_cases import CASES
-from batch_judge import BatchCase, compare_with_eager
+from batch_comparison import BatchCase, compare_with_eager
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import each, t5
+from huggingface_models import each, t5
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from unsplit import relative_error
+from unsplit_reference import relative_error
 
 import pipec
 from pipec.errors import InputError

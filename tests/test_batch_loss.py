@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from models import bert, each, gpt2, t5
+from huggingface_models import bert, each, gpt2, t5
 from torch import Tensor, nn
-from unsplit import relative_error
+from unsplit_reference import relative_error
 
 import pipec
 from pipec.artifact.verification import verify_artifact

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import asserted_below
+from awkward_modules import asserted_below
 from torch import Tensor, fx, nn
-from unsplit import StepResult, relative_error
-from workers import run_ranks
+from unsplit_reference import StepResult, relative_error
+from worker_processes import run_ranks
 
 import pipec
 from pipec.capture.batch.branch_conditions import is_batch_condition

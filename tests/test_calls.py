@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from updating import batches, model
+from optimizer_reference import batches, model
 
 import pipec
 from pipec.errors import InputError

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from awkward import (
+from awkward_modules import (
     SIZES,
     WIDTH,
     Autocast,
@@ -33,9 +33,9 @@ from awkward import (
     Unused,
     batch,
 )
-from models import llama
+from huggingface_models import llama
 from torch import Tensor, nn
-from unsplit import Inputs, StepResult, assert_equal, microbatches, unsplit_step
+from unsplit_reference import Inputs, StepResult, assert_equal, microbatches, unsplit_step
 
 import pipec
 from pipec.capture.model_call import ModelCall

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import WIDTH, Between, batch
+from awkward_modules import WIDTH, Between, batch
 from torch import Tensor, fx, nn
-from unsplit import Inputs, StepResult, assert_equal, unsplit_step
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.capture.classify import classify

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from resuming import Net, Run, batches, decayed, start
+from resumable_training import Net, Run, batches, decayed, start
 from torch import optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from typer.testing import CliRunner

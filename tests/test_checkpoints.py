@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resuming import LAYOUTS, Net, Run, decayed, start
+from resumable_training import LAYOUTS, Net, Run, decayed, start
 from torch import nn, optim
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from resuming import start
+from resumable_training import start
 from transformers import AutoModelForCausalLM
-from workers import run_ranks
+from worker_processes import run_ranks
 
 import pipec
 
@@ -21,7 +21,7 @@ import json, os, sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import torch, pipec
-from resuming import *
+from resumable_training import *
 rank, here = int(os.environ["RANK"]), Path({here!r})
 """
 

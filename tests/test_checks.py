@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from unsplit import StepResult, relative_error
+from unsplit_reference import StepResult, relative_error
 
 import pipec
 from pipec.capture.model_call import ModelCall

@@ -24,7 +24,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Plan, Program
 
 ROOT = Path(__file__).parent.parent
-MODELS = Path(__file__).parent / "cli_models.py"
+MODELS = Path(__file__).parent / "helpers" / "cli_models.py"
 MLP = f"{MODELS}:mlp"
 COMPILER = (
     "torch._dynamo",

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import pipec
 from pipec.cli import app
 
-MLP = f"{Path(__file__).parent / 'cli_models.py'}:mlp"
-MOMENTUM = f"{Path(__file__).parent / 'cli_models.py'}:momentum"
+MLP = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:mlp"
+MOMENTUM = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:momentum"
 
 
 def run(*args: str | Path) -> Result:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import encoder
+from huggingface_models import encoder
 from torch import Tensor, nn
 
 import pipec
@@ -87,7 +87,7 @@ def hostile_output(pipe: Pipeline, x: Tensor) -> Tensor:
 
 SAVE = """
 import sys
-from models import encoder
+from huggingface_models import encoder
 import pipec
 model, batch = encoder()
 pipec.compile(model, devices=2, microbatches=2).prepare(**batch).save(sys.argv[1])
@@ -100,7 +100,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]
     here, there = (tmp_path_factory.mktemp("artifacts") / name for name in ("here", "there"))
     model, batch = encoder()
     pipec.compile(model, devices=2, microbatches=2).prepare(**batch).save(here)
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parent / "helpers")}
     subprocess.run([sys.executable, "-c", SAVE, str(there)], env=environment, check=True)
     return [{path.name: path.read_bytes() for path in made.iterdir()} for made in (here, there)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from workers import run_ranks
+from worker_processes import run_ranks
 
 import pipec
 from pipec.errors import CaptureError, ExecutionError, MixedRowsError, PlanError
@@ -229,7 +229,7 @@ class Chosen(Between):
 
 
 def test_a_result_of_such_a_size_is_refused() -> None:
-    with pytest.raises(CaptureError, match="returns a tensor whose size values tell"):
+    with pytest.raises(CaptureError, match="returns a tensor whose size depends on values"):
         pipec.compile(Chosen(), 2)(data(8)[0])
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import handwritten_stages
 import pytest
-import runtime_stages
 import torch
 import torch.distributed as dist
-from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
-from workers import new_store, start_ranks
+from handwritten_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
+from worker_processes import new_store, start_ranks
 
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Mode, Op, Plan, Program, Stage
@@ -25,7 +25,7 @@ StepResult = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepResult]]:
-    """What each scenario of ``runtime_stages.main`` led to on each rank."""
+    """What each scenario of ``handwritten_stages.main`` led to on each rank."""
     directory = tmp_path_factory.mktemp("outcomes")
     run_processes(directory)
     by_rank = [torch.load(directory / f"{rank}.pt") for rank in range(NUM_RANKS)]
@@ -35,7 +35,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepRes
 
 def run_processes(directory: Path) -> None:
     store = new_store()
-    processes = start_ranks(runtime_stages.main, [(directory,)] * NUM_RANKS, directory, store.port)
+    processes = start_ranks(handwritten_stages.main, [(directory,)] * NUM_RANKS, directory, store.port)
     try:
         for process in processes:
             process.join(120)

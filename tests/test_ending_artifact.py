@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from updating import batches, model, pair
+from optimizer_reference import batches, model, pair
 
 import pipec
 from pipec.artifact.artifact import read_artifact

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import (
+from compile_variants import (
     OPTIONS,
     SIZES,
     VARIANTS,
@@ -23,10 +23,10 @@ from combinations import (
     save_with_tensors,
     tied_parameters,
 )
-from models import MODELS, Factory, each, gpt2, llama, resnet
+from huggingface_models import MODELS, Factory, each, gpt2, llama, resnet
 from torch import nn
-from unsplit import Inputs, StepResult, assert_equal, unsplit_step
-from workers import read_outcome, run_script, train
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
+from worker_processes import read_outcome, run_script, train
 
 from pipec.compiler import pass_list
 from pipec.hardware.topology import equal_devices
@@ -156,6 +156,6 @@ def test_a_script_on_four_ranks_prints_the_losses_of_one_process(tmp_path: Path)
         losses.append(f"loss {float(run.step(model.inputs)).hex()}")
         optimizer.step()
         optimizer.zero_grad()
-    script = Path(__file__).parent / "train.py"
+    script = Path(__file__).parent / "helpers" / "train_script.py"
     printed = run_script(script, ["gpt2", "4", str(ADAMW_STEPS)], 4, tmp_path)
     assert [line for line in printed.splitlines() if line.startswith("loss")] == losses

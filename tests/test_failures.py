@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_stages import CPU, LINKS, NUM_RANKS, SIZES, make_batch, make_interpreter, make_model
-from workers import forks, free_port
+from handwritten_stages import CPU, LINKS, NUM_RANKS, SIZES, make_batch, make_interpreter, make_model
+from worker_processes import forks, free_port
 
 from pipec.errors import TransportError
 from pipec.programs.lower import lower

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resuming import Run, start
+from resumable_training import Run, start
 from torch import nn
 
 import pipec

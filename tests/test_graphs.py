@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replayed import ReplayedGraphs
-from runtime_stages import make_plan
+from handwritten_stages import make_plan
+from replayed_cuda_graphs import ReplayedGraphs
 from torch import Tensor, nn
 from torch.nn import functional as F
 

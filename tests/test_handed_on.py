@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
-from unsplit import StepResult, assert_equal
+from unsplit_reference import StepResult, assert_equal
 
 import pipec
 from pipec.compiler.schedule_policy import ScheduleSource

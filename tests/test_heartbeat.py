@@ -1,4 +1,4 @@
-"""HeartbeatConnections between ranks that are threads of one process: texts, ends, silence, and who is named."""
+"""Heartbeat connections of ranks that are threads of one process: texts, ends, silence, and who is named."""
 
 import asyncio
 import os
@@ -54,9 +54,9 @@ def hold_breath(lines: HeartbeatConnections) -> None:
 def test_texts_come_in_the_order_of_ranks_and_calls(three: list[HeartbeatConnections]) -> None:
     big = bytes(range(256)) * 40_000
     for text in (b"first", big):
-        found = together([partial(each.gather, text + bytes([each.rank])) for each in three])
+        found = together([partial(each.all_gather_text, text + bytes([each.rank])) for each in three])
         assert found == [[text + bytes([rank]) for rank in range(3)]] * 3
-    three[0].tell(b"made")
+    three[0].send_text(b"made")
     assert [each.receive_text(0, "waiting") for each in three[1:]] == [b"made"] * 2
 
 
@@ -149,7 +149,7 @@ def test_a_stranger_is_not_let_in(three: list[HeartbeatConnections]) -> None:
             stranger.sendall(sent)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
-    assert together([partial(each.gather, b"x") for each in three]) == [[b"x"] * 3] * 3
+    assert together([partial(each.all_gather_text, b"x") for each in three]) == [[b"x"] * 3] * 3
 
 
 def test_an_address_with_another_listener_is_passed_over(three: list[HeartbeatConnections]) -> None:
@@ -252,9 +252,9 @@ def test_a_wait_that_takes_long_is_told_and_so_is_its_end(
     three: list[HeartbeatConnections], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the lowest rank that waits: who has not come, and what that one did last. Then who goes on."""
-    together([partial(each.gather, b"first") for each in three])
+    together([partial(each.all_gather_text, b"first") for each in three])
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(three[rank].gather, b"second") for rank in (0, 2)]
+        waiting = [pool.submit(three[rank].all_gather_text, b"second") for rank in (0, 2)]
         time.sleep(0.8 * TIMEOUT)
         three[1].all_gather_text(b"second")
         for each in waiting:
@@ -276,7 +276,7 @@ def test_nothing_is_said_of_a_wait_that_is_expected_to_take_long(
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(three[1].receive_text, 0, "waiting for rank 0 to compile", True)
         time.sleep(0.6 * TIMEOUT)
-        three[0].tell(b"made")
+        three[0].send_text(b"made")
         assert compiled.result() == b"made"
     assert not capsys.readouterr().err
 

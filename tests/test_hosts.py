@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts_script import LEVELS, ODD, RANKS, ROWS, SGD, STEPS, batch, model
 from torch import nn
-from unsplit import unsplit_step
-from workers import run_ranks
+from two_level_topology_script import LEVELS, ODD, RANKS, ROWS, SGD, STEPS, batch, model
+from unsplit_reference import unsplit_step
+from worker_processes import run_ranks
 
 from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
 from pipec.hardware.topology import Device, Level, Topology, uniform_topology
@@ -20,7 +20,7 @@ Facts = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     """What each of four ranks has found."""
-    script = Path(__file__).with_name("hosts_script.py")
+    script = Path(__file__).parent / "helpers" / "two_level_topology_script.py"
     printed = run_ranks(script, RANKS, tmp_path_factory.mktemp("ranks"))
     return [json.loads(text.splitlines()[-1]) for text in printed]
 

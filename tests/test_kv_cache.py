@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import each, gpt2, llama, t5
+from huggingface_models import each, gpt2, llama, t5
 
 import pipec
 from pipec.errors import InputError

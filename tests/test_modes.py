@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import SIZES, TrainingRun, Variant, captured, compiled, pipeline, tied_parameters
-from models import Factory, bert, each, gpt2, gpt2_with_dropout, resnet
+from compile_variants import SIZES, TrainingRun, Variant, captured, compiled, pipeline, tied_parameters
+from huggingface_models import Factory, bert, each, gpt2, gpt2_with_dropout, resnet
 from torch import nn
 from torch.utils import _pytree as pytree
-from unsplit import Inputs, StepResult, assert_equal, unsplit_output
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_output
 
 pytestmark = pytest.mark.slow
 

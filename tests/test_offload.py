@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from combinations import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
-from models import Factory, perceptron
+from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
+from huggingface_models import Factory, perceptron
 from torch import Tensor, nn
-from unsplit import StepResult, assert_equal, unsplit_step
-from workers import read_outcome, train
+from unsplit_reference import StepResult, assert_equal, unsplit_step
+from worker_processes import read_outcome, train
 
 import pipec
 from pipec.artifact.artifact import Artifact

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from unsplit import StepResult, relative_error
-from workers import read_outcome, run_ranks, train
+from unsplit_reference import StepResult, relative_error
+from worker_processes import read_outcome, run_ranks, train
 
 import pipec
 from pipec import ops
@@ -286,7 +286,7 @@ def test_more_rounds_than_one_are_told_once(caplog: pytest.LogCaptureFixture) ->
         pipe.step(x, target=y)
     said = [record.getMessage() for record in caplog.records if "rounds" in record.getMessage()]
     assert len(said) == 1
-    assert "joins rounds of 2 of the 4 microbatches, and not the whole batch" in said[0]
+    assert "reduces rounds of 2 of the 4 microbatches, not the whole batch" in said[0]
     assert "all_gather at test_ops.py" in said[0]
 
 
@@ -452,7 +452,7 @@ def test_replicas_in_two_processes_have_the_same_gradients(saved: Path, tmp_path
 
 def test_replicas_with_batches_of_their_own_join_them(tmp_path: Path) -> None:
     """Of parts with different numbers of rows, every rank says that they cannot be joined."""
-    printed = run_ranks(Path(__file__).with_name("contrastive_parts.py"), 2, tmp_path)
+    printed = run_ranks(Path(__file__).parent / "helpers" / "contrastive_local_batch_script.py", 2, tmp_path)
     for each in printed:
         (loss,) = re.findall(r"^loss (\S+)$", each, re.MULTILINE)
         assert float(loss) == pytest.approx(float(reference(contrastive).loss))

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured, save_with_tensors
-from models import Factory, gpt2_with_dropout, perceptron, resnet, t5
-from parts import apart, artifact_with_segments, staged_with_segments
+from compile_variants import OPTIONS, SIZES, Captured, TrainingRun, captured, save_with_tensors
+from huggingface_models import Factory, gpt2_with_dropout, perceptron, resnet, t5
+from phase_segments import apart, artifact_with_segments, staged_with_segments
 from torch import Tensor, fx
-from unsplit import StepResult, relative_error
-from workers import read_outcome, run_ranks, train
+from unsplit_reference import StepResult, relative_error
+from worker_processes import read_outcome, run_ranks, train
 
 import pipec
 from pipec.artifact.artifact import Artifact
@@ -134,7 +134,7 @@ def test_processes_sum_while_their_backward_runs(tmp_path: Path) -> None:
 
 def test_parameters_in_shares_are_there_for_parts_that_do_not_read_them(tmp_path: Path) -> None:
     """The gradients that a part makes lie in memory as the parameters do."""
-    script = Path(__file__).with_name("parts_script.py")
+    script = Path(__file__).parent / "helpers" / "phase_segments_script.py"
     texts = run_ranks(script, 2, tmp_path)
     assert "6 are equal" in texts[0]
     assert "are equal" in texts[1]

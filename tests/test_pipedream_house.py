@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from delayed import double
+from delayed_gradients import double
 from test_cli import pipec_cli, pipec_json
 from test_pipedream import ADAM, SGD, batches, delayed, pipeline
 
@@ -20,8 +20,8 @@ from pipec.plan.memory_needs import plan_memory
 from pipec.timeline.attribution import rank_memory_over_time
 from pipec.viz.html import timeline_html
 
-TARGET = f"{Path(__file__).parent / 'cli_models.py'}:mlp"
-MOMENTUM = f"{Path(__file__).parent / 'cli_models.py'}:momentum"
+TARGET = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:mlp"
+MOMENTUM = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:momentum"
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])

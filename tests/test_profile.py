@@ -209,7 +209,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 
 
 def test_the_command_line_measures_and_plans(tmp_path: Path) -> None:
-    target, path = f"{Path(__file__).parent / 'cli_models.py'}:mlp", tmp_path / "profile.json"
+    target, path = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:mlp", tmp_path / "profile.json"
     options = ["-o", str(path), "--repeats", "1", "--ranks", "2", "--json"]
     made = CliRunner().invoke(app, ["profile", target, *options])
     assert made.exit_code == 0, made.output

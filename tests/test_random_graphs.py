@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from combinations import Captured, TrainingRun, cut, generated, tied_parameters
+from compile_variants import Captured, TrainingRun, cut, generated, tied_parameters
 from example_schedules import v_gpipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from unsplit import StepResult, assert_equal, unsplit_step
+from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture

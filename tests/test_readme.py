@@ -98,7 +98,7 @@ def test_the_plan_and_its_alternatives_are_real() -> None:
 
 
 def test_the_capture_error_is_real() -> None:
-    target = ROOT / "tests" / "cli_models.py"
+    target = ROOT / "tests" / "helpers" / "cli_models.py"
     output = pipec_cli("plan", f"{target}:undecided", "--devices", "2", status=1)
     assert_excerpt(CAPTURE_ERROR.replace("model.py", target.name, 1), output)
 
@@ -123,7 +123,7 @@ def test_the_files_it_names_are_there() -> None:
 
 def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = run_block(ADD_PASS).KeepProducts()
-    example = load_example(f"{ROOT / 'tests' / 'cli_models.py'}:mlp")
+    example = load_example(f"{ROOT / 'tests' / 'helpers' / 'cli_models.py'}:mlp")
 
     def step() -> tuple[int, list[torch.Tensor | None]]:
         example.model.zero_grad()

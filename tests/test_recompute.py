@@ -4,9 +4,9 @@ import functools
 from dataclasses import replace
 
 import pytest
-from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured, tied_parameters
-from models import gpt2_with_dropout
-from unsplit import StepResult, assert_equal
+from compile_variants import OPTIONS, SIZES, Captured, TrainingRun, captured, tied_parameters
+from huggingface_models import gpt2_with_dropout
+from unsplit_reference import StepResult, assert_equal
 
 from pipec.compiler.memory_budget import fit_into_memory
 from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph

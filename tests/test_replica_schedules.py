@@ -6,9 +6,9 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from endings import EQUAL, Step, check_meaning, make_step, schedules, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from symbolic_steps import EQUAL, Step, check_meaning, make_step, schedules, steps
 
 from pipec.errors import InputError
 from pipec.ir import Link, Op, Phase, Program, Schedule, ShardingLevel, rank_of

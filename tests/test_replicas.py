@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from combinations import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
-from models import Factory, each, gpt2, gpt2_with_dropout, resnet, t5
+from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
+from huggingface_models import Factory, each, gpt2, gpt2_with_dropout, resnet, t5
 from torch import Tensor
-from unsplit import StepResult, relative_error, unsplit_step
-from workers import read_outcome, train
+from unsplit_reference import StepResult, relative_error, unsplit_step
+from worker_processes import read_outcome, train
 
 from pipec.artifact.artifact import Artifact
 from pipec.compiler.staged_graph import StagedGraph

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import elastic_restart_script
 import pytest
-import returning
-from resuming import batches, start
+from resumable_training import batches, start
 
 import pipec
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
@@ -27,7 +27,7 @@ def test_a_run_that_lost_a_rank_goes_on_by_itself_and_then_on_fewer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two stages, of which one is killed after step 3; then all in one process. The bits are those of one."""
-    script = Path(returning.__file__)
+    script = Path(elastic_restart_script.__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     given = [str(script), str(tmp_path / "lost"), "5", "1", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -38,9 +38,9 @@ def test_a_run_that_lost_a_rank_goes_on_by_itself_and_then_on_fewer(
     assert f"goes on after step 2, from {tmp_path / 'lost' / 'step-00000002'}" in done.stdout + done.stderr
     # Step 3 is made twice; the rank that lives may be ended before it prints the first of them.
     assert [int(number) for number, _ in losses(done.stdout)] in ([1, 2, 3, 3, 4, 5], [1, 2, 3, 4, 5])
-    returning.train(tmp_path / "lost", 7)
+    elastic_restart_script.train(tmp_path / "lost", 7)
     assert "goes on after step 4" in capsys.readouterr().out
-    returning.train(tmp_path / "whole", 7)
+    elastic_restart_script.train(tmp_path / "whole", 7)
     whole = dict(losses(capsys.readouterr().out))
     for number, loss in losses(done.stdout):
         assert float.fromhex(loss) == pytest.approx(float.fromhex(whole[number]), rel=1e-12)

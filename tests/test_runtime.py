@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_stages import (
+from handwritten_stages import (
     CPU,
     NUM_RANKS,
     SIZES,
@@ -362,7 +362,7 @@ def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> N
     first, *lines = str(caught.value).splitlines()
     assert re.fullmatch(
         r"rank 1, stage 1, microbatch 0, backward: ValueError: the backward of stage 1 is broken "
-        r"\(runtime_stages.py, line \d+, in backward\)",
+        r"\(handwritten_stages.py, line \d+, in backward\)",
         first,
     )
     assert lines == [

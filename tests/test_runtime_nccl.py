@@ -19,7 +19,7 @@ import emulated_nccl
 import pytest
 import torch
 from emulated_nccl import run_ranks
-from runtime_stages import (
+from handwritten_stages import (
     LINKS,
     NUM_RANKS,
     SIZES,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import (
+from compile_variants import (
     Captured,
     TrainingRun,
     captured,
@@ -17,12 +17,12 @@ from combinations import (
     save_with_tensors,
     tied_parameters,
 )
+from huggingface_models import ROWS, Factory, each, encoder, gpt2, resnet
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from models import ROWS, Factory, each, encoder, gpt2, resnet
 from torch import nn
-from unsplit import Inputs, StepResult, assert_equal, unsplit_step
-from workers import read_outcome, train
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
+from worker_processes import read_outcome, train
 
 import pipec
 from pipec.artifact.artifact import Artifact

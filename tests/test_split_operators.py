@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from combinations import captured, cut
-from models import encoder
+from compile_variants import captured, cut
+from huggingface_models import encoder
 from torch import Tensor, nn
 
 import pipec

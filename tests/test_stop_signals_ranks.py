@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from workers import run_ranks
+from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, TESTS)
 import torch, pipec
-import test_on_nan, updating
+import test_on_nan, optimizer_reference
 from test_on_nan import GOOD, KINDS, NAN_LOSS
 from test_pipedream import *
 from test_pipedream_failures import FailsOnce
@@ -43,7 +43,7 @@ given = list(batches(40))
 
 # Steps that are skipped on all ranks, one of which has shares of the optimizer's state.
 options = dict(devices=3, replicas=(2, 1), on_nan="skip", shard="optimizer", timeout=20.0)
-pipe, plain = updating.pair("adamw", make=test_on_nan.model, **options)
+pipe, plain = optimizer_reference.pair("adamw", make=test_on_nan.model, **options)
 for kind, batch in zip(KINDS, test_on_nan.batches(*KINDS)):
     pipe.step(**batch)
     if kind is GOOD:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_reference import batches, model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from updating import batches, model
 
 import pipec
 from pipec.errors import InputError

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
-from unsplit import StepResult
+from unsplit_reference import StepResult
 
 import pipec
 from pipec.cli import app
@@ -26,7 +26,7 @@ from pipec.ir import Phase, one_rank_per_stage, rank_of
 from pipec.pipeline import Pipeline
 from pipec.plan.memory_needs import plan_memory
 
-MODELS = Path(__file__).parent / "cli_models.py"
+MODELS = Path(__file__).parent / "helpers" / "cli_models.py"
 FAST = 1e15
 """Bytes per second of a link whose time does not count."""
 

@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from combinations import Variant, captured, compiled, save_with_tensors
-from models import perceptron
-from workers import pipec_cli, train
+from compile_variants import Variant, captured, compiled, save_with_tensors
+from huggingface_models import perceptron
+from worker_processes import pipec_cli, train
 
 
 def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> None:

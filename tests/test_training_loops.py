@@ -1,19 +1,29 @@
 """Random training loops: a pipeline trains as plain PyTorch does, and a fault put in on purpose is found.
 
-``python tests/helpers/random_training_loops.py --seed N --ranks R`` does one of them alone, which failures name.
+``python tests/helpers/random_training_loops.py --seed N --ranks R`` does one of them alone, which
+failures name.
 """
 
 from collections.abc import Mapping
 
 import pytest
-from training_faults import FAULTS, find
-from training_loops import ONE_PROCESS_SEEDS, TWO_RANKS_SEEDS, Result, draw, fails, run, run_on_two_ranks
+from random_training_loops import (
+    ONE_PROCESS_SEEDS,
+    TWO_RANKS_SEEDS,
+    Result,
+    draw,
+    fails,
+    run,
+    run_on_two_ranks,
+)
+from training_mutations import FAULTS, find
 
 pytestmark = pytest.mark.slow
 
 
 def require_equal(result: Result, ranks: int) -> None:
-    again = f"PYTHONPATH=. python tests/helpers/random_training_loops.py --shrink --ranks {ranks} --seed {result.seed}"
+    script = "PYTHONPATH=. python tests/helpers/random_training_loops.py"
+    again = f"{script} --shrink --ranks {ranks} --seed {result.seed}"
     assert not fails(result), f"{result.kind} {result.detail}\n{again}\n{draw(result.seed, ranks)}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Factory, each, gpt2, resnet
+from huggingface_models import Factory, each, gpt2, resnet
 from torch import Tensor, nn
 from torch.nn import functional as F
 

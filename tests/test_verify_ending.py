@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from endings import Step, Wrong, check_meaning, make_step, steps
 from example_schedules import value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from symbolic_steps import Step, Wrong, check_meaning, make_step, steps
 
 from pipec.errors import VerifyError
 from pipec.ir import (

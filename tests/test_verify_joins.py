@@ -239,7 +239,7 @@ def test_every_schedule_meets_in_one_order_where_every_stage_joins(name: str, re
     costs = replace(
         SimulationCosts.uniform(schedule.num_stages, links=links, message=0.5),
         segments=dict.fromkeys(parts, (0.5, 0.5)),
-        collective_times={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
+        model_collectives={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
     )
     joined = [event for event in simulate(programs, costs).columns if event.instruction.model_collective >= 0]
     assert len(joined) == len(of_each) * schedule.num_stages * schedule.num_microbatches

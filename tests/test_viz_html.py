@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from example_schedules import result_link
 from playwright.sync_api import Browser, Page, sync_playwright
-from small_endings import EVERYTHING, ended
+from simulated_updates import EVERYTHING, ended
 
 from pipec.errors import InputError
 from pipec.ir import Schedule

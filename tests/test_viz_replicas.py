@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
-from small_endings import EVERYTHING, ended
+from simulated_updates import EVERYTHING, ended
 
 from pipec.ir import Instruction, Op, ShardingLevel
 from pipec.timeline.events import Event, Timeline
@@ -31,7 +31,7 @@ rank 3, stage 1, 2 of 2 ···F1 B1─── F3 B3─── ·····U····�
 F forward  B backward  U update  Σ gradient reduction  · idle; numbers are microbatches, behind Σ and G buckets
 longest wait: rank 0, 3 units for rank 2's gradients, 1.5 units in reduce_grad
 critical path: 6 units on rank 3, 3 units on rank 1, 1.5 units in collectives, 0.5 units on rank 0
-"""
+"""  # noqa: E501
 
 
 def test_text_has_a_row_for_the_collectives_of_a_rank() -> None:

@@ -12,7 +12,7 @@ from pipedream_graph import parse_pipedream_graph
 from plan_graph import main
 
 from pipec.errors import InputError
-from pipec.hardware.topology import Device, Level, Topology, uniform
+from pipec.hardware.topology import Device, Level, Topology, uniform_topology
 from pipec.ir import Payload, Phase
 from pipec.planner.partition import Partition, PartitionStage
 from pipec.schedules import gpipe, make_schedule
@@ -204,7 +204,7 @@ def test_a_schedule_that_needs_more_than_the_file_says_is_refused(name: str, mes
     with pytest.raises(InputError, match=message):
         plan_from_operator_graph(
             parse_pipedream_graph(PROFILE),
-            uniform([2], [1e9]),
+            uniform_topology([2], [1e9]),
             Partition(stages, 3.0),
             make_schedule(name, 2, 4),
         )

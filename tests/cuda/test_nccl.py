@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from combinations import SIZES
+from compile_variants import SIZES
 from gpu_models import decoder, eager_step, errors, token_loss, tokens
-from models import perceptron
+from huggingface_models import perceptron
 from torch import nn
-from unsplit import StepResult, unsplit_step
-from workers import read_outcome, run_script, train
+from unsplit_reference import StepResult, unsplit_step
+from worker_processes import read_outcome, run_script, train
 
 import pipec
 from pipec.artifact.artifact import read_artifact, write_artifact
@@ -33,7 +33,7 @@ X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 def test_a_rank_that_is_told_of_a_failure_closes_soon(gpu: torch.device) -> None:
     """Its abort waits for the GPU, which is busy; a drain notices within the interval of its watcher."""
     done = subprocess.run(
-        [sys.executable, HERE / "nccl_alone.py"],
+        [sys.executable, HERE / "single_rank_nccl_script.py"],
         env={**os.environ, "PYTHONPATH": ROOT},
         capture_output=True,
         text=True,
@@ -75,7 +75,7 @@ def losses_of_autograd() -> list[float]:
 def test_two_processes_with_a_gpu_each_train_over_nccl(
     two_devices: list[torch.device], tmp_path: Path
 ) -> None:
-    script = HERE.parent / "train.py"
+    script = HERE.parent / "helpers" / "train_script.py"
     printed = run_script(script, ["perceptron", "2", str(NUM_STEPS)], 2, tmp_path)
     losses = [float.fromhex(line.split()[1]) for line in printed.splitlines() if line.startswith("loss")]
     assert losses == pytest.approx(losses_of_autograd(), rel=1e-4)

@@ -1,7 +1,7 @@
 """Breaks rules of the analysis on purpose, one at a time, and says how soon random programs show it.
 
-``python tests/helpers/analysis_mutations.py [--seconds 60]`` prints a line for each rule; the exit status is how many were
-not found.
+``python tests/helpers/analysis_mutations.py [--seconds 60]`` prints a line for each rule; the exit status is
+how many were not found.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fuzz_batch import Tally, fault_of
-from random_programs import Program, draw_program
+from fuzz_batch_analysis import Tally, fault_of
+from random_batch_programs import Program, draw_program
 
 from pipec.capture.batch import rules
 from pipec.capture.batch.dependence import Dependence, PerRow, SumOverRows, Whole

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from batch_cases import CASES
-from batch_judge import BatchCase, BrokenCase, ComparisonResult, ComparisonStatus, compare_with_eager
+from batch_comparison import BatchCase, BrokenCase, ComparisonResult, ComparisonStatus, compare_with_eager
 
 
 def tried(cases: Iterable[BatchCase]) -> dict[str, ComparisonResult]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from batch_judge import BatchCase, Expect
+from batch_comparison import BatchCase, Expect
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from models import Factory
+from huggingface_models import Factory
 from torch import Tensor, nn
-from unsplit import Inputs, StepResult, unsplit_step
+from unsplit_reference import Inputs, StepResult, unsplit_step
 
 import pipec
 from pipec.artifact.artifact import Artifact, write_artifact

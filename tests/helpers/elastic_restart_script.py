@@ -1,4 +1,6 @@
-"""A script that a launcher starts again: ``returning.py DIRECTORY STEPS [RANK STEP]`` goes on by itself.
+"""A script that a launcher starts again, and that then resumes by itself.
+
+``elastic_restart_script.py DIRECTORY STEPS [RANK STEP]``
 
 Rank 0 prints each step's loss exactly. The first time that ``RANK`` has made ``STEP``, it is killed.
 """
@@ -8,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-import resuming
+import resumable_training
 import torch
 
 import pipec
@@ -17,11 +19,11 @@ import pipec
 def train(directory: Path, num_steps: int, rank: int = -1, step: int = -1) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = resuming.Net().double()
-    pipe = pipec.compile(model, microbatches=2, optimizer=resuming.decayed)
+    model = resumable_training.Net().double()
+    pipe = pipec.compile(model, microbatches=2, optimizer=resumable_training.decayed)
     checkpoints = pipec.CheckpointManager(directory, every=2, keep=2)
     checkpoints.resume(pipe)
-    for words in resuming.batches(pipe.num_steps, num_steps):
+    for words in resumable_training.batches(pipe.num_steps, num_steps):
         loss = pipe.step(words)
         pipec.log(f"step {pipe.num_steps} {float(loss).hex()}")
         checkpoints.step(pipe)

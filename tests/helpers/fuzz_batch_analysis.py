@@ -1,7 +1,7 @@
 """Draws random programs over a batch and checks every claim about their values against brute force.
 
-``python tests/helpers/fuzz_batch_analysis.py --seconds 3600`` goes on for so long; ``--seed 17 --count 1`` tries one again and
-prints it; ``--whole`` trains a pipeline of each program instead, and compares it with eager torch.
+``python tests/helpers/fuzz_batch_analysis.py --seconds 3600`` goes on for so long; ``--seed 17 --count 1``
+tries one again and prints it; ``--whole`` trains a pipeline of each program instead, and compares it with eager torch.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from batch_judge import BatchCase, BrokenCase, ComparisonStatus, compare_with_eager
-from claims import Checked, SkippedError, check_graph, traced
-from random_programs import BATCHED, ROWS, SIZES, TRAINED, WIDTH, Program, arguments, draw_program
+from batch_analysis_check import Checked, SkippedError, check_graph, traced
+from batch_comparison import BatchCase, BrokenCase, ComparisonStatus, compare_with_eager
+from random_batch_programs import BATCHED, ROWS, SIZES, TRAINED, WIDTH, Program, arguments, draw_program
 from torch import Tensor, nn
 
 Told = Callable[[str], None]

@@ -1,6 +1,7 @@
 """What the analysis says of each of torch's operators, against brute force.
 
-``python tests/helpers/operator_classification.py [NAMES...]`` prints a table; torch's samples need the package expecttest.
+``python tests/helpers/operator_classification.py [NAMES...]`` prints a table; torch's samples need the
+package expecttest.
 
 For samples of ``op_db``, one dimension of some arguments is taken as the batch. ``classify`` asks what the
 operator is then to the batch. Brute force runs it on the batch and on its parts: it works row by row if the
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from claims import SkippedError, check_graph, is_close, wide
+from batch_analysis_check import SkippedError, check_graph, is_close, wide
 from torch import Tensor, fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from split_optimizers import two
 from torch import Tensor, nn, optim
-from unsplit import relative_error, unsplit_step
+from unsplit_reference import relative_error, unsplit_step
 
 import pipec
 from pipec.ir.batch_split import split_sizes

@@ -4,7 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from models import perceptron
+from huggingface_models import perceptron
 
 import pipec
 from pipec.hardware.devices import DeviceModel, LinkModel

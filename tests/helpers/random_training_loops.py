@@ -4,10 +4,10 @@ A seed gives a ``Case``: a model with branches, an optimizer, a layout, and the 
 ``Plain`` and ``Piped`` do each action. Losses, outputs, parameters, gradients and the optimizer's state are
 compared. Models and losses are row-wise, and all numbers have double precision.
 
-    python training_loops.py --seed 17            # one case, with what it does
-    python training_loops.py --seed 17 --shrink   # and the shortest loop found that still fails
-    python training_loops.py --seed 0 --seconds 3600
-    python training_loops.py --seed 0 --seconds 3600 --ranks 2   # layouts of two processes
+    python random_training_loops.py --seed 17            # one case, with what it does
+    python random_training_loops.py --seed 17 --shrink   # and the shortest loop found that still fails
+    python random_training_loops.py --seed 0 --seconds 3600
+    python random_training_loops.py --seed 0 --seconds 3600 --ranks 2   # layouts of two processes
 """
 
 import argparse
@@ -1213,7 +1213,7 @@ def run_on_two_ranks(
     seeds: Sequence[int], scratch: Path, arguments: Sequence[str] = ()
 ) -> list[list[Result]]:
     """What each rank found."""
-    from workers import run_ranks
+    from worker_processes import run_ranks
 
     printed = run_ranks(Path(__file__), 2, scratch, ["--as-rank", json.dumps([*seeds]), *arguments])
     return [[Result(*each) for each in json.loads(text.splitlines()[-1])] for text in printed]
@@ -1238,7 +1238,7 @@ def main() -> None:
     options = parser.parse_args()
     begin()
     if options.as_rank:
-        from training_faults import OF_RANKS
+        from training_mutations import OF_RANKS
 
         fault = OF_RANKS[options.fault]() if options.fault else contextlib.nullcontext()
         with fault:

@@ -10,7 +10,7 @@ from pipec.runtime.memory.storage import tensors_in
 
 
 class ReplayedGraphs:
-    """A recorder as ``runtime.messages.cuda.CudaGraphRecorder`` is. It counts what was recorded and replayed."""
+    """A recorder as ``runtime.messages.cuda.CudaGraphRecorder`` is. It counts recordings and replays."""
 
     num_recorded = num_replayed = 0
 

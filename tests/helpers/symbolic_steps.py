@@ -38,7 +38,7 @@ EQUAL = ("gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "looped-bfs")
 
 @dataclass(frozen=True)
 class Step:
-    """What is lowered: a schedule of stages with replicas, their links, the sync_spec, and phases in segments."""
+    """What is lowered: a schedule of stages with replicas, links, the sync spec, and phases in segments."""
 
     schedule: Schedule
     links: tuple[Link, ...]
@@ -200,7 +200,9 @@ class SymbolicExecution:
                 self._send(rank, each)
             case Op.UPDATE:
                 self._require(stage not in state.updated, "updated twice")
-                self._require(state.has_norm or not self.step.sync_spec.has_norm, "update before the norm")
+                self._require(
+                    state.has_norm or not self.step.sync_spec.has_grad_norm, "update before the norm"
+                )
                 self._check_gradients(rank, stage)
                 state.updated.add(stage)
             case Op.RESHARD:

@@ -1,15 +1,18 @@
-"""A training script as a user writes one: ``train.py MODEL RANKS STEPS`` prints each step's loss exactly."""
+"""A training script as a user writes one.
+
+``train_script.py MODEL RANKS STEPS`` prints each step's loss exactly.
+"""
 
 import sys
 
-import models
+import huggingface_models
 import torch
 
 import pipec
 
 torch.set_num_threads(1)
 name, num_ranks, num_steps = sys.argv[1:]
-model, inputs = getattr(models, name)()
+model, inputs = getattr(huggingface_models, name)()
 pipe = pipec.compile(model, devices=int(num_ranks), microbatches=3)
 pipe.prepare(**inputs)
 optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)

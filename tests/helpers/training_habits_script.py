@@ -1,7 +1,7 @@
 """What training scripts do between two steps, each written once for the plain model and for a pipeline of it.
 
-``script_matrix.py DEVICES`` prints the losses of a pipeline as JSON, by what the script does and by where the
-parameters of its optimizer come from.
+``training_habits_script.py DEVICES`` prints the losses of a pipeline as JSON, by what the script does and by
+where the parameters of its optimizer come from.
 """
 
 import copy
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import models
+import huggingface_models
 import torch
 from torch import Tensor, nn, optim
-from unsplit import unsplit_output, unsplit_step
+from unsplit_reference import unsplit_output, unsplit_step
 
 import pipec
 from pipec.ir.batch_split import split_sizes
@@ -76,7 +76,9 @@ class Script:
 
 
 def batch(number: int) -> dict[str, Tensor]:
-    words = torch.randint(models.VOCABULARY, (ROWS, 6), generator=torch.Generator().manual_seed(number))
+    words = torch.randint(
+        huggingface_models.VOCABULARY, (ROWS, 6), generator=torch.Generator().manual_seed(number)
+    )
     return {"input_ids": words, "labels": words}
 
 
@@ -137,13 +139,13 @@ HABITS: Mapping[str, Callable[[Script], Losses]] = {
 
 def plain(habit: str) -> Losses:
     """The losses of the script without pipec."""
-    model = models.gpt2()[0].double()
+    model = huggingface_models.gpt2()[0].double()
     return HABITS[habit](Script(model, Plain(model), model))
 
 
 def pipelined() -> Iterator[tuple[str, Losses]]:
     """Every habit in turn of one script, each from the same weights."""
-    model = models.gpt2()[0].double()
+    model = huggingface_models.gpt2()[0].double()
     pipe = pipec.compile(model, devices=int(sys.argv[1]), microbatches=MICROBATCHES)
     start = copy.deepcopy(model.state_dict())
     for source in SOURCES:

@@ -1,7 +1,7 @@
 """Faults put into pipec on purpose, which the random training loops must find.
 
-    python training_faults.py            # all of them: how many cases and seconds each took to be found
-    python training_faults.py "clip factor above 1"
+    python training_mutations.py            # all of them: how many cases and seconds each took to be found
+    python training_mutations.py "clip factor above 1"
 
 A fault is a context in which a part of pipec is replaced by one that is wrong.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from training_loops import (
+from random_training_loops import (
     ONE_PROCESS_SEEDS,
     TWO_RANKS_SEEDS,
     Result,

@@ -1,7 +1,7 @@
 """A data-parallel step whose time is that of its gradients on the link; run by ``benchmarks/link.sh``.
 
-``two_hosts.py RATE`` has the link's bytes a second. Rank 0 prints the seconds of a step, simulated for what
-is fastest and for a ring of all ranks, and measured for what is fastest.
+``two_hosts_script.py RATE`` has the link's bytes a second. Rank 0 prints the seconds of a step, simulated for
+what is fastest and for a ring of all ranks, and measured for what is fastest.
 """
 
 import os

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 from typer.testing import CliRunner
-from unsplit import Inputs, StepResult
+from unsplit_reference import Inputs, StepResult
 
 import pipec
 from pipec.cli import app

@@ -10,7 +10,7 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
-from batch_judge import logged_batch_warnings
+from batch_comparison import logged_batch_warnings
 from torch import Tensor, nn
 
 import pipec
@@ -21,8 +21,8 @@ from pipec.graph import copy_graph
 from pipec.ir import Plan
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import find_colocations, operator_blocks, operator_seconds
-from zoo.case import Case, Inputs
-from zoo.causes import cause_of
+from zoo.model_case import Case, Inputs
+from zoo.refusal_causes import cause_of
 
 STAGES, MICROBATCHES = 4, 4
 BATCHES = (8, 12)

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from zoo.case import Case
-from zoo.trial import CRASH, Result, compare_case
+from zoo.comparison import CRASH, Result, compare_case
+from zoo.model_case import Case
 
-PRELOADED = ("pipec", "transformers", "zoo.trial", "zoo.families")
+PRELOADED = ("pipec", "transformers", "zoo.comparison", "zoo.families")
 
 Find = Callable[[str], Case]
 """Makes the case of a name; a process is told the name alone."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.case import Inputs
+from zoo.model_case import Inputs
 
 WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY, LABELS, PIXELS = 32, 4, 2, 12, 64, 2, 32
 END = 3
