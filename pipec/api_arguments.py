@@ -133,8 +133,8 @@ def _model_facts(model: nn.Module) -> CallDescription:
 
 def _other_arguments(every: Sequence[CallDescription]) -> str:
     return (
-        f"the ranks passed different arguments to pipec.compile:\n{describe_differences(every)}\nEvery rank passes "
-        "the same; see what in the script depends on the rank, the environment or a random state"
+        f"the ranks passed different arguments to pipec.compile:\n{describe_differences(every)}\nEvery rank "
+        "passes the same; see what in the script depends on the rank, the environment or a random state"
     )
 
 
@@ -171,6 +171,7 @@ def parse_bytes(text: str) -> int:
         amount = float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " "))
     if not 1 <= amount < 2**63:
         raise InputError(
-            f"memory_limit is {short_repr(text)}; expected a number of bytes or text such as '16GiB' or '500MB'"
+            f"memory_limit is {short_repr(text)}; expected a number of bytes or text such as '16GiB' or "
+            "'500MB'"
         )
     return int(amount)

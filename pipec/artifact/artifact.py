@@ -220,7 +220,8 @@ def _check_file(directory: Path, name: str, digest: str) -> None:
         raise ArtifactError(f"{path}, which {CHECKSUMS} lists, cannot be read: {error}") from error
     if found != digest:
         raise ArtifactError(
-            f"{path} is not what was saved: its SHA-256 differs from the one in {CHECKSUMS}. Restore the file, "
+            f"{path} is not what was saved: its SHA-256 differs from the one in {CHECKSUMS}. Restore the "
+            "file, "
             f"save the pipeline anew, or if you mean the change: `sha256sum *.* > {CHECKSUMS}` in that folder"
         )
 

@@ -107,7 +107,7 @@ def reachable_attributes(traced: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def non_torch_generators(traced: nn.Module) -> dict[str, Any]:
-    """By name, the sources of random numbers that are not torch's among ``reachable_attributes``, each once."""
+    """By name, the generators among ``reachable_attributes`` that are not torch's, each once."""
     visited = dict[int, tuple[int, Any]]()
     return {
         name: generator

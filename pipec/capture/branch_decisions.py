@@ -103,8 +103,7 @@ def _decide(
 
 @dataclass
 class _Values:
-    """The values of the nodes of a graph that is still being made. If ``arguments_only``, of those that need
-    no model.
+    """The values of nodes while their graph is made; with ``arguments_only``, where no model is needed.
 
     ``random_nodes`` are the nodes that depend on random numbers, dropout apart.
     """

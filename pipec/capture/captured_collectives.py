@@ -55,8 +55,8 @@ def resolve_model_collectives(captured: fx.GraphModule, step: nn.Module, num_rep
         node for node in _all_nodes(captured) if node.target in MODEL_COLLECTIVES and node not in calls
     ]:
         raise CaptureError(
-            f"{describe_call(hidden[0])} is called where the graph is replayed or has a backward of its own; call "
-            "it outside of torch.utils.checkpoint and of autograd functions"
+            f"{describe_call(hidden[0])} is called where the graph is replayed or has a backward of its own; "
+            "call it outside of torch.utils.checkpoint and of autograd functions"
         )
     if num_replicas is None and (calls or norms):
         who = describe_call(calls[0]) if calls else f"the nn.SyncBatchNorm {module_of(norms[0])[0]!r}"

@@ -38,8 +38,7 @@ class DataDependentError(Exception):
 def lift_data_dependent_sizes(
     joint: JointGraph, numbers: Collection[sympy.Symbol]
 ) -> dict[sympy.Symbol, sympy.Expr]:
-    """Replace sizes that depend on values by nodes, and mark what depends on them with
-    ``has_data_dependent_size``.
+    """Replace sizes that depend on values by nodes, and set ``has_data_dependent_size`` on what they reach.
 
     ``numbers`` are the symbols of numbers in the arguments, which are no such sizes. Returns what to predict
     for each size: how many elements the tensor has that tells it.

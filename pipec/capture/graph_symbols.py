@@ -61,7 +61,8 @@ def variable_symbols(
     """The symbols of variables, and their names. A number has one in the forward graph, and one in ``joint``.
 
     Raises:
-        SpecializedVariableError: the model made a number of one, or one of two, or nothing shows that it did not.
+        SpecializedVariableError: the model made a number of one, or one of two, or nothing shows that it did
+        not.
     """
     nodes = {x.meta["role"].position: x for x in arguments if isinstance(x.meta["role"], ModelInput)}
     found: dict[sympy.Symbol, str] = {}

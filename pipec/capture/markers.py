@@ -1,6 +1,7 @@
 """Operators that stand in a captured graph for what a microbatch cannot compute by itself.
 
-They are put in before differentiation, and ``extract_batch_counts`` takes them out after it. Nothing ever runs them.
+They are put in before differentiation, and ``extract_batch_counts`` takes them out after it. Nothing ever
+runs them.
 """
 
 from collections.abc import Sequence

@@ -49,8 +49,8 @@ def _expect_scattered(node: fx.Node) -> None:
         "expected",
         REQUIRE,
         taken,
-        f"{describe_call(node)}: the mask chooses more or fewer elements in a microbatch than its source has; the "
-        "rows of each microbatch must bring along what their masks choose",
+        f"{describe_call(node)}: the mask chooses more or fewer elements in a microbatch than its source "
+        "has; the rows of each microbatch must bring along what their masks choose",
     )
 
 
@@ -68,6 +68,6 @@ def require_equal_counts(chosen: fx.Node, mask: fx.Node) -> None:
         "expected",
         REQUIRE,
         same,
-        f"{describe_call(chosen)}: the mask chooses more elements of one row than of another, so that what is "
-        "chosen cannot be divided among the rows; choose as many of each",
+        f"{describe_call(chosen)}: the mask chooses more elements of one row than of another, so that what "
+        "is chosen cannot be divided among the rows; choose as many of each",
     )

@@ -39,8 +39,7 @@ def mark_output_merge(result: fx.Node, unproven: str = "", axis: BatchAxis | Non
 
 
 def batch_first_output(marked: fx.Node, axis: BatchAxis, rows: Any) -> fx.Node:
-    """The value of a ``OUTPUT_MERGE`` in a joint graph with its rows, which it has at ``axis``, as dimension
-    0.
+    """The value of an ``OUTPUT_MERGE`` in a joint graph, its rows moved from ``axis`` to dimension 0.
 
     ``rows`` is a number or a symbolic size. How many blocks of them there are is told by the size of the
     dimension, which may be symbolic as well.

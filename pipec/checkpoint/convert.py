@@ -199,7 +199,8 @@ class _Contents:
                     made.skipped_entries.append(entry)
         if not made.weights:
             raise CheckpointError(
-                f"{folder.directory} has no tensors under model: it has {', '.join(made.skipped_entries[:3])}. Save "
+                f"{folder.directory} has no tensors under model: it has "
+                f"{', '.join(made.skipped_entries[:3])}. Save "
                 'them as dcp.save({"model": model.state_dict()}, checkpoint_id=...)'
             )
         return made

@@ -160,7 +160,8 @@ def require_same_groups(saved: Sequence[ParamGroup], found: Sequence[ParamGroup]
     for index, (own, theirs) in enumerate(zip(found, saved, strict=True)):
         if other := sorted({*own.names} ^ {*theirs.names}):
             raise CheckpointError(
-                f"{format_names(other)} {'is' if len(other) == 1 else 'are'} in group {index} of the optimizer "
+                f"{format_names(other)} {'is' if len(other) == 1 else 'are'} in group {index} of the "
+                "optimizer "
                 "in the checkpoint or here alone; give each parameter to the group that it was in. Whoever "
                 "freezes parameters before the optimizer is made does so here as there"
             )

@@ -187,8 +187,8 @@ def _require_ties(
     if same_names and ties != training.ties:
         other = sorted(name for name, _ in ties.items() ^ training.ties.items())
         raise CheckpointError(
-            f"{place}: {format_names(other)} is tied to another parameter there or here alone; load it into the "
-            "model that was saved"
+            f"{place}: {format_names(other)} is tied to another parameter there or here alone; load it into "
+            "the model that was saved"
         )
 
 

@@ -99,7 +99,7 @@ class StageSource:
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
-        """The lines of ``constants``, ``batch_counts`` and ``precompute``, if they exist, and of each function."""
+        """The lines of each function, ``constants``, ``batch_counts`` and ``precompute`` among them."""
         if self.stage.constants:
             yield from ("", "", *self._constants())
         if self.stage.batch_counts:
@@ -359,7 +359,8 @@ class _FunctionSource:
         """``gradient_sums[3].addmm_(grad.t(), x)    # grad_weight  f32[8, 8]``"""
         fqn = next(fqn for fqn, gradient in self.function.gradients if gradient is node)
         factors = (literal(each, name, self.module.graph.symbols) for each in node.args)
-        code = f"gradient_sums[{self.module.parameters.index(fqn)}].{ACCUMULATING_METHODS[node.target]}({', '.join(factors)})"
+        index, method = self.module.parameters.index(fqn), ACCUMULATING_METHODS[node.target]
+        code = f"gradient_sums[{index}].{method}({', '.join(factors)})"
         *lines, last = break_lines(code, 4)
         yield from (*lines, with_note(last, f"{self.module.names[node]}  {self.module.type_of(node)}"))
 

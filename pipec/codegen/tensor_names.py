@@ -22,7 +22,7 @@ MAX_NAME_LENGTH = 50
 def name_tensors(
     graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str]
 ) -> dict[fx.Node, str]:
-    """Names that no value has for parameters and buffers, for what is precomputed of them, and for gradients."""
+    """Unused names for parameters and buffers, for what is precomputed of them, and for gradients."""
     taken = reserved_names(graph) | {*names.values()}
     held = [*stage.parameters, *stage.buffers]
     ends = shortest_suffixes([node.meta["role"].fqn for node in held])

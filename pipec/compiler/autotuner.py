@@ -363,7 +363,8 @@ class _Search:
         What is about as fast as the fastest may still gain too little over what is simpler and is not. So of
         all schedules for these microbatches, a simpler one is given up only for one that is clearly faster::
 
-            1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2: it alone gains more than PREDICTION_TOLERANCE
+            1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2, the only one to gain more than
+                                                           PREDICTION_TOLERANCE
         """
         on_best_cut: dict[object, tuple[EvaluatedPlan, StagedGraph]] = {}
         for pair in sorted(self.evaluated, key=lambda pair: pair[0].score):

@@ -33,8 +33,8 @@ def several_rounds_warning(graph: TrainingGraph, replicas: object, num_microbatc
     if not graph.first_collective or num_microbatches == replicas:
         return ""
     return (
-        f"{graph.first_collective} reduces rounds of {replicas} of the {num_microbatches} microbatches, not the "
-        "whole batch; a step is one round without microbatches=..."
+        f"{graph.first_collective} reduces rounds of {replicas} of the {num_microbatches} microbatches, not "
+        "the whole batch; a step is one round without microbatches=..."
     )
 
 
@@ -79,7 +79,8 @@ def batch_warnings(findings: BatchFindings) -> list[str]:
     ]
     if findings.num_batch_norms:
         found.append(
-            f"{findings.num_batch_norms} batch norms take their statistics of each microbatch, not of the whole batch, "
+            f"{findings.num_batch_norms} batch norms take their statistics of each microbatch, not of the "
+            "whole batch, "
             "so that losses differ from those of the unsplit model; in eval() mode, or with GroupNorm or "
             "LayerNorm, they do not"
         )

@@ -20,8 +20,8 @@ from pipec.torch_compat import ValuePath
 class CaptureKey:
     """What decides a capture, besides what the code of the model reads.
 
-    ``call_signature`` is what a call has beside its values, its rows and its ``variables``. With ``outputs`` the
-    model's output comes with the loss. ``state`` is that of the model and of torch.
+    ``call_signature`` is a call without its values, its number of rows and its ``variables``. With
+    ``outputs`` the model's output comes with the loss. ``state`` is that of the model and of torch.
     """
 
     mode: Mode

@@ -181,7 +181,7 @@ class SchedulePolicy:
         return [schedule]
 
     def searched_schedules(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
-        """Orders that ``auto`` finds besides ``candidate_schedules``, with as many microbatches as the best."""
+        """What ``auto`` finds besides ``candidate_schedules``, for as many microbatches as the best."""
         if self.source != "auto" or self.replicas != 1 or best.stream:
             return []
         return candidate_schedules(self.num_ranks, best.num_microbatches, work(), best.placement)

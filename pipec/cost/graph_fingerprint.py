@@ -41,6 +41,6 @@ def check_profile(profile: Profile, graph: TrainingGraph) -> None:
         detail = f", for example {other[0]} is in only one of them" if other else ""
         raise InputError(
             f"the profile is of another model, loss, precision or version of torch: it is of graph "
-            f"{profile.fingerprint} with {len(theirs)} nodes, and this one is {found} with {len(ours)}{detail}. "
-            "Make one of this model with `pipec profile`"
+            f"{profile.fingerprint} with {len(theirs)} nodes, and this one is {found} with "
+            f"{len(ours)}{detail}. Make one of this model with `pipec profile`"
         )

@@ -17,8 +17,9 @@ class ModelGuards:
     """Checked before each step, because a step runs what was captured and none of the model's code.
 
     ``traced`` is the module that was captured. Dynamo's ``guards`` know every value that its code read. Where
-    another front end captured it there are none, and ``attributes`` stand for them: what ``take_snapshot`` found
-    at capture. ``constant_guards`` are the tensors of the loss function, which the graph holds as constants.
+    another front end captured it there are none, and ``attributes`` stand for them: what ``take_snapshot``
+    found at capture. ``constant_guards`` are the tensors of the loss function, which the graph holds as
+    constants.
     """
 
     traced: nn.Module

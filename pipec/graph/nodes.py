@@ -12,10 +12,10 @@ key          set by    meaning
 ``role``     capture   on placeholders: what the argument is
 ``random_seed`` capture   on random nodes: what seeds them, besides the step's seed and the microbatch
 ``updated``  capture   on buffers: True where the forward gives the buffer a new value
-``has_data_dependent_size``   capture   True if values tell the size of the node's value, or are told by it
+``has_data_dependent_size``   capture   True if its size depends on values, or it computes with such a size
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
-``recompute`` mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that computes them again
+``recompute`` mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that recomputes them
 ``segment``  a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
 ``accumulated_in_place``   a pass    True on gradients that are made within the sum of a parameter's gradients
 ``row_sparse``  a pass    True on gradients of which only the rows are made that are not zeros

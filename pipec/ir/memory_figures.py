@@ -36,30 +36,30 @@ class StageMemory:
     ============== =============== ========================== ==============================================
     ``weights``    stage           the start of the step      the end of the step
     ``buffers``    stage           the start of the step      the end of the step
-    ``precomputed``   stage           the start of the step      the end of the step
+    ``precomputed`` stage        the start of the step      the end of the step
     ``versions``   stage           the start of the step      the end of the step
     ``gradients``  stage           the first gradient         the update, or the next step if there is none
     ``state``      stage           the start of the step      the end of the step
     ``inputs``     microbatch      the start of the step      the end of the step
     ``saved``      microbatch      the start of its forward   the end of its input gradient or whole backward
-    ``recomputed``   microbatch      the start of its recompute the end of its input gradient or whole backward
-    ``kept``       microbatch      the end of ``saved``       the end of its weight gradient
+    ``recomputed`` microbatch    the start of its recompute the end of its input gradient or whole backward
+    ``weight_gradient_saved`` microbatch the end of ``saved`` the end of its weight gradient
     ``transient``  running phase   the start of the phase     the end of the phase
     ``in_transit`` stage           a collective               whatever waits for it
     ``update``     stage           the start of its update    the end of its update
     ============== =============== ========================== ==============================================
 
-    ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
-    of the one microbatch included that are not ``accumulated_in_place``: those are made within the sum, which is there
-    when the first of them begins. Phases of several functions also have what each of these holds, as
-    ``segments``. ``buffers`` are also constants, and inputs that are not split.
-    ``precomputed`` is what is made of weights and fixed buffers alone, once for each version of weights. Where
-    these are gathered for use, it goes with them. ``state`` is that of the optimizer, if the program updates.
-    Of what is ``saved``, ``offloaded`` waits in host memory where the program has offloads; ``host`` is what
-    waits on the host during the whole step. ``versions`` are those of the weights besides the latest that
-    microbatches in flight still read, where there is no flush. ``in_transit`` is the most that sums of
-    gradients on their way, and gathered parameters, take at a time. Where replicas hold shares of a stage,
-    these figures are those of the replica that holds most.
+    ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients of
+    the one microbatch included that are not ``accumulated_in_place``: those are made within the sum, which
+    exists when the first of them begins. Phases of several functions also have what each of these holds, as
+    ``segments``. ``buffers`` are also constants, and inputs that are not split. ``precomputed`` is what is
+    made of weights and fixed buffers alone, once for each version of weights. Where these are gathered for
+    use, it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
+    ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
+    during the whole step. ``versions`` are those of the weights besides the latest that microbatches in
+    flight still read, where there is no flush. ``in_transit`` is the most that sums of gradients in transit,
+    and gathered parameters, take at a time. Where replicas shard a stage, these figures are those of the
+    replica that holds most.
     """
 
     weights: float = 0
@@ -147,8 +147,8 @@ def _nothing() -> NDArray[np.float64]:
 class RankMemory:
     """The bytes that rank ``rank`` holds in a step, predicted or measured.
 
-    ``parts`` has by kind what it holds at its peak, which it reaches while instruction ``position`` of its
-    program runs, with ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the most that it holds
+    ``bytes_by_category`` has what it holds at its peak, which it reaches while instruction ``position`` of
+    its program runs, with ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the most that it holds
     while instruction ``i`` runs, and ``after[i]`` what it holds then. ``host_bytes`` are the most that wait
     in host memory at a time, which are none of the peak.
     """

@@ -98,7 +98,8 @@ class FollowPlacement:
                 made_by = graph.operators[op]
                 raise PlanError(
                     f"operator {made_by.name} ({made_by.module} at {made_by.source}) uses {fqn} of stage "
-                    f"{self.parameter_stages[fqn][0]}, but a buffer that forward() changes keeps it on stage {stage}: "
+                    f"{self.parameter_stages[fqn][0]}, but a buffer that forward() changes keeps it on stage "
+                    f"{stage}: "
                     "the stages were cut for a call that does not change it. Make the call that does "
                     "first, or prepare() it."
                 )

@@ -5,7 +5,7 @@
     dw = embedding_dense_backward(dy, tokens, 50257, -1, False)
     return ..., (..., dw, ...)
 
-    -> dw = embedding_row_gradient(dy, tokens, 50257, -1, False)        which are added to the same rows of the sum
+    -> dw = embedding_row_gradient(dy, tokens, 50257, -1, False)  which are added to the same rows of the sum
 
 The whole gradient is the table's size, nearly all of it zeros, and is written, read and added for every
 microbatch. Sums have the bits that they would have: rows are added up as that operator does, and zeros that

@@ -41,7 +41,8 @@ class MarkRecompute:
     its own.
 
     A stage replays in a phase before its backward, which can run while the stage waits for gradients. If it
-    is in ``in_backward``, its backward computes each value where it first reads it, and does not hold all at once.
+    is in ``in_backward``, its backward computes each value where it first reads it, and does not hold all at
+    once.
     """
 
     recomputed: frozenset[str] | None = field(default=frozenset(), repr=False)

@@ -110,8 +110,8 @@ class CheckpointModule(CollectiveCallModule):
             )
         if lost := _with_extra_state(self._compiler.model):
             log(
-                f"pipec: the checkpoint is without the extra state (get_extra_state) of {format_names(lost)}; pass "
-                "it as extra=..., and set it after load_checkpoint"
+                "pipec: the checkpoint is without the extra state (get_extra_state) of "
+                f"{format_names(lost)}; pass it as extra=..., and set it after load_checkpoint"
             )
         write = begin_checkpoint(
             path, training, training_state["extra"], self._own_checkpoints, asynchronous, then
@@ -197,7 +197,7 @@ class CheckpointModule(CollectiveCallModule):
         return Path(directory).resolve()
 
     def _training(self, optimizer: Any, scheduler: Any, only_owned: bool) -> TrainingState:
-        """What this process has; if it ``only_owned``, only of that whose values are not another process's."""
+        """What this process has; with ``only_owned``, without tensors whose values another process has."""
         unique, parameters = self._tensors.unique(), self._tensors.unique_parameters()
         kept = self._tensors.persistent | self._tensors.parameters.keys()
         first = {name: self._canonical[name] for name in self._canonical if name in kept}

@@ -336,7 +336,7 @@ class CollectiveCallModule(OwnedTensorsModule):
 
 
 _TRAINED, _ROWS = 2, 3
-"""Where among the reply_values of a rank are the digest of what is trained and the rows of its part, if any."""
+"""Positions in ``reply_values``: the digest of what is trained, and the rows of the rank's part, if any."""
 
 
 def _collective_call(
@@ -346,7 +346,7 @@ def _collective_call(
     after: Generator,
     rows: tuple[int, ...] | None,
 ) -> CollectiveCall:
-    """The turn that the ranks agreed on. What is drawn, and which capture is right, is rank 0's word."""
+    """The call that the ranks agreed on. Rank 0 decides the seed, and which capture is valid."""
     seed, version, *_ = every[0].reply_values
     return CollectiveCall(call, CaptureSignature(key, version), seed, after, rows or (call.batch_size,))
 

@@ -146,9 +146,10 @@ class OwnedTensorsModule(StreamTraining):
         for fqn in self._mutable_buffers & found.keys() & self._owner_ranks.keys():
             if {*self._owner_ranks[fqn]} != {*found[fqn]}:
                 raise PlanError(
-                    f"forward() changes buffer {fqn} on {format_ranks(found[fqn])}, and another call reads it "
-                    f"on {format_ranks(self._owner_ranks[fqn])}: the stages were cut for a call that does not "
-                    "change it. Make the call that does first, or prepare() it."
+                    f"forward() changes buffer {fqn} on {format_ranks(found[fqn])}, and another call reads "
+                    "it "
+                    f"on {format_ranks(self._owner_ranks[fqn])}: the stages were cut for a call that does "
+                    "not change it. Make the call that does first, or prepare() it."
                 )
         unique = self._tensors.unique()
         fixed = (read_only_buffers(plan) - self._mutable_buffers) & unique.keys() & self._owner_ranks.keys()
@@ -214,7 +215,8 @@ class OwnedTensorsModule(StreamTraining):
             self._require_optimized(model, names)
             self._unshard_parameters()
             log(
-                f"pipec: the model has other tensors than before, which are trained now: {format_names(names)}"
+                "pipec: the model has other tensors than before, which are trained now: "
+                f"{format_names(names)}"
             )
             unregister_tensors(self, names)
             register_tensors(self, model.select(names))
@@ -236,7 +238,8 @@ class OwnedTensorsModule(StreamTraining):
         ]
         if strange:
             raise InputError(
-                f"the model has other parameters than its optimizer was made of: {format_names(sorted(strange))} "
+                "the model has other parameters than its optimizer was made of: "
+                f"{format_names(sorted(strange))} "
                 "came, went or changed in shape; call pipec.compile(...) for the model as it is now"
             )
 
@@ -259,7 +262,8 @@ class OwnedTensorsModule(StreamTraining):
                     fact[fqn] = "trained" if flag else "frozen"
         if any(facts):
             raise InputError(
-                f"the ranks do not freeze the same parameters:\n{describe_differences(facts)}\nEvery rank that holds "
+                f"the ranks do not freeze the same parameters:\n{describe_differences(facts)}\nEvery rank "
+                "that holds "
                 "one sets its requires_grad alike; see that no `if rank == ...` keeps a rank from it"
             )
         self._trainable = tuple(trains)

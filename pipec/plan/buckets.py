@@ -37,8 +37,8 @@ from pipec.timeline.simulate import SimulationCosts, simulate
 
 MAX_SEGMENTS = 32
 LAUNCHES_PER_SEGMENT = 10
-"""What one more segment of a backward takes, in launches of an operator: another call, another collective to be
-started, carried and waited for, and the handing over of what later parts read."""
+"""What one more segment of a backward costs, in operator launches: another call, another collective, and
+passing on what later segments read."""
 
 _ROUNDS, _RANKS = 2, (0, 1)
 """What is simulated: all replicas do the same, so that two stand for all of them."""

@@ -11,7 +11,7 @@ from pipec.programs.representative_replicas import ReplicatedPrograms
 
 
 def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
-    """What each rank needs. Programs without end are representative_programs until their steady state is seen."""
+    """What each rank needs. Periodic programs are followed until their steady state."""
     if isinstance(programs, ReplicatedPrograms):
         return programs.representative_replicas.expand(
             [

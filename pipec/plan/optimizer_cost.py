@@ -13,10 +13,10 @@ parameters   G / r, and G     P in each round, and 2 P/r  S / r
 ============ ================ =========================== =======
 
 The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums of
-earlier rounds and the share of the round that is on its way. On its way a sum takes memory of its own: a copy
-of the gradients, and what arrives of them. ``programs/rank_memory.py`` says from when to when. Without sharding
-gradients are added up in the memory that travels, which replicas keep from step to step; where they travel
-as another dtype, it has memory of its own.
+earlier rounds and the shard of the round that is in transit. In transit a sum takes memory of its own: a copy
+of the gradients, and what arrives of them. ``programs/rank_memory.py`` says from when to when. Without
+sharding gradients are added up in the memory that travels, which replicas keep from step to step; where they
+travel as another dtype, it has memory of its own.
 """
 
 from collections.abc import Mapping, Sequence

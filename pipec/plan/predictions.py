@@ -13,9 +13,9 @@ from pipec.timeline.steady_state import steady_state
 
 
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
-    """The programs representative_programs against the plan's costs. Those without end are representative_programs for some mini-batches.
+    """Simulate the programs with the plan's costs, periodic ones for some mini-batches.
 
-    Of replicas that are alike, a few are representative_programs.
+    Of equal replicas, a few are simulated.
     """
     compute = {
         (stage.index, phase): time + plan.host.call_seconds

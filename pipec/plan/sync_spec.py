@@ -23,7 +23,7 @@ def build_sync_spec(
     placement: Placement,
     topology: Topology,
 ) -> SyncSpec:
-    """The sync_spec of a step: that which was ``requested`` for, with what replicas have to do.
+    """The sync spec of a step: what was ``requested``, and what its replicas need.
 
     ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has
     buckets for each segment of its backward and each dtype; parameters that are tied to other stages have

@@ -1,4 +1,4 @@
-"""A topology as the planner sees it: nested groups whose members are sorted into interchangeable member_classes."""
+"""A topology as the planner sees it: nested groups whose members are sorted into interchangeable classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ class SingleDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Devices or groups joined by the links of level ``level`` of the topology, sorted into member_classes.
+    """Devices or groups joined by the links of level ``level`` of the topology, sorted into interchangeable
+    classes.
 
     Members of a kind are interchangeable: they consist of equal devices, listed in the same order.
     """

@@ -1,6 +1,7 @@
 """What a stage replays for how many bytes, at different prices of memory.
 
-At a price there is no limit, and the program of ``planner/recompute_solver.py`` is a smallest cut of a network.
+At a price there is no limit, and the program of ``planner/recompute_solver.py`` is a smallest cut of a
+network.
 """
 
 import functools
@@ -48,8 +49,8 @@ def recompute_curve(stage: StageValues, most: int) -> tuple[frozenset[int], ...]
 def recomputes_at_price(stage: StageValues, price: float) -> frozenset[int]:
     """What a stage replays if each byte that it saves costs ``price`` seconds.
 
-    The nodes of the network are what is recomputed and, behind it, what is asked for. Those on the side of the
-    source are chosen, so that one that asks for another has an edge to it that is never cut.
+    The nodes of the network are what is recomputed and, behind it, what is asked for. Those on the side of
+    the source are chosen, so that one that asks for another has an edge to it that is never cut.
     """
     count = len(stage)
     seconds = np.array([value.seconds for value in stage])

@@ -15,7 +15,7 @@ def split_into_segments(stage: StageValues, count: int) -> list[tuple[int, Stage
     """The stage in up to ``count`` consecutive segments of about as many bytes, each with its first position.
 
     What a segment reads of those before it is always saved. So what is recomputed for one segment needs no
-    other, and the segment_boundaries are where little is read across.
+    other, and the boundaries are where little is read across.
     """
     firsts = segment_boundaries(stage, count)
     crosses = values_across(stage, firsts)

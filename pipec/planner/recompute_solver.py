@@ -7,11 +7,11 @@ integer program, solved by HiGHS)::
 
     minimise    sum of seconds[v] * r[v], and what copies take
     so that     d[v] = 1              if the backward reads v
-                d[v] >= r[v]          v is recomputed only if it is asked for, and saved if it is not recomputed:
+                d[v] >= r[v]          v is recomputed only if needed, and saved if needed and not recomputed:
                 d[u] >= r[v]          d[v] - r[v] says so. u is an input of v
                 d[v] - r[v] >= o[v]   v is offloaded only if it is saved
                 at each moment: what is saved, times the microbatches in flight, without what is offloaded,
-                                times those that are away, and what is recomputed <= room
+                                times those that are offloaded, and what is recomputed <= room
 
 Copies beside computes are free, so that what copies take has a bend. It is solved for either side of it::
 
@@ -53,8 +53,8 @@ class ForwardValue:
     """A value of the forward of one microbatch, and what replaying it takes besides its ``inputs``.
 
     ``is_needed``: the backward reads it. What ``may_save`` excludes is a view, or a tuple of values: it costs
-    memory only through those it is made of. What ``is_recomputable`` excludes was received, for example, and what
-    ``may_offload`` excludes is held for others, too.
+    memory only through those it is made of. What ``is_recomputable`` excludes was received, for example, and
+    what ``may_offload`` excludes is held for others, too.
     """
 
     num_bytes: float
@@ -75,8 +75,8 @@ class MemoryConstraint:
     """What a rank holds while one of its computes runs.
 
     It is what ``saved[k]`` microbatches have saved of stage k of the rank, and what ``recomputed[k]`` have
-    recomputed. Of those that have saved, ``away[k]`` have on the host what is offloaded. ``room`` are the bytes
-    that the rank may have.
+    recomputed. Of those that have saved, ``away[k]`` have on the host what is offloaded. ``room`` are the
+    bytes that the rank may have.
     """
 
     saved: tuple[int, ...]

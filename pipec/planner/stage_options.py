@@ -1,4 +1,4 @@
-"""What a stage may take of a group of devices, and what that leaves for the stages after it."""
+"""Enumerates the devices that the first stage may use, and the remaining ones for the stages after it."""
 
 import math
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ from typing import NamedTuple
 from pipec.planner.device_groups import DeviceGroup
 
 MemberCounts = tuple[int, ...]
-"""How many members of each member_class."""
+"""How many members of each class."""
 
 
 class AvailableDevices(NamedTuple):
-    """What stages may use: so many ``members`` of each member_class, and at most so many of their ``devices``."""
+    """What stages may use: so many ``members`` of each class, and at most so many of their ``devices``."""
 
     members: MemberCounts
     devices: int
 
 
 class StageOption(NamedTuple):
-    """A stage on up to ``devices`` of each of ``replicas`` members; the ``rest`` is for later stages."""
+    """A stage on up to ``devices`` of each of ``replicas`` members; the ``remaining`` ones are left."""
 
     member_class: int
     replicas: int
@@ -94,7 +94,7 @@ class StageOptions:
 
 
 def num_devices(group: DeviceGroup, members: MemberCounts) -> int:
-    """How many devices so many members of each member_class have."""
+    """How many devices so many members of each class have."""
     return sum(
         count * member_class[0].num_devices
         for count, member_class in zip(members, group.member_classes, strict=True)

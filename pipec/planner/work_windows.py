@@ -1,6 +1,6 @@
 """What is known about the downsets of a graph that is too wide to list them, for a bound over all plans.
 
-Every downset holds between no and all seconds of work. WorkWindows divide this range, and each downset falls into
+Every downset holds between no and all seconds of work. Windows divide this range, and each downset falls into
 one of them. An operator is in every downset of a window if those without it hold too little work, and in none
 if its ancestors alone hold too much. What crosses a downset of the window is at least a minimum cut between
 the operators that are in all of them and the operators that are in none::

@@ -27,9 +27,8 @@ _AFTER = {
 
 
 class CollectiveKey(NamedTuple):
-    """What an instruction of an sync_spec does, or one that is of a round of microbatches.
-
-    Equal keys of different ranks belong together.
+    """What a collective or an update does. Instructions of different ranks with equal keys are one
+    collective.
     """
 
     op: Op
@@ -68,7 +67,7 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
         *(instruction.segment, instruction.model_collective),
     )
     if instruction.link or any(other != -1 for other in others):
-        yield f"{key} names a microbatch, link, peer, slot, segment or model_collective; expected none"
+        yield f"{key} names a microbatch, link, peer, slot, segment or model collective; expected none"
     expected = _expected(step, rank)
     if key not in expected:
         some = ", ".join(map(str, expected)) or "none"
@@ -183,7 +182,7 @@ def _last(step: ProgramIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
 def _last_gradient(step: ProgramIndex, rank: int, stage: int, key: CollectiveKey) -> int:
     """The number of the last compute of a stage that makes gradients an instruction reads, or -1.
 
-    SegmentCounts behind the one that completes a bucket make no gradients of it.
+    Segments behind the one that completes a bucket make no gradients of it.
     """
     bucket = step.sync_spec.buckets[key.bucket] if key.op is Op.REDUCE_GRAD else None
     if bucket is None or bucket.is_tied:

@@ -1,4 +1,4 @@
-"""Which cells are run segment by segment, those between whose segments something else stands, and in what segments."""
+"""Which computes are run segment by segment, because something else runs between their segments."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ from pipec.ir.columns import PHASE_CODE, SEGMENT_COLUMN, ComputeColumns, Instruc
 def segment_counts(
     cells: ComputeColumns, sync_spec: SyncSpec, segments: SegmentCounts, model_collectives: ModelCollectives
 ) -> Ints:
-    """For each cell of a rank, in how many segments it is run: 1 if it is run as a whole.
+    """For each compute of a rank, in how many segments it is run: 1 if it is run as a whole.
 
-    Between the segments of a backward there are sums of gradients: of the last one of its stage, or of each one
-    if gradients are summed after each round. Between the segments of any phase there is what replicas join.
+    Between the segments of a backward, gradients are reduced: after the last backward of the stage, or after
+    each one if gradients are reduced every round. Between the segments of any phase, model collectives run.
     """
     counts = np.ones(len(cells), np.int32)
     for (stage, phase), number in segments.items():
@@ -32,7 +32,7 @@ def segment_counts(
 def split_into_segments(
     columns: InstructionColumns, segments: SegmentCounts
 ) -> tuple[InstructionColumns, Ints]:
-    """The instructions with each phase in its segments, and of each the instruction that it belongs to::
+    """The instructions with each phase split into segments, and for each the instruction it belongs to::
 
     2  backward  stage 0  mb 0             2  backward  stage 0  mb 0  segment 0
                                     ->     2  backward  stage 0  mb 0  segment 1

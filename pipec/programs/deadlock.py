@@ -65,7 +65,7 @@ def stalled_ranks(
 def wait_cycle(
     stalled: Mapping[int, tuple[InstructionSite, InstructionSite]],
 ) -> list[tuple[InstructionSite, InstructionSite]]:
-    """Those of ``stalled_ranks`` that wait for each other in a ring. Each is followed by the one it waits for."""
+    """A cycle of ``stalled_ranks``: each is followed by the one it waits for."""
     rank = min(stalled)
     visited: list[int] = []
     while rank not in visited:

@@ -25,7 +25,7 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
 
 
 def first_of_each_kind(step: ProgramIndex, columns: InstructionColumns) -> Sequence[int]:
-    """The first instruction of each kind. InstructionColumns of a kind fit the plan alike.
+    """The first instruction of each kind. Instructions of one kind fit the plan, or none of them does.
 
     They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
     not. Kinds are numbered by what differs at all in this program.
@@ -92,7 +92,7 @@ def _cell_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> It
         yield from model_collective_rules.violations(step, instruction)
         return
     if instruction.model_collective != -1:
-        yield f"{op} names model_collective {instruction.model_collective}; expected none"
+        yield f"{op} names model collective {instruction.model_collective}; expected none"
     num_segments = step.num_segments(op, stage) if instruction.op.traits.kind is OpKind.COMPUTE else 1
     if instruction.segment != -1 and (num_segments == 1 or not 0 <= instruction.segment < num_segments):
         expected = f"0 to {num_segments - 1}, or none for all of them" if num_segments > 1 else "none"

@@ -82,14 +82,15 @@ def lower(
     model_collectives: ModelCollectives | None = None,
     offload: Collection[int] = (),
 ) -> tuple[Program, ...]:
-    """One program per rank: ``schedule`` with the communication that ``links`` ask for, and its ``sync_spec``.
+    """One program per rank: ``schedule`` with the communication that ``links`` need, and its ``sync_spec``.
 
-    Weights are lent first, and then the microbatches are worked on. Weight gradients and results leave when
-    their rank has computed its last cell. Stages in ``recompute`` replay their forward directly before the
-    backward, or its input half, of each microbatch. Gradients are reduced, and weights updated, as soon as
-    the last backward of their stage is over. ``segments`` are the phases that consist of several functions: they
-    are run as a whole, but for a backward between whose segments gradients can be reduced, and those between
-    whose segments replicas have ``model_collectives``. Stages in ``offload`` let what they saved wait in host memory.
+    Tied weights are sent to their borrowers first, and then the microbatches run. Weight gradients and
+    results leave when their rank has computed its last cell. Stages in ``recompute`` replay their forward
+    directly before the backward, or its input half, of each microbatch. Gradients are reduced, and weights
+    updated, as soon as the last backward of their stage is over. ``segments`` are the phases that consist of
+    several functions: they are run as a whole, but for a backward between whose segments gradients can be
+    reduced, and those with ``model_collectives`` between their segments. Stages in ``offload`` let what they
+    saved wait in host memory.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
@@ -226,7 +227,7 @@ def _units(index: ScheduleIndex) -> Floats:
 
 @dataclass(frozen=True)
 class _Block:
-    """InstructionColumns of one kind: the positions they belong to, and their columns."""
+    """Instructions of one kind: the positions they belong to, and their columns."""
 
     positions: Ints
     columns: Sequence[Ints]
@@ -350,7 +351,7 @@ def _meetings(meetings: Sequence[SyncOp], rank: int, kind: OpKind | None = None)
 
 
 def _joins(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives) -> _Block:
-    """What a rank model_collectives of its microbatches, each before the part that reads what comes of it."""
+    """The model collectives of a rank, each before the segment that reads its result."""
     cells, segments, blocks = index.cells[rank], index.segments[rank], []
     for stage, of_stage in model_collectives.items():
         for number, join in enumerate(of_stage):

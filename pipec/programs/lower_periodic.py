@@ -2,8 +2,8 @@
 
 Once the pipeline is full, a rank does the same again and again, each time for the microbatches of the next
 mini-batch; where stages have replicas, of as many as bring every stage to its first replica again. That
-stretch of its program is the round. With the instructions left out whose microbatches do
-not exist, it is a program for any number of them; ``verify_periodic`` proves that.
+stretch of its program is the period. With the instructions left out whose microbatches do not exist, it is a
+program for any number of them; ``verify_periodic`` proves that.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,7 +26,7 @@ _MORE = 4
 def lower_periodic(
     schedule: Schedule, links: Sequence[Link], recompute: Collection[int], sync_spec: SyncSpec
 ) -> tuple[Program, ...]:
-    """The round of each rank, of a schedule for ``num_microbatches_to_lower`` microbatches or more."""
+    """The periodic programs of a schedule for ``num_microbatches_to_lower`` microbatches or more."""
     assert schedule.stream is not None
     programs = lower(schedule, links, recompute, sync_spec)
     period = schedule.stream.period(replica_counts(schedule.placement))

@@ -22,13 +22,13 @@ def violations(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:
             )
             or "none"
         )
-        yield f"{op}, model_collective {number} is not in the plan for stage {stage}; expected {some}"
+        yield f"{op}, model collective {number} is not in the plan for stage {stage}; expected {some}"
     if instruction.segment != -1:
         yield f"{op} names segment {instruction.segment}; expected none"
 
 
 def model_collectives_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Every value is joined once for each microbatch, between the segment before and the one that reads it."""
+    """Each runs once per microbatch, between the segment that makes its value and the one that reads it."""
     for stage, model_collectives in step.model_collectives.items():
         for number, model_collective in enumerate(model_collectives):
             made, read = (
@@ -43,7 +43,7 @@ def _once_between(
     step: ProgramIndex, stage: int, number: int, model_collective: ModelCollective, made: Ints, read: Ints
 ) -> Iterator[Violation]:
     numbers, counts = _of_join(step, stage, number)
-    what = f"{model_collective.op} of stage {stage}, model_collective {number}"
+    what = f"{model_collective.op} of stage {stage}, model collective {number}"
     for microbatch in np.flatnonzero(counts != 1).tolist()[:1]:
         rank = rank_of(step.placement, stage, microbatch)
         found = [int(numbers[microbatch])] if counts[microbatch] else []
@@ -51,14 +51,16 @@ def _once_between(
         yield Violation(step.probable_site(found, rank, stage, microbatch), message)
     for microbatch in np.flatnonzero((made < 0) | (read < 0)).tolist()[:1]:
         rank = rank_of(step.placement, stage, microbatch)
-        message = f"{model_collective.phase} of stage {stage}, microbatch {microbatch} is no instruction for each segment"
+        whole = f"{model_collective.phase} of stage {stage}, microbatch {microbatch}"
+        message = f"{whole} is no instruction for each segment"
         site = step.probable_site([], rank, stage, microbatch)
         yield Violation(
             site, f"{message}; expected segments, with {what} before segment {model_collective.segment}"
         )
     for microbatch in np.flatnonzero((numbers < made) | (numbers > read)).tolist()[:1]:
         site = rank_of(step.placement, stage, microbatch), int(numbers[microbatch])
-        between = f"segment {model_collective.segment - 1} of the {model_collective.phase} at {made[microbatch]} and the next at"
+        before = f"segment {model_collective.segment - 1} of the {model_collective.phase}"
+        between = f"{before} at {made[microbatch]} and the next at"
         message = f"{what}, microbatch {microbatch} is not between {between} {read[microbatch]}"
         yield Violation(site, message)
 

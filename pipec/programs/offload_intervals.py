@@ -25,8 +25,8 @@ _BESIDE = 2
 class OffloadIntervals:
     """What is away from the device of a rank: a column entry for each stage and microbatch.
 
-    Positions count the cells of the rank from 1, those in segments as often as they have segments. A microbatch is
-    copied from behind position ``offloads`` on, and back from behind position ``prefetches`` on.
+    Positions count the computes of the rank from 1, split ones once for each segment. A microbatch is copied
+    from behind position ``offloads`` on, and back from behind position ``prefetches`` on.
     """
 
     stages: Ints

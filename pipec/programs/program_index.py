@@ -41,9 +41,9 @@ class ProgramIndex:
     """Programs and what they should carry out: the placement of stages, links, microbatches and limits.
 
     The stages in ``recompute`` replay their forward, and those in ``offload`` may let what it saved wait in
-    host memory. ``limits[rank]`` bounds what is in flight. ``sync_spec`` is
-    what the programs do besides microbatches. ``segments`` are the phases that consist of several functions,
-    and ``model_collectives`` what replicas make together between these.
+    host memory. ``limits[rank]`` bounds what is in flight. ``sync_spec`` is what the programs do after their
+    microbatches. ``segments`` are the phases that consist of several functions, and ``model_collectives`` the
+    collectives between these.
     """
 
     programs: Sequence[Program]

@@ -128,8 +128,8 @@ def _sums_by_part(memory: StageMemory) -> list[float]:
 class _Account:
     """Bytes by kind: those of the whole step, and how they grow as instructions start and end.
 
-    ``columns`` are the instructions segment by segment, and ``numbers`` those that the segments belong to. ``host`` is
-    how the bytes of the host grow as instructions start.
+    ``columns`` are the instructions segment by segment, and ``numbers`` those that the segments belong to.
+    ``host`` is how the bytes of the host grow as instructions start.
     """
 
     plan: Plan

@@ -2,8 +2,8 @@
 
 Replica k of a step with R replicas runs the microbatches k, k + R, k + 2R and so on. If the microbatches do
 not come out even, the first replicas run one more than the others; so there are at most two kinds of
-replicas. ``representative_replicas`` checks that all replicas of a kind run the same cells in the same order, and
-returns the schedule in which at most two of each kind are left. What is proved of its programs holds for
+replicas. ``representative_replicas`` checks that all replicas of a kind run the same cells in the same order,
+and returns the schedule in which at most two of each kind are left. What is proved of its programs holds for
 those of all replicas:
 
 * Map each replica to one of its kind that is left. An instruction is then mapped to one that is the same but
@@ -217,7 +217,8 @@ def _left(
 
 
 class ReplicatedPrograms(Sequence[Program]):
-    """The programs of all ranks, of which those of ``few`` replicas have been ``representative_programs``.
+    """The programs of all ranks, of which only ``representative_programs``, those of ``few`` replicas, are
+    lowered.
 
     ``make`` lowers and verifies all of them, when somebody asks for one.
     """

@@ -1,6 +1,6 @@
-"""The cells of a schedule by position: where each runs on its rank. Misplaced computes are refused.
+"""The computes of a schedule by position: where each runs on its rank. Misplaced ones are refused.
 
-A cell that is run segment by segment takes as many positions as it has segments.
+A compute that is run segment by segment takes as many positions as it has segments.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ from pipec.programs.counterexample import counterexample
 class ScheduleIndex:
     """The cells of a schedule, numbered rank by rank, and the positions of each rank's from 1.
 
-    A cell whose ``segments`` are run apart, because of what ``sync_spec`` puts between them, stands once for each.
-    ``counts[rank]`` has for each of a rank's cells how often it stands, and ``segments[rank]`` which segment it is,
-    or -1 for a whole one. ``firsts`` and ``lasts`` have the positions at [phase, stage, microbatch], or 0.
+    A compute that ``sync_spec`` splits into ``segments``, to run something between them, is listed once for
+    each. ``counts[rank]`` has for each of a rank's computes how often it is listed, and ``segments[rank]``
+    which segment it is, or -1 for a whole one. ``firsts`` and ``lasts`` have the positions at [phase, stage,
+    microbatch], or 0.
 
     Raises:
         VerifyError: a cell names a stage or microbatch that the schedule does not have, is on a rank that

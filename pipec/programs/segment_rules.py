@@ -1,4 +1,4 @@
-"""The rules for computes that are run segment by segment: each segment once, in order, and forwards without others."""
+"""The rules for computes that are run segment by segment: each segment once, in order."""
 
 from collections.abc import Iterator
 

@@ -42,7 +42,7 @@ class SyncOp:
 
 @dataclass(frozen=True)
 class SyncOrder:
-    """The cells and their times that decide where ``sync_spec`` stands.
+    """The computes and times that decide where the instructions of ``sync_spec`` are placed.
 
     ``ends[rank]`` has the time at which each position of a rank ends, from the start of its program to its
     end, as in the unit order.
@@ -142,7 +142,7 @@ class SyncOrder:
         return self._complete(bucket)
 
     def _complete(self, bucket: Bucket, before: int | None = None) -> dict[int, int]:
-        """The positions of the segments of the last backwards that complete a bucket, by rank, as ``_last``."""
+        """As ``_last``, but of the segment of the last backward that completes a bucket, by rank."""
         found = self._last(bucket.stage, _GRADIENTS, before)
         segments = {rank: int(self.index.segments[rank][last - 1]) for rank, last in found.items()}
         return {rank: last - max(segments[rank] - bucket.segment, 0) for rank, last in found.items()}

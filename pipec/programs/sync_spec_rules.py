@@ -1,4 +1,4 @@
-"""Whether an sync_spec fits the stages and links that it is for: what it names, and that it forgets nothing."""
+"""Whether a sync spec fits its stages and links: what it names exists, and nothing is left out."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from pipec.ir.text_format import format_link
 def violations(
     sync_spec: SyncSpec, placement: Placement, links: Sequence[Link], segments: SegmentCounts
 ) -> Iterator[str]:
-    """What is wrong with an sync_spec for stages on these ranks, whatever their programs are."""
+    """What is wrong with a sync spec for stages on these ranks, whatever their programs are."""
     if (sync_spec.clips or sync_spec.shard) and not sync_spec.updates:
         yield "the step clips gradients or shards state, but it updates nothing; expected an optimizer in it"
     replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
@@ -27,7 +27,8 @@ def _in_no_part(buckets: Sequence[Bucket], segments: SegmentCounts) -> Iterator[
     for number, bucket in enumerate(buckets):
         most = max(segments.get((bucket.stage, phase), 1) for phase in GRADIENT_PHASES)
         if not 0 <= bucket.segment < most:
-            yield f"bucket {number} is complete after segment {bucket.segment}; stage {bucket.stage} has {most}"
+            last = f"bucket {number} is complete after segment {bucket.segment}"
+            yield f"{last}; stage {bucket.stage} has {most}"
 
 
 def _summed_twice(buckets: Sequence[Bucket]) -> Iterator[str]:
@@ -51,7 +52,7 @@ def _wrongly_tied(sync_spec: SyncSpec, links: Sequence[Link]) -> Iterator[str]:
 
 
 def stage_violations(plan: Plan) -> Iterator[str]:
-    """What is wrong with the sync_spec of a plan, given the tensors of its stages."""
+    """What is wrong with the sync spec of a plan, given the tensors of its stages."""
     for number, bucket in enumerate(plan.sync_spec.buckets):
         stage = plan.stages[bucket.stage] if 0 <= bucket.stage < len(plan.stages) else None
         own = {*stage.parameters} - {*stage.borrowed_parameters} if stage else set()

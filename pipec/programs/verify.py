@@ -67,12 +67,11 @@ def verify_programs(
 ) -> None:
     """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
 
-    ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
-    stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
-    ``sync_spec`` is what the step does besides its microbatches, and ``segments`` are the phases that consist of
-    several functions; ``model_collectives`` are what replicas make together between these. Stages in ``offload`` may let
-    what they saved wait in host memory. Time and memory are linear in
-    the number of instructions.
+    ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of stage
+    and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
+    ``sync_spec`` is what the step does after its microbatches, and ``segments`` are the phases that consist
+    of several functions; ``model_collectives`` run between these. Stages in ``offload`` may let what they
+    saved wait in host memory. Time and memory are linear in the number of instructions.
 
     Raises:
         VerifyError: a rule is broken; the message shows the lines of the program around the fault, and the
@@ -129,7 +128,7 @@ def verify_periodic(
     Raises:
         VerifyError: as ``verify_programs``, or the programs repeat in another way than the mini-batches.
     """
-    assert sync_spec.stream is not None, "programs without end have mini-batches"
+    assert sync_spec.stream is not None, "periodic programs have mini-batches"
     period, size = sync_spec.stream.period(replica_counts(placement)), sync_spec.stream.microbatches
     last = num_microbatches_to_lower(sync_spec.stream, replica_counts(placement))
     for program in programs:

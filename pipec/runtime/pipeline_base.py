@@ -35,8 +35,8 @@ class PipelineBase(nn.Module):
 
     ``logs`` has by name what the loss function of the last step returned besides the loss, for the batch.
 
-    A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs. ``_batch_mismatch_advice`` is
-    what it says to ranks that passed different batches.
+    A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
+    ``_batch_mismatch_advice`` is its advice to ranks that passed different batches.
     """
 
     _batch_mismatch_advice = (
@@ -363,19 +363,20 @@ METHODS = {"max_norm": NUMBER, "norm_type": NUMBER, "stage": instance("the numbe
 
 
 def _refusal(every: Sequence[CallDescription], remedy: str) -> str:
-    """What is wrong if the ranks of a call have these call_description. ``remedy`` is for batches that differ."""
+    """What is wrong if the ranks describe a call so. ``remedy`` is for batches that differ."""
     kind = every[0]["call"].partition(",")[0]
     if len({call_description["call"] for call_description in every}) > 1:
         calls = [{"call": call_description["call"]} for call_description in every]
         return (
-            f"the ranks do not make the same calls:\n{describe_differences(calls)}\nEvery rank calls the methods "
+            f"the ranks do not make the same calls:\n{describe_differences(calls)}\nEvery rank calls the "
+            "methods "
             "of the pipeline in the same order; see that no `if rank == ...` or shorter loop keeps one away"
         )
     if any("batches" in call_description for call_description in every):
         left = [{"batches": call_description.get("batches", "another one")} for call_description in every]
         return (
-            f"the ranks' streams do not have the same batches:\n{describe_differences(left)}\nEvery rank iterates "
-            "over the same batches, and as many; leave out what gives each rank a part, such as a "
+            f"the ranks' streams do not have the same batches:\n{describe_differences(left)}\nEvery rank "
+            "iterates over the same batches, and as many; leave out what gives each rank a part, such as a "
             "DistributedSampler"
         )
     if failed := [rank for rank, call_description in enumerate(every) if "refused" in call_description]:
@@ -386,7 +387,8 @@ def _refusal(every: Sequence[CallDescription], remedy: str) -> str:
     ]
     if any(call_description != own[0] for call_description in own):
         return (
-            f"the ranks come to {kind} with optimizers that differ:\n{describe_differences(own)}\nEvery rank makes "
+            f"the ranks come to {kind} with optimizers that differ:\n{describe_differences(own)}\nEvery rank "
+            "makes "
             "the same changes to pipe.optimizer, and the same schedulers step on all of them; where ranks "
             "join, pipe.join(scheduler.step) does so"
         )

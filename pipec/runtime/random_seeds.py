@@ -60,7 +60,8 @@ def mix_seed(*key: int) -> int:
 def peek_seed() -> tuple[int, torch.Generator]:
     """The next number of torch's default generator, and one that is as that is once the number is taken.
 
-    The default generator is left as it was: only a step that draws takes the number, by ``advance_default_generator``.
+    The default generator is left as it was: only a step that draws takes the number, by
+    ``advance_default_generator``.
     """
     after = torch.default_generator.clone_state()
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=after)), after

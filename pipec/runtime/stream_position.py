@@ -26,7 +26,8 @@ class ReadState(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """``num_batches`` were trained on. The loop was not yet given the losses of the last of them, ``undelivered``.
+    """``num_batches`` were trained on; the losses of the last of them, ``undelivered``, are still to be
+    returned.
 
     ``begun`` and ``first`` are states of torch's generator, when the iteration began and before its first
     batch; ``own`` are those of the loader's own ones when it began. ``ahead`` has the states before each
@@ -46,8 +47,9 @@ class StreamPosition:
 class ResumableReader(Iterator[Any]):
     """Reads batches, from a position on if there is one.
 
-    ``count_delivered`` counts those whose losses the loop is given. ``undelivered`` are the losses that come before those
-    of the batches that are read here. ``has_ended_early``: the loop has ended before it was given all of them.
+    ``count_delivered`` counts the losses that the loop is given. ``undelivered`` are the losses that come
+    before those of the batches read here. ``has_ended_early``: the loop ended before it was given all of
+    them.
     """
 
     def __init__(self, batches: Iterable[Any], position: StreamPosition | None) -> None:

@@ -98,12 +98,13 @@ def _checked(schedule: Schedule, where: str) -> Schedule:
         placement = tuple(tuple(map(operator.index, ranks)) for ranks in schedule.placement)
     except TypeError as error:
         raise InputError(
-            f"{where}: placement is {short_repr(schedule.placement)}; expected a sequence of ranks for each stage"
+            f"{where}: placement is {short_repr(schedule.placement)}; expected the ranks of each stage"
         ) from error
     ranks = {rank for replicas in placement for rank in replicas}
     if ranks != {*range(len(orders))} or any(len({*each}) != len(each) or not each for each in placement):
         raise InputError(
-            f"{where} has orders of {len(orders)} ranks, and placement {short_repr(schedule.placement)}; expected "
+            f"{where} has orders of {len(orders)} ranks, and placement {short_repr(schedule.placement)}; "
+            "expected "
             f"stages on ranks 0 to {len(orders) - 1}, each rank with a stage, and each stage with ranks"
         )
     return Schedule(str(schedule.name), count, placement, tuple(orders), stream)

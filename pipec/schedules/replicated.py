@@ -16,7 +16,7 @@ def replicate_schedule(make: Callable[[int], Schedule], num_microbatches: int, r
 
     ``make`` returns the schedule of one pipeline for a number of microbatches. With two replicas,
     microbatches 0 2 4 ... go through the first pipeline and 1 3 5 ... through the second; rank q of a
-    pipeline becomes ranks 2q and 2q + 1, so that the replicas of a stage are adjacent_replicas.
+    pipeline becomes ranks 2q and 2q + 1, so that the replicas of a stage are adjacent.
 
     Raises:
         InputError: there are fewer microbatches than replicas, or ``make`` cannot do with so many.

@@ -163,8 +163,8 @@ class Events(Sequence[Event]):
 class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
-    ``events`` are ordered by rank, then as in its program. ``sync_spec`` tells what collectives carry, where it
-    is known. If ranks are ``alike``, those of the timeline stand for more.
+    ``events`` are ordered by rank, then as in its program. ``sync_spec`` tells what collectives carry, where
+    it is known. If there are ``representatives``, the ranks of the timeline stand for more.
     """
 
     events: Sequence[Event]

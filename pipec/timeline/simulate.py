@@ -40,10 +40,10 @@ class SimulationCosts:
     """How long things take: ``compute[stage, phase]``, and ``messages[link]`` between ranks.
 
     ``sync_times`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
-    ``sync_times`` lack takes no time. ``segments`` has the shares of a phase's time that its functions take, if it
-    consists of several, and ``joins[stage, number]`` the seconds of what replicas join between these.
-    ``copies[stage]`` is what an offload takes, or a prefetch.
-    ``begin`` passes before the first instruction. ``unit`` is the unit of time, for those who show it.
+    ``sync_times`` lack takes no time. ``segments`` has the fractions of a phase's time that its functions
+    take, if it consists of several, and ``model_collectives[stage, number]`` the seconds of the collectives
+    between these. ``copy_times[stage]`` is what an offload takes, or a prefetch. The first instruction runs
+    at ``start_time``. ``unit`` is the unit of time, for those who show it.
     """
 
     compute: Mapping[tuple[int, Phase], float]
@@ -87,7 +87,8 @@ class SimulationCosts:
         shares = self.segments.get((stage, phase), ())
         if segment >= len(shares):
             raise InputError(
-                f"no share is given for segment {segment} of {phase} of stage {stage}; add it to Costs.segments"
+                f"no fraction is given for segment {segment} of {phase} of stage {stage}; "
+                "add it to SimulationCosts.segments"
             )
         return self.compute[stage, phase] * (1.0 if segment < 0 else shares[segment])
 
@@ -125,8 +126,8 @@ class _Step:
     """What is timed on all ranks, rank by rank: the events of the timeline.
 
     Each occupies a resource while it lasts: computes and updates their rank, a message the channel from its
-    rank to its peer, a collective its rank's turn at collectives, a copy one direction of its rank's link to
-    the host. The cells of ``run_tasks`` are the events resource by resource, those of a rank in one of the
+    rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's link
+    to the host. The cells of ``run_tasks`` are the events resource by resource, those of a rank in one of the
     ``groups``. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
@@ -262,7 +263,7 @@ def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """An arrival reads what its rank did before, and a collective the last arrival of its meeting.
 
     An update reads the collective before it. A compute reads the last gathering of its stage's parameters,
-    and a segment behind another one what replicas have joined between them.
+    and a segment behind another one the model collective between them.
     """
     cells, events, own = np.append(step.cells, np.int32(AVAILABLE_AT_START)), step.events, step.collectives
     arrivals = step.cells[len(events) :]

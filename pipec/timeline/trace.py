@@ -31,7 +31,7 @@ class Trace:
 def measured_timeline(
     programs: Sequence[Program], timestamps: Mapping[int, Sequence[int]], sync_spec: SyncSpec = NO_SYNC
 ) -> Timeline:
-    """The timeline of a step from three timestamps per instruction: begun, inputs arrived, ended, in nanoseconds.
+    """The timeline of a step from three timestamps per instruction, in ns: begun, inputs arrived, ended.
 
     A compute, an update or a collective lasts from the arrival of its inputs; a collective until its rank
     found it over. A message is known to have arrived only when its reader

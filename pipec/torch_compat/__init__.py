@@ -1,10 +1,10 @@
 """The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
 
 torch 2.11 to 2.13 are supported. ``front_ends`` and ``autograd_front_end`` trace a module, with the branches
-that ``dynamo_branches`` lets them be told, and ``guards`` tell later whether tracing again would give the same.
-``module_state`` puts a module back as it was, ``module_contents`` lists what it holds, ``operator_patches``
-keeps some operators whole, ``size_arithmetic`` computes with sizes once, and ``differentiation`` adds the
-backward. ``settings`` reads torch's own.
+that ``dynamo_branches`` lets them be told, and ``guards`` tell later whether tracing again would give the
+same. ``module_state`` puts a module back as it was, ``module_contents`` lists what it holds,
+``operator_patches`` keeps some operators whole, ``size_arithmetic`` computes with sizes once, and
+``differentiation`` adds the backward. ``settings`` reads torch's own.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload

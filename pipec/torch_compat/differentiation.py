@@ -67,8 +67,8 @@ class JointGraph:
     """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.
 
     ``branches`` are those of the guards that a branch in Python code made, each with its line.
-    ``specialized_by`` is the line of the model that made a constant of a symbol, if one did. ``asserted`` is what
-    was taken for granted of ``data_dependent_sizes``.
+    ``specialized_by`` is the line of the model that made a constant of a symbol, if one did. ``asserted`` is
+    what was taken for granted of ``data_dependent_sizes``.
     """
 
     module: torch.fx.GraphModule

@@ -72,8 +72,8 @@ class CapturedGraph:
 
     ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
     Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
-    ``dynamo_output`` is what Dynamo noted of all that the code read, for ``Guards``; other front ends do not tell.
-    ``traced_backward`` says so if the graph has its backward.
+    ``dynamo_output`` is Dynamo's record of all that the code read, for ``Guards``; other front ends have
+    none. ``traced_backward``: the graph has its backward.
     """
 
     module: torch.fx.GraphModule

@@ -124,8 +124,8 @@ def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> 
 
     Operators differ between kinds of devices, a model may be larger than the memory of one, and its tensors
     may be on several. On meta, torch takes attention apart; and a composite operator that has a kernel for
-    meta, such as ``nll_loss``, silently gets no gradient. ``restore_module`` puts the tensors back. Tensors that
-    are registered nowhere stay, and torch refuses to compute with them. Returns the tensors that were
+    meta, such as ``nll_loss``, silently gets no gradient. ``restore_module`` puts the tensors back. Tensors
+    that are registered nowhere stay, and torch refuses to compute with them. Returns the tensors that were
     replaced, by the ``id`` of what is in their place.
     """
     mode = FakeTensorMode()

@@ -1,7 +1,7 @@
 """Pictures of steps, simulated or recorded, drawn from their timelines alone.
 
-``drawn_steps`` is what commands and scripts call; ``write_files`` chooses between ``html``, ``chrome``, ``svg``
-and ``terminal``, which draw. ``labels``, ``bottleneck`` and ``drawing_checks`` are what these share.
+``drawn_steps`` is what commands and scripts call; ``write_files`` chooses between ``html``, ``chrome``,
+``svg`` and ``terminal``, which draw. ``labels``, ``bottleneck`` and ``drawing_checks`` are what these share.
 """
 
 from pipec.viz.chrome import chrome_trace

@@ -115,7 +115,8 @@ class _Process:
             event = self._timeline.events[awaited]
             last = self._timeline.events[int(self._waits.last[awaited])]
             waited["waited_for"] = (
-                f"{NAMES[event.instruction.op]}, to which rank {self._timeline.global_rank(last.rank)} came last"
+                f"{NAMES[event.instruction.op]}, to which rank "
+                f"{self._timeline.global_rank(last.rank)} came last"
                 if event.is_collective
                 else NAMES[event.instruction.op]
                 if event.is_copy

@@ -87,7 +87,8 @@ def timeline_html(
 def _overview(timelines: Mapping[str, Timeline], title: str) -> str:
     """A page of pictures, of events that are too many for a page to explore."""
     pictures = (
-        f"<h2>{escape(name)}</h2>\n{timeline_svg(timeline)}<p>{escape(' · '.join(bottleneck_lines(timeline)))}</p>"
+        f"<h2>{escape(name)}</h2>\n{timeline_svg(timeline)}"
+        f"<p>{escape(' · '.join(bottleneck_lines(timeline)))}</p>"
         for name, timeline in timelines.items()
     )
     body = "\n".join([f"<h1>{escape(title)}</h1>", *pictures])
@@ -120,9 +121,8 @@ def _timeline_data(
     """The timeline as columns of numbers.
 
     Computes and updates are numbered together, messages apart, and collectives with copies, each in the order
-    of events.
-    ``cause`` is the number of the message that a compute waited for, ``collective`` that of the collective, and
-    ``maker`` that of the compute before a message; -1 stands for none.
+    of events. ``cause`` is the number of the message that a compute waited for, ``collective`` that of the
+    collective, and ``maker`` that of the compute before a message; -1 stands for none.
     """
     found, events = attribute_waits(timeline), timeline.columns
     kinds = {

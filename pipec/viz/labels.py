@@ -133,9 +133,9 @@ def chunk_indices(timeline: Timeline) -> dict[int, int]:
 def event_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
-    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is segment 0
-    of a backward, and ``J3.1`` gathers what its stage calls model collective 1. Where steps follow each other without a
-    flush, ``F3v1`` reads version 1 of its weights.
+    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is segment
+    0 of a backward, and ``J3.1`` gathers what its stage calls model collective 1. Where steps follow each
+    other without a flush, ``F3v1`` reads version 1 of its weights.
     """
     chunk_of = chunk_indices(timeline)
     several = max(chunk_of.values(), default=0) > 0
@@ -164,7 +164,8 @@ def version_description(event: Event) -> str:
 
 def summary(timeline: Timeline) -> str:
     """The figures of merit on one line."""
-    times = f"makespan {format_duration(timeline.makespan, timeline)}, span {format_duration(timeline.span, timeline)}"
+    makespan, span = format_duration(timeline.makespan, timeline), format_duration(timeline.span, timeline)
+    times = f"makespan {makespan}, span {span}"
     rates = f"bubble {timeline.bubble_rate:.1%}"
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"

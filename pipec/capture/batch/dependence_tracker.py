@@ -38,8 +38,8 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 class TensorFact:
     """What a tensor is to the batch.
 
-    ``from_arguments``: it follows from the arguments of ``step`` alone. ``uniform``: all its elements are one number,
-    so that its rows may be in any order.
+    ``from_arguments``: it follows from the arguments of ``step`` alone. ``uniform``: all its elements are one
+    number, so that its rows may be in any order.
     """
 
     value: Dependence

@@ -38,8 +38,8 @@ class OperatorCall:
     """A call of ``op`` whose result, on the meta device, is ``result``.
 
     ``rows`` is the number that stands for the rows of a microbatch. ``degrees`` has the powers of it in
-    numbers that are no multiples of it, such as 1 / rows. ``is_from_arguments`` tells what follows from the arguments
-    of ``step`` alone.
+    numbers that are no multiples of it, such as 1 / rows. ``is_from_arguments`` tells what follows from the
+    arguments of ``step`` alone.
     """
 
     op: OpOverload

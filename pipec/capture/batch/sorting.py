@@ -8,8 +8,8 @@ What is sorted has ``inner`` elements for each row. This is followed, under any 
     back[order] = arange(len(order))                       INVERSE
     z = y[back]                                            rows again, as ``PerRow``
 
-Every sort has a number of its own, ``SortedRows.sort_id``: what is in the order of one does not meet another. Only
-arithmetic that computes each element by itself is done in between.
+Every sort has a number of its own, ``SortedRows.sort_id``: what is in the order of one is never combined with
+another. Only arithmetic that computes each element by itself is done in between.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Memory of large values, which the next one of the same size takes within a step.
 
-glibc gives blocks of ``MMAP_THRESHOLD_BYTES`` and more back to the system when they are freed, and the system zeroes
-every page of the next one. Of a product that writes such a block, with 256 terms for each number, that is a
-third of the time.
+glibc gives blocks of ``MMAP_THRESHOLD_BYTES`` and more back to the system when they are freed, and the system
+zeroes every page of the next one. Of a product that writes such a block, with 256 terms for each number, that
+is a third of the time.
 """
 
 import math

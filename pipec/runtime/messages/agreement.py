@@ -1,8 +1,8 @@
-"""What the processes of a pipeline tell each other beside its messages: call_description to compare, and whole tensors.
+"""What the processes of a pipeline exchange beside its messages: descriptions of calls, and whole tensors.
 
 All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
 digest of what each was given, and some numbers, such as rank 0's seed. Only if digests differ do they also
-exchange the call_description themselves. Between ranks of one host these bytes go over a socket of theirs.
+exchange the descriptions themselves. Ranks of one host have a socket for these bytes.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _NUM_ANNOUNCEMENTS = 2**12
 """Tags of announcements."""
 
 MismatchMessage = Callable[[Sequence[CallDescription]], str]
-"""Says what is wrong, and what to do, from the call_description of every rank."""
+"""Says what is wrong, and what to do, from the description of every rank."""
 
 
 class CallRole(IntEnum):
@@ -49,9 +49,9 @@ class CallRole(IntEnum):
 
 @dataclass(frozen=True)
 class RankReply:
-    """What a rank told the others beside its call_description.
+    """What a rank sends the others with the digest of its call.
 
-    Whether it has joined, the signal that asks it to stop, and five reply_values; 0 stands for none.
+    Whether it has joined, the signal that asks it to stop, and five ``reply_values``; 0 stands for none.
     """
 
     joined: bool
@@ -82,9 +82,9 @@ class Agreement:
         reply_values: Sequence[int] = (),
         call_role: CallRole = CallRole.REQUIRED,
     ) -> list[RankReply]:
-        """Check that every rank has the same ``call_description``; returns what each told beside them.
+        """Check that every rank has the same ``call_description``; returns the reply of each.
 
-        A rank that has joined has call_description of its own, which fit to those of ranks that do without it.
+        A rank that has joined has a description of its own, which fits those of ranks that do without it.
 
         Raises:
             InputError: they differ. Every rank raises it, and may go on.
@@ -102,7 +102,7 @@ class Agreement:
     def raise_mismatch(
         self, call_description: CallDescription, mismatch_message: MismatchMessage
     ) -> NoReturn:
-        """Raise InputError on every rank, all of which call this. It says what is wrong with their call_description."""
+        """Raise InputError on every rank, all of which call this. It says how their descriptions differ."""
         raise InputError(
             mismatch_message(
                 [json.loads(text) for text in self._transport.all_gather_text(json.dumps(call_description))]
@@ -146,9 +146,10 @@ class Agreement:
     def start_comparison(
         self, activity: str, number: int, call_description: CallDescription
     ) -> Callable[[], bool]:
-        """Tell the others ``call_description`` without waiting; returns what waits for theirs and says if all go on.
+        """Send ``call_description`` without waiting; returns what waits for the others' and says if all go
+        on.
 
-        They do if all call_description are alike, and no rank had been sent a signal that asks it to stop.
+        They do if all descriptions are equal, and no rank had been sent a signal that asks it to stop.
         ``number`` counts announcements. Some ranks may be as many ahead of others as there are tags.
         """
         own = torch.tensor([*_digest(call_description), STOP_SIGNALS.pending])
@@ -249,7 +250,7 @@ class Agreement:
 _MAX_REPLY_VALUES = 5
 
 _ROW = struct.Struct(f"={4 + _MAX_REPLY_VALUES}q")
-"""A digest of the call_description, call_role, the signal to stop, and the reply_values."""
+"""A digest of the call's description, its role, the signal to stop, and the ``reply_values``."""
 
 
 def _digest(call_description: CallDescription) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ _MOST_CHARACTERS = 80
 def describe_differences(every: Sequence[CallDescription], ranks: Sequence[int] | None = None) -> str:
     """A line for each fact that the ranks do not share: ``x: float32[8] on rank 0; float32[4] on rank 1``.
 
-    The call_description are those of ``ranks``, if they are not of all.
+    The descriptions are those of ``ranks``, if they are not of all.
     """
     lines = []
     for name in dict.fromkeys(name for call_description in every for name in call_description):
@@ -175,7 +175,7 @@ def _samples(count: int, device: torch.device) -> Tensor:
 
 
 def full_digest(tensor: Tensor) -> str:
-    """As ``sampled_digest``, with the sum over all of the memory: any one element that changes, changes it."""
+    """As ``sampled_digest``, with the sum over all of the memory: every change of one element shows."""
     if tensor.is_meta:
         return ""
     flat = flat_memory(tensor)

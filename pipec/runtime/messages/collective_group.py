@@ -44,7 +44,7 @@ class InProcessCollectives:
         self._in_process_collectives: dict[int, _Collective] = {}
 
     def start(self, index: int, tensors: Sequence[Tensor], finish: "CollectiveFunction") -> CollectiveWait:
-        """Bring tensors to the next collective; the last to come runs ``finish`` on what all have inputs."""
+        """Bring tensors to the next collective; the last to come runs ``finish`` on the inputs of all."""
         self._check()
         with self._lock:
             number = self._num_started[index]

@@ -182,7 +182,7 @@ class DistributedTransport:
         return self._heartbeats.exchange_final_status(text, _FINAL_STATUS_SECONDS)
 
     def all_gather_text_in_background(self, text: str) -> list[str]:
-        """As ``all_gather_text_no_timeout``, for a thread beside the one that steps. Raises TransportError if a process ends."""
+        """``all_gather_text_no_timeout`` for a background thread. Raises TransportError if a process ends."""
         return [part.decode() for part in self._heartbeats.all_gather_text_in_background(text.encode())]
 
     def check_processes(self) -> None:

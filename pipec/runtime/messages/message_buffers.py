@@ -48,7 +48,7 @@ class MessageMemory:
             self._prepared = message_layout, self._made(message_layout)
 
     def values(self, message_layout: MessageLayout) -> list[Tensor]:
-        """The values of the message, in the order of the message_layout."""
+        """The values of the message, in the order of its layout."""
         prepared, self._prepared = self._prepared, None
         return prepared[1] if prepared and prepared[0] is message_layout else self._made(message_layout)
 

@@ -1,8 +1,8 @@
 """How the values of a link travel: small ones together in one message, each large one in its own.
 
-Both ranks find the same message_layouts by themselves, from the link and the sizes in its shapes. What goes from
-compute to compute travels so. Weights and results stay apart: they live longer than their message, and one of
-them alone would keep the memory of all.
+Both ranks find the same layouts by themselves, from the link and the sizes in its shapes. What goes from
+compute to compute travels so. Weights and results have messages of their own: they live longer than their
+message, and one of them alone would keep the memory of all.
 """
 
 import itertools
@@ -68,14 +68,14 @@ class MessageLayout:
 
 
 class MessageLayouts:
-    """The message_layouts of a link, made anew only for sizes that are not among the last few."""
+    """The layouts of a link, cached for the last few sizes."""
 
     def __init__(self, link: Link, max_coalesced_bytes: float = MAX_COALESCED_BYTES) -> None:
         self._link, self._most_together = link, max_coalesced_bytes
         self._found: dict[int, tuple[Sizes, Sequence[MessageLayout]]] = {}
 
     def of(self, sizes: Sizes) -> Sequence[MessageLayout]:
-        """The message_layouts for ``sizes``, which nobody changes afterwards."""
+        """The layouts for ``sizes``, which nobody changes afterwards."""
         found = self._found.get(id(sizes))
         if found is None:
             if len(self._found) == _MOST_SIZES:

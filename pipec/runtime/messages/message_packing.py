@@ -62,7 +62,7 @@ class PackBuffer:
         self._values: Sequence[Tensor] = ()
 
     def pack(self, message_layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
-        """Copy the values of a message_layout here."""
+        """Copy the values of a message here."""
         if message_layout is not self._message_layout:
             self._message_layout, self._values = message_layout, self.memory.values(message_layout)
         for place, value in zip(message_layout.values, self._values, strict=True):

@@ -219,7 +219,7 @@ class IncomingChannel:
         self.socket.send(_POST.pack(tag, number, is_free))
 
     def wait(self, tag: int, message_layout: MessageLayout) -> SharedSlot:
-        """Wait for the next message of a tag, which is this message_layout.
+        """Wait for the next message of a tag, which has this layout.
 
         What it may come in is made ready first: the rank has nothing else to do.
         """
@@ -232,7 +232,8 @@ class IncomingChannel:
         slot, num_bytes = arrived.popleft()
         if num_bytes != message_layout.num_bytes:
             raise TransportError(
-                f"a message of {num_bytes:,} bytes came where the plan has one of {message_layout.num_bytes:,}: the "
+                f"a message of {num_bytes:,} bytes came where the plan has one of "
+                f"{message_layout.num_bytes:,}: the "
                 "ranks were given different batches; pass the same arguments on every rank"
             )
         return slot
@@ -280,7 +281,7 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """One receive instruction. All receives into the same buffer slot of the program share its ``received_slot``."""
+    """One receive instruction. All receives into the same buffer slot share its ``received_slot``."""
 
     def __init__(
         self,

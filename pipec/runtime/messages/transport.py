@@ -233,8 +233,8 @@ _DeviceCopy = Callable[[Sequence[Tensor]], _Receive]
 class _Mailbox:
     """The messages of one link for one rank, oldest first.
 
-    ``device_copy`` is called by the sender, and what it returns by the reader. ``check_running`` raises if the
-    ranks have stopped.
+    ``device_copy`` is called by the sender, and what it returns by the reader. ``check_running`` raises if
+    the ranks have stopped.
     """
 
     def __init__(self, device_copy: _DeviceCopy, check_running: Callable[[], None]) -> None:

@@ -1,7 +1,8 @@
 """The optimizer that belongs to a program. It knows neither programs nor transports.
 
 * ``factory`` calls what the user passed as ``optimizer=`` and reads the groups that it made.
-* ``pipeline_optimizer`` is the optimizer of the whole model, ``pipe.optimizer``: groups, schedulers, checkpoints.
+* ``pipeline_optimizer`` is the optimizer of the whole model, ``pipe.optimizer``: groups, schedulers,
+  checkpoints.
 * ``stage_optimizer`` updates what one rank owns of one stage, and follows the groups of the whole model.
 * ``state_shards`` cuts the state of a parameter into pieces and puts it together again; ``offloaded_state``
   keeps it in host memory; ``norms`` is for clipping.

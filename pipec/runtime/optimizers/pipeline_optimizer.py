@@ -30,10 +30,10 @@ class PipelineOptimizer(Optimizer):
 
     ``param_groups`` are those that ``factory`` makes of the whole model. What is written there, by an LR
     scheduler or by hand, holds from the next update on. ``state_dict`` is that of the optimizer of the
-    unsplit model, and either may load the other's. ``elementwise`` has the names of those parameters that
-    may be updated in pieces, ``kinds`` the class of each group's optimizer. ``parameters`` are those of the
-    whole model, in its order and with their shapes; those without memory here may be on meta. ``before_state_access`` is
-    called before the state is read or replaced.
+    unsplit model, and either may load the other's. ``elementwise`` has the names of those parameters that may
+    be updated in pieces, ``kinds`` the class of each group's optimizer. ``parameters`` are those of the whole
+    model, in its order and with their shapes; those without memory here may be on meta.
+    ``before_state_access`` is called before the state is read or replaced.
 
     Raises:
         InputError: the factory does not make an optimizer of these parameters.

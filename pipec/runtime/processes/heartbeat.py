@@ -305,7 +305,7 @@ class HeartbeatConnections:
             self._changed.notify_all()
 
     async def _beat(self) -> None:
-        """Send heartbeats, and see whose are missing. Beats that this process did not send count for nobody."""
+        """Send heartbeats, and count missing ones. Intervals that this process slept through do not count."""
         while True:
             await asyncio.sleep(self._interval)
             living = [rank for rank in self._peers.living if self._peers[rank].writer]

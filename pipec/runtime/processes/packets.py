@@ -6,10 +6,10 @@ from enum import IntEnum
 
 
 class PacketKind(IntEnum):
-    """``HELLO`` opens a connection; ``CLEAN_CLOSE`` says that its end means no harm.
+    """``HELLO`` opens a connection; ``CLEAN_CLOSE`` says that its end is no failure.
 
-    ``FINAL_STATUS`` are what a rank still has when the pipeline cannot go on; ``BACKGROUND_TEXT`` is a text for a thread
-    beside the one that steps.
+    ``FINAL_STATUS`` is a rank's final status, sent when the pipeline cannot go on; ``BACKGROUND_TEXT`` is a
+    text for a background thread.
     """
 
     HELLO = 0

@@ -13,8 +13,8 @@ from pipec.runtime.processes.stall_reports import describe_absent_rank, describe
 class Peer:
     """What is known of another rank. ``missed_heartbeats`` counts this rank's own heartbeats since its last.
 
-    It is ``activity`` something for which it waits for the rank ``waiting_for``; before that it ``last_activity`` another
-    thing. ``final_status`` are what it had when the pipeline could not go on.
+    ``activity`` is what it does while it waits for the rank ``waiting_for``, and ``last_activity`` what it
+    did when it waited last. ``final_status`` is what it sent when the pipeline could not go on.
     """
 
     writer: asyncio.StreamWriter | None = None
@@ -62,8 +62,8 @@ class Peers(dict[int, Peer]):
     def silent_since(self, ranks: Sequence[int]) -> str:
         seconds = max(map(self.silence, ranks))
         return (
-            f"{format_ranks(ranks)}: no sign of life for {seconds:.3g} s; the process is stopped, or its machine "
-            "cannot be reached"
+            f"{format_ranks(ranks)}: no sign of life for {seconds:.3g} s; the process is stopped, or its "
+            "machine cannot be reached"
         )
 
     def ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
@@ -83,7 +83,7 @@ class Peers(dict[int, Peer]):
     def waits_for(self, peer: int | None, activity: str) -> str:
         """Whom a rank waits for, and whom that one does, as they said last: where the wait begins.
 
-        None stands for the first rank that does something else than this one, which is ``activity`` that.
+        None stands for the first rank whose activity is not this one's ``activity``.
         """
         if peer is None:
             peer = next((rank for rank, known in self.items() if known.activity != activity), None)
@@ -114,13 +114,13 @@ class Peers(dict[int, Peer]):
     def not_connected(self) -> str:
         missing = [rank for rank, peer in self.items() if peer.writer is None]
         return (
-            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}, which did not come: that "
-            "process was not started, died or hangs before it makes its pipeline"
+            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}, which did not come: "
+            "that process was not started, died or hangs before it makes its pipeline"
         )
 
     def unanswered(self, activity: str) -> str:
         missing = [rank for rank, peer in self.items() if not peer.texts]
         return (
-            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}; every rank must run the "
-            f"same script with the same arguments. {self.waits_for(missing[0], activity)}"
+            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}; every rank must run "
+            f"the same script with the same arguments. {self.waits_for(missing[0], activity)}"
         )

@@ -11,7 +11,7 @@ STALL_SECONDS = 10.0
 
 
 class WaitStatus(NamedTuple):
-    """What a rank is ``activity`` that needs others, of which it waits for ``peer``, or for any of them.
+    """A wait: the ``activity`` of a rank that waits for ``peer``, or for any other rank.
 
     One that is ``expected`` to take long, as while rank 0 compiles, is not told. Each wait is its own object.
     """
@@ -26,7 +26,7 @@ NOT_WAITING = WaitStatus()
 
 @dataclass(slots=True)
 class CurrentWait:
-    """What a rank waits for ``now``, and what it ``last_activity`` when it waited last."""
+    """What a rank waits for ``now``, and its ``last_activity`` that waited."""
 
     now: WaitStatus = NOT_WAITING
     last_activity: str = ""

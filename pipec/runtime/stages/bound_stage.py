@@ -33,10 +33,10 @@ class StageCode(Protocol):
     ``t``, ...      size of each variable of the plan, under its name
     ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
     ``saved``       list returned by the phase before; the function empties it, which frees the values
-    ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from,
+    ``grad_loss``   0-dim tensor: the microbatch's weight, from which the backward starts,
                     times the loss scale
     ``device``      the stage's ``torch.device``
-    ``batch_fraction`` 0-dim tensor: the rows of the microbatch as a share of the batch's
+    ``batch_fraction`` 0-dim tensor: the rows of the microbatch as a fraction of the batch's
     other names     a received value or a model input
     =============== ===================================================================================
 
@@ -182,7 +182,7 @@ class BoundStage:
             self.weights[self.code.PARAMETERS.index(fqn)] = _NOT_RECEIVED
 
     def precompute(self, microbatch: int) -> None:
-        """Give a microbatch what its weights are precomputed to. The first that reads a version computes it."""
+        """Give a microbatch the precomputed values of its weights; the first of a version computes them."""
         frame = self.frames[microbatch]
         version = frame.get("version", 0)
         if version not in self._precomputed:

@@ -55,10 +55,10 @@ def call_key(args: Sequence[Any]) -> Hashable:
 class DirectCall:
     """A function as a call of the code of its graph.
 
-    ``take`` picks the tensors that the code is given out of all that is passed, and ``tensor_options`` are their
-    dtypes and devices. ``join`` puts them and the ``numbers`` of this kind of call, such as sizes, in order.
-    The arguments at ``emptied`` are lists that the function empties. ``build`` makes what it returns out of
-    all that was passed, all that the code returned, and None.
+    ``take`` picks the tensors that the code is given out of all that is passed, and ``tensor_options`` are
+    their dtypes and devices. ``join`` puts them and the ``numbers`` of this kind of call, such as sizes, in
+    order. The arguments at ``emptied`` are lists that the function empties. ``build`` makes what it returns
+    out of all that was passed, all that the code returned, and None.
     """
 
     code: Function

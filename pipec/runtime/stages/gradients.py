@@ -67,7 +67,7 @@ class GradientAccumulator:
         ]
 
     def clear_updated(self) -> None:
-        """Let go of what an update has used. In a stream, totals of ``separate`` are of later mini-batches."""
+        """Release what an update has used. In a stream, totals of ``separate`` are of later mini-batches."""
         self._totals = [
             total if index in self._apart else parameter.grad
             for index, (total, parameter) in enumerate(zip(self._totals, self._parameters, strict=True))

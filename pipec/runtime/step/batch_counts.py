@@ -78,7 +78,7 @@ def local_batch_counts(
     batch_slice: BatchSlice,
     group_of: Callable[[int], CollectiveGroup],
 ) -> dict[str, Tensor]:
-    """As ``batch_counts``, of a batch of which each replica has a part: the sums over its replicas.
+    """As ``batch_counts``, of a batch of which each replica has a part: the sums over the replicas.
 
     ``group_of`` gives the replicas of a stage. Sums are taken in their order: they have the same bits on all.
     """

@@ -11,10 +11,10 @@ class BatchSlice:
     """Consecutive microbatches of a batch of so many rows. ``sizes`` has the rows of each.
 
     ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
-    ``custom_loss_weights`` says by what the loss of each microbatch is multiplied, if not by its share of the batch.
-    ``values`` are the other sizes and the numbers that change from call to call, by name.
-    With several replicas that each were given their own part of the batch, this process has the rows of
-    ``replica`` alone: of every ``num_replicas``-th microbatch. Some microbatches may then have no rows.
+    ``custom_loss_weights`` are the microbatch weights, if they are not the fractions of the batch's rows.
+    ``values`` are the other sizes and the numbers that change from call to call, by name. With several
+    replicas that each were given their own part of the batch, this process has the rows of ``replica`` alone:
+    of every ``num_replicas``-th microbatch. Some microbatches may then have no rows.
     """
 
     sizes: Sequence[int]

@@ -21,7 +21,7 @@ def bind_function(
     results: ResultCollector,
     sends_first: bool = False,
 ) -> Action:
-    """The action that calls a function of ``stage`` on ``microbatch``. ``fetch_arguments`` returns the arguments.
+    """The action that calls a function of ``stage`` on ``microbatch`` with what ``fetch_arguments`` returns.
 
     ``is_last`` tells the last function of ``phase`` from those that save something for the next one. If it
     ``sends_first``, somebody else lets the stage add the gradients, when what others wait for has been sent.

@@ -155,8 +155,8 @@ class Ranks:
 class BackgroundRanks:
     """The processes of a pipeline for one thread of each. Its texts are not those of the steps.
 
-    ``all_gather_text_no_timeout`` takes a text, and what this process does; it gives the text of each process, in every process.
-    ``check`` raises TransportError if the process of another rank has ended.
+    ``all_gather_text_no_timeout`` takes a text, and what this process does; it returns the texts of all
+    processes. ``check`` raises TransportError if the process of another rank has ended.
     """
 
     world: World
@@ -226,7 +226,7 @@ class LinkedArtifact(Generic[InterpreterT]):
     def dry_run(
         self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
     ) -> None:
-        """Let the ranks of this process dry_run what is new to them, one after the other.
+        """Let the ranks of this process make a dry run of what is new to them, one after the other.
 
         Nobody goes on before all processes have done so, since then a message may wait for another rank.
         """

@@ -29,8 +29,8 @@ def loss_weights(
 ) -> list[float] | None:
     """By what the loss of each microbatch is multiplied. None: by its share of the rows.
 
-    ``unflatten_call`` makes arguments, keyword arguments and the target of leaves such as those of the batch. Those
-    that are split have their rows in front; ``axes`` say where the function is to get them.
+    ``unflatten_call`` makes arguments, keyword arguments and the target of leaves such as those of the batch.
+    Those that are split have their rows in front; ``axes`` say where the function is to get them.
 
     Raises:
         InputError: the function returned no number that can be a weight.

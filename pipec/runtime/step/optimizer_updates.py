@@ -189,8 +189,8 @@ class OptimizerUpdates:
 
         ``devices`` are those of the ranks of this process. Replicas of a stage that share a process share its
         parameters. In a stream, where they update at different times, each but the first has copies. A
-        parameter that the plan does not use may have a gradient from other steps: its ``owner_ranks``, or rank 0,
-        update it with the first of their stages.
+        parameter that the plan does not use may have a gradient from other steps: its ``owner_ranks``, or
+        rank 0, update it with the first of their stages.
         """
         self._bound, self._stages, self._copies = _key(plan), {}, {}
         keeps = plan.sync_spec.shard is not ShardingLevel.PARAMETERS or not is_distributed

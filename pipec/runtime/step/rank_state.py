@@ -22,8 +22,8 @@ class UpdateState:
     """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor.
 
     ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
-    ``non_finite`` is why nothing comes of the step, on any rank. ``begun`` has the stages whose update has
-    begun in this step.
+    ``non_finite`` is why the step is skipped, on every rank. ``begun`` has the stages whose update has begun
+    in this step.
     """
 
     updates: OptimizerUpdates | None = None

@@ -36,8 +36,8 @@ class StepResults:
     """Collects the parts of each result that a rank makes, by microbatch.
 
     ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
-    up. ``loss_weights`` are what the losses of microbatches are multiplied by, if not their shares of the
-    samples. If the batch ``is_local`` to replicas, what has rows stays in the pipeline of its replica.
+    up. ``loss_weights`` are the microbatch weights, if they are not the fractions of the rows. If the batch
+    ``is_local`` to replicas, what has rows stays in the pipeline of its replica.
     """
 
     loss_weights: Sequence[float] | None = None
@@ -101,8 +101,8 @@ def merge(
     """Join the parts of microbatches that hold ``sizes`` of the samples of a batch into a new tensor.
 
     Parts with a batch dimension are concatenated along it. Floating-point parts without one, such as mean
-    losses, become the mean over samples: each is weighted with its share of the batch. Parts that ``is_sum``
-    says are terms become their sum. Any other value must be the same for every microbatch.
+    losses, become the mean over samples: each is weighted with its fraction of the batch. Parts that
+    ``is_sum`` says are terms become their sum. Any other value must be the same for every microbatch.
 
     Raises:
         InputError: the parts cannot stand for the whole batch.
@@ -160,7 +160,7 @@ def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
 def merge_slices(
     plan: Plan, parts: Sequence[Mapping[str, Tensor]], batch_slices: Sequence[BatchSlice]
 ) -> dict[str, Tensor]:
-    """The results of a batch from those of the batch_slices that make it up."""
+    """The results of a batch from those of the slices that make it up."""
     values = result_values(plan)
     sizes, batch = [batch_slice.num_rows for batch_slice in batch_slices], batch_slices[0].batch
     sums = {*plan.summed_outputs, "loss"} if batch_slices[0].custom_loss_weights else plan.summed_outputs

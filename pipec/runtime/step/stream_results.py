@@ -16,8 +16,7 @@ from pipec.runtime.step.step_results import merge, result_values, weighted_sum
 class StreamBatch:
     """One mini-batch of a stream, split: the inputs by name and the rows of each microbatch.
 
-    ``loss_weights`` are what the losses of microbatches are multiplied by, ``values`` the other sizes that shapes
-    have names for.
+    ``loss_weights`` are the microbatch weights, ``values`` the other sizes that shapes have names for.
     """
 
     microbatches: Sequence[Mapping[str, Tensor]]

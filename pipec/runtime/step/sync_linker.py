@@ -144,7 +144,7 @@ class SyncLinker:
         update_state, stage = self._rank.update_state, self._rank.stages[number]
         updates, versions, outcomes = update_state.updates, stage.versions, self._rank.results
         assert updates is not None, "a program that updates has an optimizer"
-        assert isinstance(outcomes, StreamResults), "a stream has the outcomes of microbatches"
+        assert isinstance(outcomes, StreamResults), "a stream has results of microbatches"
         update, waits = updates.on(self._rank.number, number), self._gradients_of(number)
         looks = self._rank.plan.sync_spec.on_nan is not None
 

@@ -27,7 +27,8 @@ ResultsByName = Mapping[str, Tensor]
 class StreamRun(ABC):
     """A run that has begun. ``source`` tells its mini-batches.
 
-    Some rank may have begun ``max_batches_ahead`` mini-batches that follow the last one whose results were asked for.
+    Some rank may have begun ``max_batches_ahead`` mini-batches after the last one whose results were
+    requested.
     """
 
     def __init__(

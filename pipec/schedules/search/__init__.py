@@ -1,4 +1,4 @@
-"""TaskOrders that are searched for given costs and memory.
+"""Orders that are searched for given costs and memory.
 
 Read ``workload``, what is searched for; ``problem``, the same as numbers; ``greedy``, which makes orders;
 ``play``, which times them; ``anneal`` and ``reorder``, which improve them; and ``zero_bubble`` and ``auto``,

@@ -16,10 +16,10 @@ from pipec.schedules.search.order_timing import OrderTiming, time_orders
 from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
 
 _HOT, _COLD = 0.2, 0.02
-"""The temperature of the first play and of the last, in the mean time of a task."""
+"""The temperature of the first timing and of the last, in the mean time of a task."""
 
 _SHIFTS = (-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5)
-"""How far a move may go, in the mean time of a task. In halves, so that tasks of equal length do not meet."""
+"""How far a move may go, in the mean time of a task. In halves, lest equal tasks coincide."""
 
 _TIE = 1e-9
 """Times closer than this are equal: sums of the same costs in another order."""

@@ -18,7 +18,7 @@ from pipec.schedules.v_half_min import patterns_within_peak
 def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
     """The schedule of least makespan found, on a straight, looped or V placement, within the memory limit.
 
-    Never worse than the best of ``SCHEDULES`` that fits: those are among the candidate_schedules. The simulator
+    Never worse than the best of ``SCHEDULES`` that fits: those are among the candidates. The simulator
     decides.
 
     Raises:

@@ -1,9 +1,9 @@
 """Playing: the timeline of given orders, with weight gradients put into pauses where orders lack them.
 
 Nothing waits for a weight gradient, so it need not run before there is a pause for it or its memory is
-needed; the order of the other tasks is what there is to search. ``greedy`` chooses an order as it goes; what
-is played here has one. ``programs.timing`` runs one order of any size, a step of all ranks at a time; this
-runs thousands of small ones a second, and gives up early on one that leads nowhere.
+needed; the order of the other tasks is what there is to search. ``greedy`` chooses an order as it goes; here
+orders are given. ``programs.task_times`` times one order of any size, a step of all ranks at a time; this
+times thousands of small ones a second, and gives up early on a bad one.
 """
 
 import math

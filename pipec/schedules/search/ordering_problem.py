@@ -1,7 +1,8 @@
 """A schedule to be searched, in numbers: tasks are integers, and an order is a list of them.
 
-Cell ``(phase_index * num_stages + stage) * m + microbatch`` is a forward (phase_index 0), an input gradient (1) or a weight
-gradient (2). A search max_timings thousands of candidates; as instructions they would take a hundred times as long.
+Task ``(phase_index * num_stages + stage) * m + microbatch`` is a forward (phase_index 0), an input gradient
+(1) or a weight gradient (2). A search times thousands of candidates; as instructions they would take a
+hundred times as long.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +24,8 @@ class OrderingProblem:
     ``needs[task]`` is the task whose result it reads, or -1; a weight gradient reads nothing, but every order
     has it behind its input gradient. The result of a task is ``lags[task]`` on its way to its reader through
     channel ``channels[task]``, which carries one at a time in the order in which they are made; channel -1
-    stands for those in which messages never meet. ``holds[task]`` is by how much memory grows with a task,
-    ``memory_limits[rank]`` how much may be held.
+    stands for those in which messages never wait for each other. ``holds[task]`` is by how much memory grows
+    with a task, ``memory_limits[rank]`` how much may be held.
     """
 
     placement: Placement
@@ -133,7 +134,7 @@ class OrderingProblem:
 def make_ordering_problem(
     placement: Placement, num_microbatches: int, work: Workload, memory_limits: Sequence[float]
 ) -> OrderingProblem:
-    """``work`` on the stages of ``placement``; ``memory_limits`` is what the microbatches of each rank may hold."""
+    """``work`` on the stages of ``placement``; ``memory_limits`` is what each rank may hold."""
     num_stages, m, work = len(placement), num_microbatches, work.for_placement(placement)
     seconds, lags, holds = list[float](), list[float](), list[float]()
     needs, channels = list[int](), list[int]()

@@ -21,7 +21,7 @@ Score = tuple[float, ...]
 
 
 def reorder(problem: OrderingProblem, orders: TaskOrders, *, by_span: bool, max_timings: int) -> TaskOrders:
-    """``orders``, or better ones of the same tasks within the memory limits; at most ``max_timings`` are played.
+    """``orders``, or better ones of the same tasks within the memory limits, after at most ``max_timings``.
 
     Better orders have a shorter span or, if that is the same, a shorter makespan; or the other way round.
     """

@@ -1,8 +1,8 @@
 """ZB-1p and ZB-2p: split backwards, searched for given costs and memory (Qi et al., Zero Bubble, ICLR 2024).
 
-The search max_timings a greedy schedule under a number of policies, then varies how many microbatches each stage
-may have in flight. Where ranks hold several stages, how these interleave decides as much, and the best
-orders are annealed. Last it moves single tasks of the critical path. All of it is deterministic.
+The search times a greedy schedule under a number of policies, then varies how many microbatches each stage
+may have in flight. Where ranks hold several stages, how these interleave decides as much, and the best orders
+are annealed. Last it moves single tasks of the critical path. All of it is deterministic.
 """
 
 import random
@@ -25,10 +25,10 @@ from pipec.schedules.zb_h2 import zb_h2
 _FILLS = (0.0, 0.75)
 _PATIENCES = (0.0, 0.5, 1.0)
 _EFFORT = 40_000
-"""Computes played while varying, and four times as many, which are cheaper, while moving tasks."""
+"""Tasks timed while varying, and four times as many, which are cheaper, while moving tasks."""
 
 _ANNEALING = 10 * _EFFORT
-"""Computes that annealing may play: most max_timings are given up long before their last task."""
+"""Tasks that annealing may time: most timings are given up long before their last task."""
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
