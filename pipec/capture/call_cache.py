@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from pipec.capture.model_call import ModelCall
 
 CALL_CACHE_SIZE = 8
-"""So many forms of calls are remembered, those that came last."""
+"""How many keys are cached, those used last."""
 
 
 @dataclass(frozen=True)
 class CallKey:
-    """All that decides how a call is split, and whether it is refused: calls of equal forms are alike.
+    """All that decides how a call is split, and whether it is refused: calls of equal keys are treated alike.
 
     ``structure`` has the type, the shape and the strides of each tensor, and plain values. ``binding`` is
     what the model's ``forward`` takes, and ``request`` what the pipeline makes of the call.

@@ -21,7 +21,7 @@ from pipec.ir import Phase
 
 
 def classify(graph: fx.Graph) -> None:
-    """Set ``phase``, ``operator``, ``draw`` and ``constant``, which ``pipec.graph.nodes`` explains.
+    """Set ``phase``, ``operator``, ``random_seed`` and ``constant``, which ``pipec.graph.nodes`` explains.
 
     Differentiation annotates most nodes with their operator. The others are placed by what they read, and
     those that read nothing by what reads them.

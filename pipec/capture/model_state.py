@@ -25,10 +25,9 @@ class TorchModes(NamedTuple):
 class ModelState:
     """Equal states of one model may share a compilation. Nothing in it is particular to a process.
 
-    Modules and tensors are in the order of ``modules_of`` and ``tensors_of``. A module is its class and its
-    hooks. A tensor is its shape and type, the place of its first name, whether it has a hook and, if a step
-    trains, whether it has a gradient. ``torch_modes`` are torch's modes and settings that a forward depends
-    on.
+    Modules and tensors are in the order in which the model lists them. A module is its class and its hooks. A
+    tensor is its shape and type, the place of its first name, whether it has a hook and, if a step trains,
+    whether it has a gradient. ``torch_modes`` are torch's modes and settings that a forward depends on.
     """
 
     training: tuple[bool, ...]

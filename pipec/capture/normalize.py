@@ -77,11 +77,11 @@ class TracedCall:
     """One call of the model as one joint graph, and what must be known to read it.
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
-    Its ``variables`` were to be symbolic, and are ``planned`` in the call; ``numbers`` has what the forward
-    graph has for those that are numbers. ``fqns`` maps the names of tensors in the joint graph to their names
-    in the model, where a tied tensor has one. ``constants`` are the tensors that belong to the loss function
-    alone. ``findings`` say what was proved of the batch. ``first_collective`` is the first model collective,
-    if any; a round has one microbatch for each of ``num_replicas``.
+    Its ``variables`` were to be symbolic, and are ``planned_sizes`` in the call; ``numbers`` has what the
+    forward graph has for those that are numbers. ``fqns`` maps the names of tensors in the joint graph to
+    their names in the model, where a tied tensor has one. ``constants`` are the tensors that belong to the
+    loss function alone. ``findings`` say what was proved of the batch. ``first_collective`` is the first
+    model collective, if any; a round has one microbatch for each of ``num_replicas``.
     """
 
     joint: torch_compat.JointGraph

@@ -1,7 +1,7 @@
 """The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
 
 Each command imports what it needs when it runs: ``--help`` and ``schedule NAME`` load no torch, ``check`` and
-``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what commands share.
+``run`` no compiler. ``drawing``, ``output``, ``options`` and ``command_variants`` are what commands share.
 """
 
 from importlib.metadata import version

@@ -282,7 +282,7 @@ def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "", step: st
 
 def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
     """A random operator draws from a generator of its own, seeded by step, microbatch and operator."""
-    generator = f"rng({node.meta['draw']})"
+    generator = f"rng({node.meta['random_seed']})"
     if node.target is aten.native_dropout.default:
         return f"dropout({args[0]}, {args[1]}, {generator})"
     return f"call_with_generator({', '.join([generator, _qualified(node.target), *args, *kwargs])})"

@@ -132,9 +132,9 @@ def _marked(
 class _Need:
     """What a rank may hold of its stages while an instruction runs: ``room`` bytes.
 
-    ``saved`` counts the microbatches that are in flight, by stage, and ``away`` those of them that can be on
-    the host. ``replaying`` is the stage whose backward runs, if one does. What that function holds besides
-    takes ``running`` of what is not the room.
+    ``saved`` counts the microbatches that are in flight, by stage, and ``offloaded`` those of them that can
+    be on the host. ``replaying`` is the stage whose backward runs, if one does. What that function holds
+    besides takes ``running`` of what is not the room.
     """
 
     saved: tuple[int, ...]

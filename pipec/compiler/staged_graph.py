@@ -68,9 +68,9 @@ PREDICTION_TOLERANCE = 0.05
 class EvaluatedPlan:
     """One way to run a step: the plan and the verified programs, and what the step is predicted to take.
 
-    ``schedule`` is the one that was asked for; the plan's placement tells which ranks really play its parts.
-    ``stages`` are the functions that the programs call. ``excess[rank]`` are the bytes by which a rank is
-    above the memory of its device.
+    ``schedule`` is the one that was requested; the plan's placement says which ranks act for those of the
+    schedule. ``stages`` are the functions that the programs call. ``excess_bytes[rank]`` are those by which a
+    rank exceeds the memory of its device.
     """
 
     staged: "StagedGraph"

@@ -41,8 +41,8 @@ class ProfiledOperator:
 class Profile:
     """Times measured with microbatches of ``microbatch_size`` rows. Other sizes follow the cost formulas.
 
-    ``model`` identifies the graph that was run; see ``cost.fingerprint``. ``device`` and ``torch`` say what
-    it ran on.
+    ``fingerprint`` identifies the graph that was run; see ``cost.graph_fingerprint``. ``device`` and
+    ``torch`` say what it ran on.
     """
 
     fingerprint: str

@@ -39,7 +39,7 @@ def symbol_substitutions(graph: TrainingGraph) -> SymbolSubstitutions:
 
 @dataclass(frozen=True, slots=True)
 class TensorSize:
-    """One tensor. ``stored`` is its shape without broadcast dimensions, those of stride 0."""
+    """One tensor. ``stored_shape`` is its shape without broadcast dimensions, those of stride 0."""
 
     shape: tuple[sympy.Expr, ...]
     stored_shape: tuple[sympy.Expr, ...]

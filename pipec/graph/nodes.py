@@ -80,7 +80,7 @@ class LossGradient:
 
 @dataclass(frozen=True, slots=True)
 class BatchFraction:
-    """The microbatch's rows as a share of the batch's: a 0-dim float64 tensor."""
+    """The microbatch's rows as a fraction of the batch's: a 0-dim float64 tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class FirstRow:
 @dataclass(frozen=True, slots=True)
 class BatchCount:
     """A value of the whole mini-batch, such as how many labels count: output ``index`` of the graph's
-    ``batch_counts``. If it ``is_sum``, it is the sum of what it is of parts of the batch."""
+    ``batch_counts``. If it ``is_sum``, its values for parts of the batch add up to it."""
 
     index: int
     is_sum: bool

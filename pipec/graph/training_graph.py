@@ -46,7 +46,7 @@ class TrainingGraph:
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. ``variables`` are the other sizes and the numbers that may change from call to
-    call, and ``planned`` has those of the call that was captured, for which costs are predicted.
+    call, and ``planned_sizes`` has those of the call that was captured, for which costs are predicted.
     ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph is
     valid for sizes and numbers for which all ``guards`` hold. ``data_dependent_sizes`` are the sizes that
     depend on values, each with a prediction. ``batch_counts`` computes, once a step, what the stages must

@@ -120,21 +120,22 @@ class ShardingCost:
 class Plan:
     """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
-    ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
-    that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
-    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads,
-    with their rows in front, and ``axes`` says where the user has the rows of those that are split;
-    ``training`` is the mode that the model was captured in. ``variables`` are the sizes and numbers that may
-    be others in each call, and ``planned_sizes`` what they are where costs are predicted. The code is valid
-    if they fulfil all ``guards``, such as ``t <= 512``, and equal ``fixed_sizes``. ``link_seconds[i]`` is how
-    long ``links[i]`` takes, ``link_sender_bytes[i]`` what its sender holds for it besides what it saves,
-    ``link_saved_bytes[i]`` what it saves of it, and ``link_reader_phases[i]`` the last phase of its reader
-    that needs it. ``host`` is what hosts take besides stages and links, and ``costs`` says what all these
-    seconds are those of: a device model, or a profile. ``parameters`` and ``buffers`` are named by FQN.
-    ``sync_spec`` is what the step does after its microbatches. ``microbatch_weight`` says how much the losses
-    of microbatches count, if the graph does not: by "rows", as they are ("sum"), or as a function says
-    ("function"). ``alternatives`` are the other plans that were evaluated, the fastest first, and
-    ``sharding_costs`` the costs of each level of sharding, if there is something to shard.
+    ``outputs`` names the results in the order of the leaves of what the model returns; ``summed_outputs`` are
+    those that add up over microbatches; ``log_names`` are the names that the loss function gave to those
+    after the loss; ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that
+    a stage reads, with their rows in front, and ``batch_axes`` says where the user has the rows of those that
+    are split; ``training`` is the mode that the model was captured in. ``variables`` are the sizes and
+    numbers that may be others in each call, and ``planned_sizes`` what they are where costs are predicted.
+    The code is valid if they fulfil all ``guards``, such as ``t <= 512``, and equal ``fixed_sizes``.
+    ``link_seconds[i]`` is how long ``links[i]`` takes, ``link_sender_bytes[i]`` what its sender holds for it
+    besides what it saves, ``link_saved_bytes[i]`` what it saves of it, and ``link_reader_phases[i]`` the last
+    phase of its reader that needs it. ``host`` is what hosts take besides stages and links, and
+    ``cost_source`` says where all these seconds come from: a device model, or a profile. ``parameters`` and
+    ``buffers`` are named by FQN. ``sync_spec`` is what the step does after its microbatches.
+    ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not: by "rows", as
+    they are ("sum"), or as a function says ("function"). ``alternatives`` are the other plans that were
+    evaluated, the fastest first, and ``sharding_costs`` the costs of each level of sharding, if there is
+    something to shard.
     """
 
     mode: Mode

@@ -47,7 +47,7 @@ def count_ranks(placement: Placement) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One cell of a schedule: run ``phase`` of ``stage`` on ``microbatch``."""
+    """One compute of a schedule: run ``phase`` of ``stage`` on ``microbatch``."""
 
     phase: Phase
     stage: int
@@ -56,7 +56,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What each rank computes, in order, before communication is added. ``orders[rank]`` are its cells.
+    """What each rank computes, in order, before communication is added. ``orders[rank]`` are its computes.
 
     With a ``stream``, the microbatches are those of several mini-batches that follow each other.
     """

@@ -59,17 +59,18 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SyncSpec:
-    """What the programs of a step do besides their microbatches. By default that is nothing.
+    """What the programs of a step do after their microbatches: reduce, clip, update, unshard. By default
+    nothing.
 
     ``buckets`` are of stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
     agree on the buffers that their forwards changed. If the program ``updates``, the optimizer is a part of
     it; if it ``clips``, the norm of all gradients is known before. ``shard`` is what replicas shard.
     Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
     With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
-    ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None. If
-    the program ``has_loss_scale``, backwards start from a multiple of the loss, and an update is left out
-    where that makes a gradient more than a number can be. The optimizer's state waits in host memory between
-    updates if it is ``state_on_host``.
+    ``on_nan`` is what happens if losses or gradients are not finite; nothing checks that if it is None. If
+    the program ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients
+    overflow is skipped. The optimizer's state waits in host memory between updates if it is
+    ``state_on_host``.
     """
 
     buckets: tuple[Bucket, ...] = ()

@@ -75,8 +75,8 @@ class MemoryConstraint:
     """What a rank holds while one of its computes runs.
 
     It is what ``saved[k]`` microbatches have saved of stage k of the rank, and what ``recomputed[k]`` have
-    recomputed. Of those that have saved, ``away[k]`` have on the host what is offloaded. ``room`` are the
-    bytes that the rank may have.
+    recomputed. Of those that have saved, ``offloaded[k]`` have on the host what is offloaded. ``room`` are
+    the bytes that the rank may have.
     """
 
     saved: tuple[int, ...]
@@ -87,9 +87,10 @@ class MemoryConstraint:
 
 @dataclass(frozen=True, slots=True)
 class OffloadCost:
-    """What it takes to offload bytes of a microbatch: nothing but a little for the first ``free_bytes``.
+    """What it takes to offload bytes of a microbatch.
 
-    They are copied beside computes. What is more takes ``seconds_per_byte``, and once more on the way back.
+    Copies of up to ``free_bytes`` overlap computes; each byte above that takes ``seconds_per_byte``, each
+    way.
     """
 
     free_bytes: float

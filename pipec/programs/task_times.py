@@ -25,7 +25,7 @@ class TaskInputs:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """When each cell starts and ends, from time 0. ``inputs`` are what cells read, as ``read_columns``."""
+    """When each task starts and ends, from time 0. ``inputs`` are what tasks read, by column."""
 
     starts: Floats
     ends: Floats
@@ -34,7 +34,7 @@ class TaskTimes:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """The cells at which resources wait for each other, or for what is never made."""
+    """The tasks at which resources wait for each other, or for what is never made."""
 
     cells: Ints
 

@@ -31,9 +31,9 @@ class Attribution:
     ``previous`` is the compute or update that ran before it on the same rank; before a collective or a copy
     it may also be the one of its kind that its rank was in until later. ``idle`` is how long a rank did
     nothing before a compute or an update, and ``awaited`` the message, the collective or the copy that ended
-    this. ``queued`` is, for a message that had to wait for its channel, the message that the channel carried
-    until then. ``last`` is, for a collective, the event of the same collective on the rank that came to it
-    last; a copy is its own.
+    this. ``queued_behind`` is, for a message that had to wait for its channel, the message that the channel
+    carried until then. ``last`` is, for a collective, the event of the same collective on the rank that came
+    to it last; a copy is its own.
     """
 
     previous: Ints
@@ -175,7 +175,7 @@ def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
 def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
     """The events, first to last, each of which kept the next from beginning; the last one ends the step.
 
-    ``found`` are the ``waits`` of the timeline.
+    ``found`` is what ``attribute_waits`` returned for the timeline.
     """
     events = timeline.columns
     last = np.flatnonzero(events.ends == timeline.makespan)

@@ -29,11 +29,11 @@ class RankWait:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Where the time of a rank goes; the parts add up to the makespan.
+    """Where the time of a rank goes; the fields add up to the makespan.
 
     It is ``busy`` with computes and updates, or waits for messages, collectives and copies, ``waits``,
-    longest first. ``own`` is the idle time in which all it needed was there. ``after`` is the time when it
-    has computed and updated everything, and its collectives are over.
+    longest first. ``unattributed_idle`` is the idle time in which it had all its inputs. ``trailing_idle`` is
+    the time left once it has computed and updated everything, and its collectives are over.
     """
 
     busy: float
@@ -47,7 +47,7 @@ class RankTime:
 
 
 def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
-    """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
+    """Where the time of each rank goes. ``found`` is what ``attribute_waits`` returned."""
     events, num_ranks = timeline.columns, timeline.num_ranks
     busy = np.bincount(
         events.ranks, np.where(events.is_blocking, events.ends - events.starts, 0.0), num_ranks

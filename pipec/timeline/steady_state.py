@@ -12,17 +12,17 @@ from pipec.timeline.events import Timeline
 
 @dataclass(frozen=True)
 class SteadyState:
-    """``seconds`` from one mini-batch to the next, in the timeline's unit, and the share that ranks idle."""
+    """The time from one mini-batch to the next, in the timeline's unit, and the fraction that ranks idle."""
 
     batch_interval: float
     bubble_rate: float
 
 
 def steady_state(timeline: Timeline) -> SteadyState | None:
-    """What holds once the pipeline is full. None where steps end with a flush, or where it never is full.
+    """What holds once the pipeline is full. None where schedules are synchronous, or where it never is full.
 
     The last stage does the same again after a period, until the last mini-batch; the second half of its
-    forwards is therefore as far apart as those of a stream without end.
+    forwards is therefore as far apart as those of an endless stream.
     """
     stream, replicas = (
         timeline.sync_spec.stream,

@@ -192,8 +192,8 @@ def _compute_columns(
 def _collective_columns(timeline: Timeline, found: Attribution, rounded: _Round) -> dict[str, object]:
     """Collectives and copies as columns: ``last`` is the number of the same on the rank that came last.
 
-    ``came`` is when the rank of each was free to come, and ``words`` an index into ``told``. Those of a rank
-    that overlap are drawn in different rows: ``row``.
+    ``came`` is when the rank of each was free to arrive, and ``words`` an index into ``told``, the
+    descriptions. Those of a rank that overlap are drawn in different rows: ``row``.
     """
     is_overlapped = timeline.columns.is_overlapped
     numbers = np.cumsum(is_overlapped) - 1

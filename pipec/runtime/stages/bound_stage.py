@@ -25,8 +25,8 @@ class StageCode(Protocol):
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
-    ``gradient_sums``        the sums of their gradients by index, to which a function may add itself
-    ``precomputed``    tuple returned by ``precompute`` for these parameters
+    ``gradient_sums`` the sums of their gradients by index, to which a function may add itself ``precomputed``
+    tuple returned by ``precompute`` for these parameters
     ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
     ``b``           number of samples in the microbatch

@@ -91,7 +91,7 @@ class ShardedBucket:
                 self._parameters[name].data = tensor
 
     def reshard(self) -> None:
-        """Keep the shards of what the parameters have become since ``gather``."""
+        """Keep the shards of what the parameters have become since ``unshard``."""
         if not self.keeps_parameters:
             for shard in self._shards:
                 shard.reshard_updated()

@@ -73,10 +73,10 @@ def list_scheduling(problem: OrderingProblem, ranks: Sequence[ChoosingRank]) -> 
 class GreedyPolicy:
     """What a rank prefers.
 
-    ``fill``: a weight gradient runs in a pause of at least this share of its own time, and always where
+    ``fill``: a weight gradient runs in a pause of at least this fraction of its own time, and always where
     memory is what stops another task. ``patience``: before the first input gradient of a rank, a forward is
-    put off if that gradient arrives within this share of the forward's time. ``forward_first``: before input
-    gradients that can run as well. ``max_in_flight[stage]`` bounds what is between forward and input
+    put off if that gradient arrives within this fraction of the forward's time. ``forward_first``: before
+    input gradients that can run as well. ``max_in_flight[stage]`` bounds what is between forward and input
     gradient.
     """
 

@@ -45,7 +45,7 @@ class Workload:
         memory_weight: float = 1.0,
         memory_limit: float | None = None,
     ) -> "Workload":
-        """Equal stages, one for each rank; ``on`` divides them where ranks have several.
+        """Equal stages, one for each rank; ``for_placement`` divides them where ranks have several.
 
         A microbatch holds ``memory_backward`` from its forward to its input gradient and ``memory_weight``
         from there to its weight gradient.
@@ -74,7 +74,7 @@ class Workload:
         return len(self.forward)
 
     def has_costs_of(self, placement: Placement) -> bool:
-        """Whether ``on`` knows the work of stages with this placement."""
+        """Whether ``for_placement`` knows the work of stages with this placement."""
         return self.num_stages in (len(placement), count_ranks(placement))
 
     def for_placement(self, placement: Placement) -> "Workload":
