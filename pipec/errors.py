@@ -28,7 +28,7 @@ class TargetRowsError(InputError):
 
 
 class PlanError(PipecError):
-    """No plan can be made from what was asked."""
+    """No plan can be made from what was requested."""
 
 
 class InfeasibleError(PlanError):

@@ -14,7 +14,7 @@ _library = library.Library("pipec", "FRAGMENT")
 _library.define("check_branch(Tensor condition, bool outcome, str branch) -> ()")
 
 CHECK_BRANCH = ops.pipec.check_branch.default
-"""Fails unless the condition is as the outcome says. ``branch`` is the line of the model that asked."""
+"""Fails unless the condition equals ``outcome``. ``branch`` is the line of the model that asked."""
 
 fx.node.has_side_effect(CHECK_BRANCH)  # nothing reads it, and it must not be removed for that
 

@@ -1,4 +1,4 @@
-"""Programs without end: a round of instructions that is executed again and again.
+"""Periodic programs: a period of instructions that is executed again and again.
 
 Round k of a program with period P executes each instruction for the microbatch that is k P further than the
 one it names, with the version that is as many updates further. Instructions of microbatches that do not exist

@@ -151,12 +151,12 @@ def _seconds(
     buckets = tuple(price(Bucket(0, group, segment=segment)) for segment, group in enumerate(groups))
     last = [gradients.shares[end - 1] for end in accumulate(map(len, groups))]
     shares = tuple(end - start for start, end in pairwise([0.0, *last[:-1], 1.0]))
-    endings = {(Op.REDUCE_GRAD, 0, number): each.reduce_seconds for number, each in enumerate(buckets)}
-    endings |= {(Op.UNSHARD, 0, number): each.unshard_seconds for number, each in enumerate(buckets)}
+    sync_times = {(Op.REDUCE_GRAD, 0, number): each.reduce_seconds for number, each in enumerate(buckets)}
+    sync_times |= {(Op.UNSHARD, 0, number): each.unshard_seconds for number, each in enumerate(buckets)}
     backward = (0, Phase.BACKWARD)
     costs = SimulationCosts(
         {(0, Phase.FORWARD): gradients.forward_seconds, backward: gradients.backward_seconds},
-        sync_times=endings,
+        sync_times=sync_times,
         segments={backward: shares},
     )
     alone = replace(sync_spec, buckets=buckets, buffer_sync_stages=(), clips=False, on_nan=None)

@@ -23,9 +23,9 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
         for phase, time in stage.cost.seconds.items()
     }
     messages = dict(zip(plan.links, plan.link_seconds, strict=True))
-    endings = _collectives(plan)
+    sync_times = _collectives(plan)
     for stage in plan.stages:
-        endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
+        sync_times[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
     few = programs.representative_replicas if isinstance(programs, ReplicatedPrograms) else None
     programs = steady_excerpt(representative_programs(programs), plan.sync_spec.stream, plan.placement)
     joins = {
@@ -38,7 +38,7 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     costs = SimulationCosts(
         compute,
         messages,
-        sync_times=endings,
+        sync_times=sync_times,
         segments=segments,
         model_collectives=joins,
         copy_times=copies,

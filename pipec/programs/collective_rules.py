@@ -39,7 +39,7 @@ class CollectiveKey(NamedTuple):
 
     def __str__(self) -> str:
         of = f" of stage {self.stage}" if self.stage >= 0 else ""
-        numbers = {"bucket": self.bucket, "model_collective": self.model_collective, "round": self.round}
+        numbers = {"bucket": self.bucket, "model collective": self.model_collective, "round": self.round}
         named = (f"{word} {number}" for word, number in numbers.items() if number >= 0)
         return ", ".join([f"{self.op}{of}", *named])
 

@@ -1,7 +1,7 @@
-"""What ranks wait for that meet: nobody gets past a collective before its last rank has come.
+"""Waits of collectives: no rank gets past a collective before its last rank has come.
 
-A meeting is told as a rank of its own with one instruction, which passes when every member has come; and all
-members wait until it has passed. So there are as many waits as there are instructions that meet.
+A collective is modelled as a rank of its own with one instruction, which passes when every member has come;
+and all members wait until it has passed. So there are twice as many waits as instructions of collectives.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from pipec.programs.program_index import ProgramIndex
 
 @dataclass(frozen=True)
 class CollectiveWaits:
-    """The waits of ``count`` meetings, which are numbered after the ``num_ranks`` ranks."""
+    """The waits of ``count`` collectives, which are numbered after the ``num_ranks`` ranks."""
 
     waits: WaitEdges
     num_ranks: int
@@ -27,7 +27,7 @@ class CollectiveWaits:
     def of_ranks(
         self, stalled: Mapping[int, tuple[InstructionSite, InstructionSite]]
     ) -> dict[int, tuple[InstructionSite, InstructionSite]]:
-        """Stalled ranks alone. One that waits for a meeting waits for a member that has not come to it."""
+        """Stalled ranks alone. One that waits for a collective waits for a member that has not come to it."""
         return {
             rank: (site, stalled[ahead[0]][1] if ahead[0] >= self.num_ranks else ahead)
             for rank, (site, ahead) in stalled.items()
@@ -36,7 +36,7 @@ class CollectiveWaits:
 
 
 def collective_waits(step: ProgramIndex) -> CollectiveWaits:
-    """Collectives wait for all their ranks. Those that meet are the k-th alike of each rank."""
+    """Collectives wait for all their ranks. The k-th with equal keys on each rank are one collective."""
     num_ranks = len(step.columns)
     met: dict[tuple[CollectiveKey, int], list[InstructionSite]] = defaultdict(list)
     for rank in range(num_ranks):
@@ -45,9 +45,9 @@ def collective_waits(step: ProgramIndex) -> CollectiveWaits:
             met[key, seen[key]].append((rank, number))
             seen[key] += 1
     waits = []
-    for meeting, sites in enumerate(met.values(), start=num_ranks):
+    for collective, sites in enumerate(met.values(), start=num_ranks):
         for rank, number in sites:
-            waits += [(meeting, 0, rank, number), (rank, number, meeting, 1)]
+            waits += [(collective, 0, rank, number), (rank, number, collective, 1)]
     return CollectiveWaits(_waits(waits), num_ranks, len(met))
 
 

@@ -109,9 +109,9 @@ def lower(
             arriving[each.route.target].append((each, depends))
     sums: list[tuple[float, SyncOp]] = []
     if schedule.stream:
-        sums, meetings = update_boundaries.meetings(schedule, rounds, order.ends, sync_spec)
+        sums, collectives = update_boundaries.round_collectives(schedule, rounds, order.ends, sync_spec)
     else:
-        meetings = SyncOrder(index, order.ends, links, sync_spec).all()
+        collectives = SyncOrder(index, order.ends, links, sync_spec).all()
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
     versions = update_boundaries.read_versions(schedule)
     programs = []
@@ -121,10 +121,13 @@ def lower(
             OpKind.COMPUTE: _computes(index, rank, recompute, versions),
             OpKind.SEND: _sends(leaving[rank]),
             OpKind.COLLECTIVE: _joined(
-                [_meetings(meetings, rank, OpKind.COLLECTIVE), _joins(index, rank, model_collectives or {})]
+                [
+                    _sync_ops(collectives, rank, OpKind.COLLECTIVE),
+                    _joins(index, rank, model_collectives or {}),
+                ]
             ),
-            OpKind.UPDATE: _meetings(meetings, rank, OpKind.UPDATE),
-            OpKind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, OpKind.RELEASE)]),
+            OpKind.UPDATE: _sync_ops(collectives, rank, OpKind.UPDATE),
+            OpKind.RELEASE: _joined([_frees(index, rank), _sync_ops(collectives, rank, OpKind.RELEASE)]),
             OpKind.COPY: _copies(index, rank, offload),
         }
         columns = InstructionColumns(_in_order(blocks), tuple(links))
@@ -279,7 +282,7 @@ def _receives(
     weights is received at position 0, where the rank lends its own weights.
     """
     own = [(time, each) for time, each in sums if rank in each.positions]
-    blocks, times = [_meetings([each for _, each in own], rank)], [np.array([time for time, _ in own], float)]
+    blocks, times = [_sync_ops([each for _, each in own], rank)], [np.array([time for time, _ in own], float)]
     for source, channel in groupby(sorted(arriving, key=_source), key=_source):
         posted, made = _channel(unit_order, rank, list(channel))
         blocks.append(posted)
@@ -340,9 +343,9 @@ def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versi
     return _joined([replays, computes])
 
 
-def _meetings(meetings: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
+def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
     """The collectives, updates or releases that a rank takes part in, or all of these."""
-    own = [each for each in meetings if rank in each.positions and kind in (None, each.op.traits.kind)]
+    own = [each for each in collectives if rank in each.positions and kind in (None, each.op.traits.kind)]
     if not own:
         return _NOTHING
     positions = np.array([each.positions[rank] for each in own], np.int32)

@@ -1,4 +1,4 @@
-"""The round of programs without end, found in programs that were lowered for a number of microbatches.
+"""Periodic programs, found in programs that were lowered for a number of microbatches.
 
 Once the pipeline is full, a rank does the same again and again, each time for the microbatches of the next
 mini-batch; where stages have replicas, of as many as bring every stage to its first replica again. That

@@ -23,7 +23,7 @@ _BESIDE = 2
 
 @dataclass(frozen=True)
 class OffloadIntervals:
-    """What is away from the device of a rank: a column entry for each stage and microbatch.
+    """What is offloaded from the device of a rank: a column entry for each stage and microbatch.
 
     Positions count the computes of the rank from 1, split ones once for each segment. A microbatch is copied
     from behind position ``offloads`` on, and back from behind position ``prefetches`` on.
@@ -79,7 +79,7 @@ def copy_dependencies(events: InstructionColumns) -> tuple[Ints, Ints]:
 
 
 def num_offloaded(columns: InstructionColumns, stage: int) -> Ints:
-    """How many microbatches of a stage would be away while each instruction of a program runs.
+    """How many microbatches of a stage would be offloaded while each instruction of a program runs.
 
     The program is one without offloads. Of what stands between two computes this may say too few.
     """

@@ -14,7 +14,8 @@ _READERS = [OP_CODE[op] for op in (Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 def offloads_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """A microbatch of a stage that offloads is away once at most, after its forward, and not when it is read.
+    """A microbatch of a stage that offloads is offloaded once at most, after its forward, and not when it is
+    read.
 
     The device lets go of it behind the compute that follows the offload. So the prefetch is behind that, and
     the first reader behind the prefetch.

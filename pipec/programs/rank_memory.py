@@ -172,7 +172,7 @@ class _Account:
             self.grow("running", updates, scratch, -scratch)
 
     def count_offloads(self) -> None:
-        """What is away from the end of the compute behind an offload to the prefetch."""
+        """What is offloaded from the end of the compute behind an offload to the prefetch."""
         for stage in self.own:
             if not (amount := self.stages[stage].offloaded):
                 continue

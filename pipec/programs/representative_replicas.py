@@ -35,7 +35,7 @@ from pipec.ir import Op, Placement, Plan, Program, RankMemory, RepresentativeRan
 from pipec.ir.columns import OP_CODE, ComputeColumns, InstructionColumns, Ints
 
 MAX_RANKS_WITHOUT_REPRESENTATIVES = 64
-"""Of a step on more ranks than these, alike replicas are looked at together."""
+"""On more ranks than these, only representatives of equal replicas are lowered, verified and simulated."""
 
 
 @dataclass(frozen=True)

@@ -54,19 +54,19 @@ class SyncOrder:
     sync_spec: SyncSpec
 
     def all(self) -> list[SyncOp]:
-        """Every meeting, in the order in which the ranks come to them."""
+        """Every collective and update, in the order in which the ranks come to them."""
         timed = [*self._averages(), *self._reduces(), *self._norm(), *self._updates(), *self._gathers()]
-        return [meeting for _, meeting in sorted(timed, key=lambda pair: pair[0])]
+        return [sync_op for _, sync_op in sorted(timed, key=lambda pair: pair[0])]
 
     def _averages(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self.sync_spec.buffer_sync_stages:
             ready = self._last(stage, _FORWARD)
-            yield self._meeting(Op.AVERAGE_BUFFERS, ready, stage)
+            yield self._collective(Op.AVERAGE_BUFFERS, ready, stage)
 
     def _reduces(self) -> Iterator[tuple[float, SyncOp]]:
         for number, bucket in enumerate(self.sync_spec.buckets):
             for ready in self._rounds(bucket):
-                yield self._meeting(Op.REDUCE_GRAD, ready, bucket.stage, number)
+                yield self._collective(Op.REDUCE_GRAD, ready, bucket.stage, number)
 
     def _rounds(self, bucket: Bucket) -> Iterator[dict[int, int]]:
         """By rank, the positions behind which gradients of a bucket are there: of each round, or of all."""
@@ -79,7 +79,7 @@ class SyncOrder:
 
     def _norm(self) -> Iterator[tuple[float, SyncOp]]:
         if self.sync_spec.has_grad_norm:
-            yield self._meeting(Op.GRAD_NORM, {rank: self._over(rank) for rank in range(len(self.ends))})
+            yield self._collective(Op.GRAD_NORM, {rank: self._over(rank) for rank in range(len(self.ends))})
 
     def _updates(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self._updated():
@@ -121,10 +121,10 @@ class SyncOrder:
         """The time one cell before the first of these cells of several ranks."""
         return min(float(self.ends[rank][max(first - 2, 0)]) for rank, first in firsts.items())
 
-    def _meeting(
+    def _collective(
         self, op: Op, ready: Mapping[int, int], stage: int = -1, bucket: int = -1
     ) -> tuple[float, SyncOp]:
-        """The meeting of ranks at the time when all have come to their positions ``ready``."""
+        """The collective of ranks at the time when all have come to their positions ``ready``."""
         time = self._time(ready)
         return time, self._at(time, op, ready, stage, bucket)
 

@@ -103,7 +103,7 @@ def version_reads(index: ScheduleIndex, ends: Sequence[UpdateBoundary]) -> tuple
     return readers, producers
 
 
-def meetings(
+def round_collectives(
     schedule: Schedule, ends: Sequence[UpdateBoundary], times: Sequence[Floats], sync_spec: SyncSpec
 ) -> tuple[list[tuple[float, SyncOp]], list[SyncOp]]:
     """The sums of all rounds, each with the time at which the last rank has made its gradients; and updates.

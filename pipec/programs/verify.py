@@ -266,8 +266,8 @@ def _frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
 
 def _finishes(step: ProgramIndex) -> Iterator[Violation]:
     """No rank waits forever, even if every send waits until its receive is posted."""
-    meetings = collective_waits(step)
-    others = _together([tied_gradient_waits(step), meetings.waits, result_rules.result_waits(step)])
+    collectives = collective_waits(step)
+    others = _together([tied_gradient_waits(step), collectives.waits, result_rules.result_waits(step)])
     if (
         not others.ranks.size
         and step.cells
@@ -275,9 +275,9 @@ def _finishes(step: ProgramIndex) -> Iterator[Violation]:
     ):
         return
     waits = _together([_waits(step.deliveries), others])
-    stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * meetings.count], waits)
+    stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * collectives.count], waits)
     if stalled:
-        ring = wait_cycle(meetings.of_ranks(stalled))
+        ring = wait_cycle(collectives.of_ranks(stalled))
         lines = [
             f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
             for site, ahead in ring

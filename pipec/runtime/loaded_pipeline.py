@@ -151,7 +151,7 @@ class LoadedPipeline(StreamTraining):
         batch = self._batch_of(given)
         seed = self._agreed_seed(batch)
         execution = self._execution(self._artifact)
-        assert isinstance(execution, StreamExecution), "a schedule without a flush has programs without end"
+        assert isinstance(execution, StreamExecution), "an asynchronous schedule has periodic programs"
 
         def split(given: CallArguments) -> StreamBatch | None:
             other = self._batch_of(given)

@@ -152,7 +152,7 @@ def fill_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 class EmptiedTensors:
     """The shapes of the model's tensors that hold no memory in this process, at least between steps.
 
-    They live in other processes, or are kept in shares. Some may be whole for a while.
+    They live in other processes, or are sharded. Some may be whole for a while.
     """
 
     layouts: dict[str, tuple[torch.Size, tuple[int, ...]]] = field(default_factory=dict)

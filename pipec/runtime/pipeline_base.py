@@ -230,7 +230,7 @@ class PipelineBase(nn.Module):
         return self._updates
 
     def _unshard_parameters(self) -> None:
-        """Let parameters that are kept in shares be whole, before they are divided in another way."""
+        """Let parameters that are sharded be whole, before they are divided in another way."""
         self.drain()
         if self._updates is not None:
             self._updates.release(self._group_of)
@@ -250,7 +250,7 @@ class PipelineBase(nn.Module):
         return self._ranks.transport(rank).group(self._trained.plan.placement[stage])
 
     def _empty(self, fqns: Collection[str]) -> None:
-        """Give back the memory of parameters that are kept in shares."""
+        """Give back the memory of parameters that are sharded."""
         own = dict(self.named_parameters())
         for fqn in fqns:
             own[fqn].data = own[fqn].new_empty(0)
@@ -295,7 +295,7 @@ class PipelineBase(nn.Module):
         reply_values: Sequence[int] = (),
         call_role: CallRole = CallRole.REQUIRED,
     ) -> list[RankReply]:
-        """Check that every rank makes this call, and with the same arguments. Returns what each told.
+        """Check that every rank makes this call, and with the same arguments. Returns the reply of each.
 
         Raises InputError if they do not, or if this process cannot reach the others.
         """

@@ -24,7 +24,7 @@ def simulate_schedule(
 ) -> tuple[Timeline, float]:
     """The timeline of a schedule on a plain chain of stages, and the seconds to lower and verify it.
 
-    Of many replicas that are alike, it is that of a few.
+    Of many equal replicas, a few are simulated.
 
     Raises:
         VerifyError: the schedule is broken.
@@ -38,9 +38,9 @@ def simulate_schedule(
     programs = lower(schedule, links, sync_spec=sync_spec)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
     seconds = perf_counter() - begun
-    endings = {
+    sync_times = {
         (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
         for number, bucket in enumerate(sync_spec.buckets)
     }
-    timeline = simulate(programs, replace(work.costs(schedule, links), sync_times=endings), few)
+    timeline = simulate(programs, replace(work.costs(schedule, links), sync_times=sync_times), few)
     return replace(timeline, sync_spec=sync_spec), seconds

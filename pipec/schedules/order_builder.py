@@ -62,7 +62,7 @@ def schedule_from_orders(
 class LazyOrders(Sequence[ComputeColumns]):
     """The orders of ``num_ranks`` ranks, each of them made by ``order(rank)`` when it is first asked for.
 
-    Which schedules there are, and where they have their stages, is often asked without.
+    The name and the placement of a schedule are often read without its orders.
     """
 
     def __init__(self, num_ranks: int, order: Callable[[int], ComputeColumns]) -> None:

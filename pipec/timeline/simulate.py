@@ -192,7 +192,7 @@ class _Step:
 
 
 def collective_numbers(events: InstructionColumns, ranks: Ints, collectives: Ints) -> Ints:
-    """For each of these collectives the number of its meeting: of several alike on a rank, the k-th meet."""
+    """For each of these collectives its number: of several equal ones on a rank, the k-th belong together."""
     numbers: dict[tuple[int, ...], int] = {}
     seen: dict[tuple[int, ...], int] = {}
     found = np.empty(collectives.size, np.int64)
@@ -216,8 +216,8 @@ def _durations(step: _Step, costs: SimulationCosts) -> Floats:
     found = np.where(step.is_compute, durations[kind_of], messages[events.link_numbers])
     others = np.flatnonzero(~step.is_compute & (events.link_numbers < 0))
     for event, (op, stage, bucket, join) in zip(others.tolist(), _keys(events, others), strict=True):
-        ending = costs.sync_times.get((OPS[op], stage, bucket), 0.0)
-        found[event] = costs.model_collectives.get((stage, join), 0.0) if join >= 0 else ending
+        sync_time = costs.sync_times.get((OPS[op], stage, bucket), 0.0)
+        found[event] = costs.model_collectives.get((stage, join), 0.0) if join >= 0 else sync_time
     copies = np.flatnonzero(events.is_copy)
     found[copies] = [costs.copy_times.get(stage, 0.0) for stage in events.stages[copies].tolist()]
     return found
@@ -260,7 +260,7 @@ def _message_reads(step: _Step) -> tuple[Ints, Ints]:
 
 
 def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
-    """An arrival reads what its rank did before, and a collective the last arrival of its meeting.
+    """An arrival reads what its rank did before, and a collective the last arrival of its ranks.
 
     An update reads the collective before it. A compute reads the last gathering of its stage's parameters,
     and a segment behind another one the model collective between them.

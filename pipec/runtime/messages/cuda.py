@@ -46,7 +46,7 @@ class PeerToPeerCopies:
     """Copies from one GPU of this process to another, on streams of their own.
 
     A copy begins when its values are made, and neither GPU computes later for it. At most ``MAX_IN_TRANSIT``
-    are under way: until they are over, the memory of both ends is held, and the host may be far ahead.
+    are in transit: until they are over, the memory of both ends is held, and the host may be far ahead.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:

@@ -29,7 +29,7 @@ class MessageMemory:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds a value in it, and no transfer is under way."""
+        """Whether nobody holds a value in it, and no transfer is in progress."""
         return self._count() == self._alone
 
     def message(self, message_layout: MessageLayout) -> Tensor:

@@ -22,7 +22,7 @@ _Message = tuple[Sequence[dist.Work], Sequence[Tensor]]
 """What was started at one time, with the memory that it uses."""
 
 _Messages = deque[_Message]
-"""The messages of one direction that are under way, oldest first."""
+"""The messages of one direction that are in transit, oldest first."""
 
 
 class NcclConnections:

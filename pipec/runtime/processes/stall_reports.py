@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 STALL_SECONDS = 10.0
-"""Seconds, or a quarter of the timeout: a wait that takes longer is told, and again each time it doubles."""
+"""Seconds, or a quarter of the timeout: a longer wait is reported, and again each time it doubles."""
 
 
 class WaitStatus(NamedTuple):
     """A wait: the ``activity`` of a rank that waits for ``peer``, or for any other rank.
 
-    One that is ``expected`` to take long, as while rank 0 compiles, is not told. Each wait is its own object.
+    One that is ``expected`` to take long, as while rank 0 compiles, is not reported. Each wait is its own
+    object.
     """
 
     activity: str = ""
@@ -57,7 +58,7 @@ class StallReporter:
         self._follow(NOT_WAITING)
 
     def check(self, wait: WaitStatus, late: Callable[[], str | None], has_failed: bool) -> None:
-        """Say whom this wait is for if it has taken long, or that one which was told is over.
+        """Say whom this wait is for if it has taken long, or that a reported one is over.
 
         ``late`` says who has not come and what they do; None if another rank tells it.
         """

@@ -121,7 +121,7 @@ class DryRuns:
 
 
 def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:
-    """A program without end as that of one step, in which each replica of a stage has a microbatch."""
+    """A periodic program as that of one step, in which each replica of a stage has a microbatch."""
     count = max(plan.num_microbatches, *map(len, plan.placement))
     written = [
         replace(each, version=-1)

@@ -1,4 +1,4 @@
-"""Whether a step's losses and gradients are numbers: looked at together, and told alike on all ranks."""
+"""Whether a step's losses and gradients are finite: checked together, with one result on all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -125,7 +125,7 @@ class OptimizerUpdates:
         return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
 
     def follow_script(self) -> None:
-        """Take over what the script has done to parameters and gradients that are kept in shares."""
+        """Take over what the script has done to parameters and gradients that are sharded."""
         for bucket in self._buckets:
             bucket.follow_script()
 
@@ -300,7 +300,7 @@ class OptimizerUpdates:
 
     @contextmanager
     def gathered(self, group_of: GroupOf) -> Iterator[None]:
-        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        """Let parameters that are sharded be whole inside a ``with``. Every rank does so together."""
         for bucket in self._buckets:
             bucket.unshard(group_of)
         try:

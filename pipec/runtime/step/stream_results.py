@@ -75,7 +75,7 @@ class StreamResults:
         self._num_losses: Counter[int] = Counter()
 
     def is_finite(self, number: int) -> bool:
-        """Whether something is to come of a mini-batch, which is asked before an update that it is for."""
+        """Whether a mini-batch is trained on, not skipped; read before the update that it is for."""
         if self._looks:
             self.wait_received(number)
             assert self._num_losses.pop(number, 0) == self._per_batch, "losses come before updates"

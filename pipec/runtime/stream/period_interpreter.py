@@ -1,4 +1,4 @@
-"""The interpreter of programs without end: runs the rounds of one rank for as long as mini-batches come.
+"""The interpreter of periodic programs: repeats the period of one rank for as long as mini-batches come.
 
 A round is linked once for each of the frames that its microbatches take in turn. A stream then fills a frame
 when a microbatch is first named, and calls the actions, one after the other.
@@ -141,7 +141,7 @@ class PeriodInterpreter:
     def _batches_per_version(self, stage: int) -> int:
         """The mini-batches of an update, which are several where a stage has replicas."""
         stream = self._plan.sync_spec.stream
-        assert stream is not None, "programs without end have mini-batches"
+        assert stream is not None, "periodic programs have mini-batches"
         return (
             stream.microbatches_per_update(stage, replica_counts(self._plan.placement))
             // self._plan.num_microbatches
@@ -182,7 +182,7 @@ class PeriodInterpreter:
         self._stream_results.forget()
 
     def _run(self) -> Iterator[None]:
-        """Run round after round, and pause where more would be known than the script has asked for."""
+        """Run period after period, and pause where more would be known than the script has requested."""
         instructions, period = self._program.instructions, self._program.period
         offsets = [each.microbatch for each in instructions]
         number = -(max(offsets) // period)
@@ -205,7 +205,7 @@ class PeriodInterpreter:
     def _asked_for(self, place: int, microbatch: int) -> int:
         """The mini-batch that the script must have asked for before an instruction runs; -1 for none."""
         stream, per_batch = self._plan.sync_spec.stream, self._plan.num_microbatches
-        assert stream is not None, "programs without end have mini-batches"
+        assert stream is not None, "periodic programs have mini-batches"
         if self._learns[place] and microbatch // per_batch == self._num_known:
             return self._num_known if self._learned[self._num_known] == self._num_to_learn - 1 else -1
         each = self._program.instructions[place]

@@ -1,4 +1,4 @@
-"""An artifact of programs without end on the ranks of this process: it begins runs, or makes one step."""
+"""An artifact of periodic programs on the ranks of this process: it begins runs, or makes one step."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from pipec.runtime.stream.stream_run import ProcessStreamRun, StreamRun, Threade
 
 
 class StreamExecution(LinkedArtifact[PeriodInterpreter]):
-    """An artifact of programs without end, ready to run the mini-batches of a stream."""
+    """An artifact of periodic programs, ready to run the mini-batches of a stream."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One run of programs without end on the ranks of this process, from an empty pipeline to an empty one.
+"""One run of periodic programs on the ranks of this process, from an empty pipeline to an empty one.
 
 The script asks for the results of one mini-batch after the other. By asking for those of mini-batch i it says
 with which hyperparameters every rank is to make the update of which i is the last mini-batch, and lets it

@@ -100,7 +100,7 @@ class StreamSession:
         return self._found[1] if self._found and self._found[0] == number - self._first else None
 
     def drain(self, groups: GroupHyperparameters) -> list[BatchResult]:
-        """Complete what was begun, unless the process ends; returns the outcomes that nobody has asked for.
+        """Complete what was begun, unless the process ends; returns the results that nobody has requested.
 
         They are those that come next, and leave the list then. One of which nothing came is not among them.
         Their updates have the hyperparameters of now, which are ``groups``.
@@ -114,7 +114,7 @@ class StreamSession:
         return self._left
 
     def _take_left(self) -> None:
-        """Keep the outcomes that nobody has asked for, apart from those of which nothing came."""
+        """Keep the results that nobody has requested, without those of skipped steps."""
         left = [self._outcome(results) for results in self._run.left]
         self._found = self._execution.found()
         num_finite = max(self._found[0] - self._num_given, 0) if self._found else len(left)
