@@ -429,8 +429,8 @@ def test_code_that_does_not_join_what_the_plan_says_is_refused(saved: Path, foun
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"segment": 9}, "joins 'all_gather' before segment 9 of forward, of 4 segments"),
-        ({"op": Op.GRAD_NORM}, "joins 'all_gather' by grad_norm, which does not join"),
+        ({"segment": 9}, "the model collective 'all_gather' is before segment 9 of forward, of 4 segments"),
+        ({"op": Op.GRAD_NORM}, "the model collective 'all_gather' is a grad_norm, which no model has"),
         ({"value": Value("all_gather", "float33", ())}, "dtype 'float33'"),
     ],
 )

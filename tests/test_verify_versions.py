@@ -314,7 +314,7 @@ def test_more_live_versions_than_the_bound_are_found() -> None:
 
 def test_fields_of_updates_are_checked() -> None:
     assert "update names stage 0, microbatch 1" in fault({1: change(Op.UPDATE, 1, stage=0)})
-    assert "update carries a link, peer, slot or part" in fault({1: change(Op.UPDATE, 1, peer=0)})
+    assert "update carries a link, peer, slot or segment" in fault({1: change(Op.UPDATE, 1, peer=0)})
 
 
 def test_what_has_no_rule_of_versions_is_refused() -> None:

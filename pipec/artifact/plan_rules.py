@@ -57,27 +57,29 @@ _MOST = 2**20
 """Above it, only the tables of a plan would take minutes and gigabytes."""
 
 
-def _parts(plan: Plan) -> Iterator[str]:
+def _segments(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         for phase, shares in stage.segments.items():
             if not 2 <= len(shares) <= _MOST or not all(0 <= share <= 1 for share in shares):
                 yield f"stage {stage.index} has shares {shares} for segments of {phase}, expected 0 to 1 each"
 
 
-def _joins(plan: Plan) -> Iterator[str]:
+def _model_collectives(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
-        for join in stage.model_collectives:
-            num_segments, traits = len(stage.segments.get(join.phase, (1.0,))), join.op.traits
+        for collective in stage.model_collectives:
+            what = f"stage {stage.index}: the model collective {collective.value.name!r}"
+            num_segments, traits = len(stage.segments.get(collective.phase, (1.0,))), collective.op.traits
             if traits.kind is not OpKind.COLLECTIVE or not traits.per_microbatch:
-                yield f"stage {stage.index} joins {join.value.name!r} by {join.op}, which does not join"
-            if not 0 < join.segment < num_segments:
-                what = f"before segment {join.segment} of {join.phase}, of {num_segments} segments"
-                yield f"stage {stage.index} joins {join.value.name!r} {what}"
+                yield f"{what} is a {collective.op}, which no model has"
+            if not 0 < collective.segment < num_segments:
+                at = f"before segment {collective.segment} of {collective.phase}"
+                yield f"{what} is {at}, of {num_segments} segments"
             replicas = len(plan.placement[stage.index])
-            if join.num_hosts < 1 or replicas % join.num_hosts:
-                yield f"the {replicas} replicas of stage {stage.index} cannot be on {join.num_hosts} hosts"
+            if collective.num_hosts < 1 or replicas % collective.num_hosts:
+                hosts = f"{collective.num_hosts} hosts"
+                yield f"the {replicas} replicas of stage {stage.index} cannot be on {hosts}"
         yield from _duplicates(
-            (join.value.name for join in stage.model_collectives),
+            (collective.value.name for collective in stage.model_collectives),
             f"the model collectives of stage {stage.index}",
         )
 
@@ -93,7 +95,7 @@ def _values(plan: Plan) -> Iterator[str]:
         if not all(isinstance(size, int) and 0 <= size < 2**63 for size in value.shape):
             yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
     messages = [value for link in plan.links for value in link.values]
-    messages += [join.value for stage in plan.stages for join in stage.model_collectives]
+    messages += [collective.value for stage in plan.stages for collective in stage.model_collectives]
     messages += [value for stage in plan.stages for value in stage.batch_count_sums]
     sizes = {"b": 1, **plan.planned_sizes}
     for value in [*plan.parameters, *plan.buffers, *messages, *(entry.value for entry in plan.inputs)]:
@@ -178,7 +180,7 @@ def _variables(plan: Plan) -> Iterator[str]:
             yield str(error)
 
 
-def _ending(plan: Plan) -> Iterator[str]:
+def _sync_spec(plan: Plan) -> Iterator[str]:
     stages = range(len(plan.stages))
     for stage in (*plan.sync_spec.buffer_sync_stages, *(bucket.stage for bucket in plan.sync_spec.buckets)):
         if stage not in stages:
@@ -196,8 +198,8 @@ def _ending(plan: Plan) -> Iterator[str]:
 Rule = Callable[[Plan], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
-    *(_stages_and_ranks, _sizes, _parts, _joins, _offloads, _values, _tensors, _links, _arguments),
-    *(_variables, _ending),
+    *(_stages_and_ranks, _sizes, _segments, _model_collectives, _offloads, _values, _tensors, _links),
+    *(_arguments, _variables, _sync_spec),
 )
 
 

@@ -79,16 +79,18 @@ def _gradients_after_reduction(
     buckets = [plan.sync_spec.buckets[number] for number in plan.sync_spec.buckets_of(stage.index)]
     for phase in GRADIENT_PHASES:
         names = stage.functions(phase)
-        for part, name in enumerate(names):
+        for segment, name in enumerate(names):
             summed = {
                 fqn
                 for bucket in buckets
-                if bucket.segment < part and not bucket.is_tied
+                if bucket.segment < segment and not bucket.is_tied
                 for fqn in bucket.names
             }
             if not summed or name not in functions:
                 continue
-            gradients = _gradients(functions[name], phase is Phase.BACKWARD_WEIGHT and part == len(names) - 1)
+            gradients = _gradients(
+                functions[name], phase is Phase.BACKWARD_WEIGHT and segment + 1 == len(names)
+            )
             if gradients is None or len(gradients) != len(stage.parameters):
                 yield f"has no tuple of {len(stage.parameters)} gradients at the end of {name}"
                 return
@@ -98,16 +100,16 @@ def _gradients_after_reduction(
 
 
 def _missing_collective_values(stage: Stage, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
-    """What replicas cannot join: no function hands it over, or none takes what comes of it."""
-    for join in stage.model_collectives:
+    """Model collectives that cannot run: no function hands over the input, or none takes the result."""
+    for collective in stage.model_collectives:
         name, (makes, reads) = (
-            join.value.name,
-            stage.functions(join.phase)[join.segment - 1 : join.segment + 1],
+            collective.value.name,
+            stage.functions(collective.phase)[collective.segment - 1 : collective.segment + 1],
         )
         if makes in functions and name not in _sent_names(functions[makes]):
-            yield f"has no {name!r} among what {makes} returns, which replicas join"
+            yield f"has no {name!r} among what {makes} returns, the input of a model collective"
         if reads in functions and name not in {argument.arg for argument in functions[reads].args.args}:
-            yield f"has no {name!r} among what {reads} takes, which replicas have joined"
+            yield f"has no {name!r} among what {reads} takes, the result of a model collective"
 
 
 def _sent_names(function: ast.FunctionDef) -> set[object]:

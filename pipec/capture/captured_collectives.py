@@ -1,4 +1,4 @@
-"""What a captured model joins over the replicas of a stage: calls of ``pipec.ops``, and ``nn.SyncBatchNorm``.
+"""The model collectives of a captured model: calls of ``pipec.ops``, and ``nn.SyncBatchNorm``.
 
 torch's ``nn.SyncBatchNorm`` asks for a process group of its own. A captured one is a batch norm like others,
 until ``resolve_model_collectives`` lets it take the statistics of a round of microbatches.

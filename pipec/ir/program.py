@@ -162,7 +162,7 @@ class ModelCollective:
 
 
 ModelCollectives = Mapping[int, Sequence[ModelCollective]]
-"""By stage, what its replicas join, in the order in which a microbatch comes to it."""
+"""By stage, its model collectives, in the order in which a microbatch comes to them."""
 
 
 @dataclass(frozen=True, slots=True)

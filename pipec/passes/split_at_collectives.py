@@ -1,4 +1,4 @@
-"""Divide the phases of stages into parts, between which the replicas of a stage join their values.
+"""Divide the phases of stages into segments, between which model collectives run.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What the replicas of a stage join within its phases, and how long that takes."""
+"""The model collectives within the phases of a stage, and how long they take."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

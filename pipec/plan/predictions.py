@@ -28,10 +28,10 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
         sync_times[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
     few = programs.representative_replicas if isinstance(programs, ReplicatedPrograms) else None
     programs = steady_excerpt(representative_programs(programs), plan.sync_spec.stream, plan.placement)
-    joins = {
-        (s.index, number): join.seconds
+    collective_seconds = {
+        (s.index, number): collective.seconds
         for s in plan.stages
-        for number, join in enumerate(s.model_collectives)
+        for number, collective in enumerate(s.model_collectives)
     }
     segments = {(s.index, phase): shares for s in plan.stages for phase, shares in s.segments.items()}
     copies = {stage.index: stage.cost.copy_seconds for stage in plan.stages}
@@ -40,7 +40,7 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
         messages,
         sync_times=sync_times,
         segments=segments,
-        model_collectives=joins,
+        model_collectives=collective_seconds,
         copy_times=copies,
         start_time=plan.host.step_seconds,
     )

@@ -16,7 +16,7 @@ def segment_counts(
     """
     counts = np.ones(len(cells), np.int32)
     for (stage, phase), number in segments.items():
-        if any(join.phase is phase for join in model_collectives.get(stage, ())):
+        if any(collective.phase is phase for collective in model_collectives.get(stage, ())):
             counts[(cells.phases == PHASE_CODE[phase]) & (cells.stages == stage)] = number
         early = [
             bucket

@@ -357,10 +357,10 @@ def _joins(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives)
     """The model collectives of a rank, each before the segment that reads its result."""
     cells, segments, blocks = index.cells[rank], index.segments[rank], []
     for stage, of_stage in model_collectives.items():
-        for number, join in enumerate(of_stage):
-            of_phase = (cells.stages == stage) & (cells.phases == PHASE_CODE[join.phase])
-            own = np.flatnonzero(of_phase & (segments == join.segment))
-            positions, op = (own + 1).astype(np.int32), OP_CODE[join.op]
+        for number, collective in enumerate(of_stage):
+            of_phase = (cells.stages == stage) & (cells.phases == PHASE_CODE[collective.phase])
+            own = np.flatnonzero(of_phase & (segments == collective.segment))
+            positions, op = (own + 1).astype(np.int32), OP_CODE[collective.op]
             microbatches = cells.microbatches[own]
             blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
     return _joined(blocks)

@@ -32,7 +32,7 @@ def model_collectives_in_order(step: ProgramIndex) -> Iterator[Violation]:
     for stage, model_collectives in step.model_collectives.items():
         for number, model_collective in enumerate(model_collectives):
             made, read = (
-                _of_part(step, stage, model_collective.phase, segment)
+                _of_segment(step, stage, model_collective.phase, segment)
                 for segment in (model_collective.segment - 1, model_collective.segment)
             )
             if (step.counts[OP_CODE[Op(model_collective.phase)], stage] > 0).any():
@@ -76,7 +76,7 @@ def _of_join(step: ProgramIndex, stage: int, number: int) -> tuple[Ints, Ints]:
     return numbers, counts
 
 
-def _of_part(step: ProgramIndex, stage: int, phase: Phase, segment: int) -> Ints:
+def _of_segment(step: ProgramIndex, stage: int, phase: Phase, segment: int) -> Ints:
     """By microbatch, the number of the instruction for a segment of a phase, or -1."""
     numbers = np.full(step.num_microbatches, -1, np.int32)
     for columns in step.columns:

@@ -220,8 +220,8 @@ class _Account:
         Those that gradients are made in begin before.
         """
         columns, of_stage = self.columns, self.columns.stages == stage
-        of_part = (columns.segments < 0) | (columns.segments == segment)
-        made = np.flatnonzero(of_stage & of_part & np.isin(columns.ops, _MAKING_GRADIENTS))
+        of_segment = (columns.segments < 0) | (columns.segments == segment)
+        made = np.flatnonzero(of_stage & of_segment & np.isin(columns.ops, _MAKING_GRADIENTS))
         rounds, first = np.unique(np.searchsorted(taken, made), return_index=True)
         memory = self.stages[stage]
         early = (

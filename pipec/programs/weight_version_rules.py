@@ -35,7 +35,7 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
         expected = f"a stage of this rank, and a microbatch below {step.num_microbatches}"
         yield f"{op} names stage {stage}, microbatch {microbatch}; expected {expected}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.segment == -1:
-        yield f"{op} carries a link, peer, slot or part; expected none"
+        yield f"{op} carries a link, peer, slot or segment; expected none"
     buckets = step.sync_spec.buckets_of(stage) if op is Op.REDUCE_GRAD else [-1]
     if instruction.bucket not in buckets:
         some = ", ".join(map(str, buckets)) or "none, as the stage has no replicas"

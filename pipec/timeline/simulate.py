@@ -215,9 +215,9 @@ def _durations(step: _Step, costs: SimulationCosts) -> Floats:
     messages = np.array([*(costs.messages.get(link, 0.0) for link in events.links), 0.0])
     found = np.where(step.is_compute, durations[kind_of], messages[events.link_numbers])
     others = np.flatnonzero(~step.is_compute & (events.link_numbers < 0))
-    for event, (op, stage, bucket, join) in zip(others.tolist(), _keys(events, others), strict=True):
+    for event, (op, stage, bucket, collective) in zip(others.tolist(), _keys(events, others), strict=True):
         sync_time = costs.sync_times.get((OPS[op], stage, bucket), 0.0)
-        found[event] = costs.model_collectives.get((stage, join), 0.0) if join >= 0 else sync_time
+        found[event] = costs.model_collectives.get((stage, collective), 0.0) if collective >= 0 else sync_time
     copies = np.flatnonzero(events.is_copy)
     found[copies] = [costs.copy_times.get(stage, 0.0) for stage in events.stages[copies].tolist()]
     return found
@@ -289,11 +289,11 @@ def _copy_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
 
 def awaited_collectives(events: InstructionColumns) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
     """Collectives, and the computes that read the last one of them before."""
-    gathers, joins = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.model_collectives >= 0)
-    for stage in np.unique(events.stages[gathers | joins]).tolist():
+    gathers, joint = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.model_collectives >= 0)
+    for stage in np.unique(events.stages[gathers | joint]).tolist():
         computes = events.is_compute & (events.stages == stage)
         yield gathers & (events.stages == stage), computes
-        yield joins & (events.stages == stage), computes & (events.segments > 0)
+        yield joint & (events.stages == stage), computes & (events.segments > 0)
 
 
 def _explain(step: _Step, stuck: Ints) -> str:

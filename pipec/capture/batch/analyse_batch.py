@@ -81,7 +81,7 @@ def analyse_batch(
         batched: The paths of the arguments that are split.
         size: The rows of the microbatch, if the graph is for these alone.
         has_loss: The first output is the loss.
-        num_replicas: How many replicas the model's own collectives join.
+        num_replicas: How many replicas take part in the model's own collectives.
     """
     walk = _BatchAnalysis(module, {plain_name(path) for path in batched}, size, num_replicas)
     walk.run()

@@ -1,4 +1,4 @@
-"""What replicas join of a microbatch, between two functions of a stage."""
+"""A model collective of a microbatch, between two segments of a stage."""
 
 from torch import Tensor
 
@@ -13,8 +13,8 @@ class RunningCollective:
     It finds the replica's own value in ``frame``, and puts what comes of it there instead.
     """
 
-    def __init__(self, join: ModelCollective, frame: Frame, group: CollectiveGroup) -> None:
-        self._op, self._name = join.op, join.value.name
+    def __init__(self, collective: ModelCollective, frame: Frame, group: CollectiveGroup) -> None:
+        self._op, self._name = collective.op, collective.value.name
         self._frame, self._group = frame, group
         self._started: tuple[Tensor, CollectiveWait] | None = None
 
@@ -30,7 +30,7 @@ class RunningCollective:
             case Op.REDUCE_SCATTER:
                 wait = self._group.reduce_scatter(joined.view(-1), own.contiguous().view(-1))
             case _:
-                raise AssertionError(f"replicas do not join by {self._op}")
+                raise AssertionError(f"no model collective is a {self._op}")
         self._started = joined, wait
 
     def _shape(self, own: Tensor) -> tuple[int, ...]:

@@ -158,12 +158,12 @@ class Linker:
 
     def _outcome(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
         """Post the receive of a microbatch's results, which the rank waits for when the script asks."""
-        rank, outcomes, names = self._rank, self._rank.results, [value.name for value in link.values]
-        assert isinstance(outcomes, StreamResults), "only a stream returns results of microbatches"
+        rank, stream_results, names = self._rank, self._rank.results, [value.name for value in link.values]
+        assert isinstance(stream_results, StreamResults), "only a stream returns results of microbatches"
 
         def post() -> None:
             receiver.post(rank.sizes_with(rank.sizes[microbatch]))
-            outcomes.expect_received(names, receiver.wait)
+            stream_results.expect_received(names, receiver.wait)
 
         return post
 
@@ -276,9 +276,9 @@ class Linker:
 
     def _compute(self, instruction: Instruction, sends_first: bool) -> LinkedInstruction:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
-        parts = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
+        segments = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
         weights: list[Action] = []
-        actions = [self._call(instruction, names, segment, weights, sends_first) for segment in parts]
+        actions = [self._call(instruction, names, segment, weights, sends_first) for segment in segments]
         if instruction.version >= 0:
             show = self._rank.stages[instruction.stage].select_version
             actions = [functools.partial(show, instruction.microbatch), *actions]
@@ -310,12 +310,12 @@ class Linker:
                 f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        asked = parameter_names(function)
+        parameters = parameter_names(function)
         lies_alike = _makes_gradients(instruction)  # gradients lie as the weights do
-        reads = lies_alike or not {"w", "precomputed"}.isdisjoint(asked)
+        reads = lies_alike or not {"w", "precomputed"}.isdisjoint(parameters)
         own = self._weights(stage.index, name) if reads else []
         weights += own
-        take = self._argument_fetcher(stage.index, microbatch, asked, name, own)
+        take = self._argument_fetcher(stage.index, microbatch, parameters, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
         results = self._rank.results
         return bind_function(name, phase, is_last, stage, microbatch, take, results, sends_first)
@@ -334,15 +334,15 @@ class Linker:
             present["saved"] = PendingValue()
 
     def _join(self, instruction: Instruction) -> Action:
-        """Start to join a value of a microbatch; its first reader waits for what comes of it."""
+        """Start a model collective; the first reader of its result waits for it."""
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        join = self._rank.plan.stages[stage.index].model_collectives[instruction.model_collective]
-        group = self._rank.transport.group(self._rank.plan.placement[stage.index], join.num_hosts)
-        joining = RunningCollective(join, stage.frames[microbatch], group)
-        self._present[stage.index, microbatch][join.value.name] = self._sync_linker.model_collective(
-            joining.finish
+        collective = self._rank.plan.stages[stage.index].model_collectives[instruction.model_collective]
+        group = self._rank.transport.group(self._rank.plan.placement[stage.index], collective.num_hosts)
+        running = RunningCollective(collective, stage.frames[microbatch], group)
+        self._present[stage.index, microbatch][collective.value.name] = self._sync_linker.model_collective(
+            running.finish
         )
-        return joining.start
+        return running.start
 
     def _argument_fetcher(
         self, stage: int, microbatch: int, names: Sequence[str], reader: str, first: Sequence[Action] = ()

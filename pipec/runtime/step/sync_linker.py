@@ -142,14 +142,14 @@ class SyncLinker:
     def _update_version(self, number: int) -> Action:
         """Update a stage of a stream, and clip by the norm of its own gradients."""
         update_state, stage = self._rank.update_state, self._rank.stages[number]
-        updates, versions, outcomes = update_state.updates, stage.versions, self._rank.results
+        updates, versions, stream_results = update_state.updates, stage.versions, self._rank.results
         assert updates is not None, "a program that updates has an optimizer"
-        assert isinstance(outcomes, StreamResults), "a stream has results of microbatches"
+        assert isinstance(stream_results, StreamResults), "a stream has results of microbatches"
         update, waits = updates.on(self._rank.number, number), self._gradients_of(number)
         looks = self._rank.plan.sync_spec.on_nan is not None
 
         def act() -> None:
-            if not outcomes.is_finite(versions.number):
+            if not stream_results.is_finite(versions.number):
                 _skip_update(stage, update)
                 return
             if update is not None and looks:
