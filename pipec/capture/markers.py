@@ -52,7 +52,7 @@ def _numbers(numbers: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("pipec::batch_fraction", lib=_library)  # type: ignore[untyped-decorator]
-def _share(device: torch.device) -> Tensor:
+def _fake_batch_fraction(device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.float64, device=device)
 
 

@@ -116,7 +116,7 @@ def _exported(source: Path, target: Path) -> Conversion:
     with _coming_to(target) as partial, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of which this makes no use
         dcp.save(nested, checkpoint_id=partial, no_dist=True)
-    return _told("a folder of torch.distributed.checkpoint", metadata, weights, state, [])
+    return _summary("a folder of torch.distributed.checkpoint", metadata, weights, state, [])
 
 
 def _imported(
@@ -153,7 +153,7 @@ def _imported(
                 writer.abandon()
             raise
     made = {family: TensorFiles([target / file for file in own]) for family, own in files.items()}
-    return _told(
+    return _summary(
         "a checkpoint of pipec", metadata, made["model"], made["optimizer"], contents.skipped_entries
     )
 
@@ -255,7 +255,7 @@ def _coming_to(target: Path) -> Iterator[Path]:
         raise
 
 
-def _told(
+def _summary(
     made: str,
     metadata: CheckpointMetadata,
     weights: TensorFiles,

@@ -140,7 +140,7 @@ def stage_functions(
     phases = _phases(graph, mine, split_backward)
     functions: list[PhaseFunction] = []
     needed: tuple[fx.Node, ...] = ()
-    parts_of = {phase: _parts(graph, mine, phase, gradients) for phase in phases}
+    parts_of = {phase: _segments(graph, mine, phase, gradients) for phase in phases}
     _add_recomputed(mine, [segment for phase in phases if phase in _BACKWARDS for segment in parts_of[phase]])
     for phase in reversed(phases):
         parts = parts_of[phase]
@@ -181,7 +181,7 @@ def belongs_to_phase(node: fx.Node, phase: Phase) -> bool:
             return own is phase
 
 
-def _parts(
+def _segments(
     graph: TrainingGraph, nodes: Sequence[fx.Node], phase: Phase, gradients: Sequence[Collection[str]]
 ) -> list[set[fx.Node]]:
     own = [node for node in nodes if belongs_to_phase(node, phase)]

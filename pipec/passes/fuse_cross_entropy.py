@@ -38,7 +38,7 @@ class FuseCrossEntropy:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in list(graph.nodes):
             if node.target is aten._log_softmax_backward_data.default and _is_of_cross_entropy(node):
-                _join(node)
+                _fuse(node)
                 node.kwargs = {} if self.exact else {"exact": False}
         return graph
 
@@ -65,7 +65,7 @@ def _is_of_cross_entropy(node: fx.Node) -> bool:
     )
 
 
-def _join(node: fx.Node) -> None:
+def _fuse(node: fx.Node) -> None:
     (terms, *_) = node.args
     assert isinstance(terms, fx.Node)
     node.target, node.args = cross_entropy_gradient, terms.args

@@ -39,7 +39,7 @@ class MergeSliceGradients:
         for total in reversed(list(graph.nodes)):
             rest, parts = _parts_of(total)
             if parts:
-                _join(total, rest, parts)
+                _merge(total, rest, parts)
         for node in reversed(list(graph.nodes)):
             if not node.users and (node.target in MERGED_BY or is_gradient_sum(node)):
                 graph.module.graph.erase_node(node)
@@ -64,7 +64,7 @@ def _parts_of(total: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     return None, []
 
 
-def _join(total: fx.Node, rest: fx.Node | None, parts: list[fx.Node]) -> None:
+def _merge(total: fx.Node, rest: fx.Node | None, parts: list[fx.Node]) -> None:
     """Let readers of ``total`` read ``rest`` plus the parts in one piece, if that lies in memory alike."""
     gradients = [part.args[0] for part in sorted(parts, key=_span)]
     target, dimension = MERGED_BY[parts[0].target], parts[0].args[2]

@@ -30,7 +30,7 @@ class PermuteBeforeConcat:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for copy in list(graph.nodes):
-            joined, order = _permuted_join(copy)
+            joined, order = _permuted_concat(copy)
             if joined is not None and (replacement := _joined_in_order(copy, joined, order)) is not None:
                 between = _views_between(copy, joined)
                 copy.replace_all_uses_with(replacement)
@@ -39,7 +39,7 @@ class PermuteBeforeConcat:
         return graph
 
 
-def _permuted_join(copy: fx.Node) -> tuple[fx.Node | None, list[int]]:
+def _permuted_concat(copy: fx.Node) -> tuple[fx.Node | None, list[int]]:
     """What is copied with its dimensions in another order, if that was joined for it alone; and the order."""
     if copy.target is not aten.clone.default or any(user.op == "output" for user in copy.users):
         return None, []

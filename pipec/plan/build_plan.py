@@ -219,13 +219,13 @@ def _stage(
             for node in function.body
         ),
         offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
-        segments=_parts(stage, size),
+        segments=_segment_fractions(stage, size),
         model_collectives=tuple(model_collectives_of(graph, stage, names, ranks, topology, size)),
         cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
     )
 
 
-def _parts(stage: StageFunctions, size: int) -> dict[Phase, tuple[float, ...]]:
+def _segment_fractions(stage: StageFunctions, size: int) -> dict[Phase, tuple[float, ...]]:
     """The phases that consist of several functions, and what share of the phase each takes."""
     found = {}
     for phase in stage.phases:

@@ -120,14 +120,16 @@ def lower(
             OpKind.RECEIVE: _receives(order, rank, arriving[rank], sums),
             OpKind.COMPUTE: _computes(index, rank, recompute, versions),
             OpKind.SEND: _sends(leaving[rank]),
-            OpKind.COLLECTIVE: _joined(
+            OpKind.COLLECTIVE: _concatenated_blocks(
                 [
                     _sync_ops(collectives, rank, OpKind.COLLECTIVE),
-                    _joins(index, rank, model_collectives or {}),
+                    _model_collective_block(index, rank, model_collectives or {}),
                 ]
             ),
             OpKind.UPDATE: _sync_ops(collectives, rank, OpKind.UPDATE),
-            OpKind.RELEASE: _joined([_frees(index, rank), _sync_ops(collectives, rank, OpKind.RELEASE)]),
+            OpKind.RELEASE: _concatenated_blocks(
+                [_frees(index, rank), _sync_ops(collectives, rank, OpKind.RELEASE)]
+            ),
             OpKind.COPY: _copies(index, rank, offload),
         }
         columns = InstructionColumns(_in_order(blocks), tuple(links))
@@ -249,7 +251,7 @@ def _block(positions: Ints, *columns: Ints | int) -> _Block:
 _NOTHING = _block(np.empty(0, np.int32))
 
 
-def _joined(blocks: Sequence[_Block]) -> _Block:
+def _concatenated_blocks(blocks: Sequence[_Block]) -> _Block:
     filled = [each for each in blocks if each.positions.size]
     if not filled:
         return _NOTHING
@@ -266,7 +268,7 @@ def _in_order(blocks: Mapping[OpKind, _Block]) -> list[Ints]:
     ordered = [blocks[kind] for kind in OpKind]
     keys = [block.positions * len(ordered) + number for number, block in enumerate(ordered)]
     order = np.argsort(np.concatenate(keys), kind="stable")
-    return [taken(compact(column), order) for column in _joined(ordered).columns]
+    return [taken(compact(column), order) for column in _concatenated_blocks(ordered).columns]
 
 
 def _receives(
@@ -287,7 +289,7 @@ def _receives(
         posted, made = _channel(unit_order, rank, list(channel))
         blocks.append(posted)
         times.append(unit_order.ends[source][made])
-    joined, order = _joined(blocks), np.argsort(np.concatenate(times), kind="stable")
+    joined, order = _concatenated_blocks(blocks), np.argsort(np.concatenate(times), kind="stable")
     return joined.taken(order)
 
 
@@ -306,7 +308,7 @@ def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -
         posts = np.minimum(passed, ahead).astype(np.int32)
         columns = OP_CODE[Op.RECV], route.link.target, route.microbatches, route.number, route.source, -1
         blocks.append(_block(posts, *columns))
-    joined, made = _joined(blocks), np.concatenate([each.producers for each, _ in arriving])
+    joined, made = _concatenated_blocks(blocks), np.concatenate([each.producers for each, _ in arriving])
     order = np.argsort(made, kind="stable")
     positions = np.minimum.accumulate(joined.positions[order][::-1])[::-1]
     return replace(joined.taken(order), positions=positions), made[order]
@@ -322,7 +324,7 @@ def _sends(leaving: Sequence[_Traffic]) -> _Block:
         else:
             op, stage, peer = Op.MOVE, route.link.target, -1
         blocks.append(_block(each.producers, OP_CODE[op], stage, route.microbatches, route.number, peer, -1))
-    return _joined(blocks)
+    return _concatenated_blocks(blocks)
 
 
 def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
@@ -340,7 +342,7 @@ def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versi
     recomputed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (segments <= 0))
     same = taken(cells.stages, recomputed), taken(cells.microbatches, recomputed), -1, -1, -1, -1
     replays = _block(positions[recomputed], OP_CODE[Op.RECOMPUTE], *same, -1, -1, read[recomputed])
-    return _joined([replays, computes])
+    return _concatenated_blocks([replays, computes])
 
 
 def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
@@ -353,7 +355,7 @@ def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = No
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
-def _joins(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives) -> _Block:
+def _model_collective_block(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives) -> _Block:
     """The model collectives of a rank, each before the segment that reads its result."""
     cells, segments, blocks = index.cells[rank], index.segments[rank], []
     for stage, of_stage in model_collectives.items():
@@ -363,18 +365,20 @@ def _joins(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives)
             positions, op = (own + 1).astype(np.int32), OP_CODE[collective.op]
             microbatches = cells.microbatches[own]
             blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
-    return _joined(blocks)
+    return _concatenated_blocks(blocks)
 
 
 def _copies(index: ScheduleIndex, rank: int, offload: Collection[int]) -> _Block:
     """The copies to host memory and back of the stages in ``offload``."""
     if not offload:
-        return _joined([])
+        return _concatenated_blocks([])
     found = offload_intervals(index.cells[rank])
     own = np.flatnonzero(np.isin(found.stages, list(offload)))
     stages, microbatches = found.stages[own], found.microbatches[own]
     back = _block(found.prefetches[own], OP_CODE[Op.PREFETCH], stages, microbatches)
-    return _joined([back, _block(found.offloads[own], OP_CODE[Op.OFFLOAD], stages, microbatches)])
+    return _concatenated_blocks(
+        [back, _block(found.offloads[own], OP_CODE[Op.OFFLOAD], stages, microbatches)]
+    )
 
 
 def _frees(index: ScheduleIndex, rank: int) -> _Block:
@@ -384,4 +388,4 @@ def _frees(index: ScheduleIndex, rank: int) -> _Block:
         last = index.lasts[:, stage].max(axis=0) * (index.ranks[stage] == rank)
         microbatches = np.flatnonzero(last).astype(np.int32)
         blocks.append(_block(last[microbatches], OP_CODE[Op.FREE], stage, microbatches, -1, -1, -1))
-    return _joined(blocks)
+    return _concatenated_blocks(blocks)

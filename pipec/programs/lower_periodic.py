@@ -30,7 +30,7 @@ def lower_periodic(
     assert schedule.stream is not None
     programs = lower(schedule, links, recompute, sync_spec)
     period = schedule.stream.period(replica_counts(schedule.placement))
-    return tuple(_round(program, period) for program in programs)
+    return tuple(_periodic(program, period) for program in programs)
 
 
 def num_microbatches_to_lower(stream: Stream, replicas: Sequence[int]) -> int:
@@ -40,7 +40,7 @@ def num_microbatches_to_lower(stream: Stream, replicas: Sequence[int]) -> int:
     return period * (2 * filling + _MORE)
 
 
-def _round(program: Program, period: int) -> Program:
+def _periodic(program: Program, period: int) -> Program:
     """A stretch between two forwards that are a period apart, behind the first version's last reader."""
     columns = program.instructions
     assert isinstance(columns, InstructionColumns)

@@ -42,7 +42,7 @@ def model_collectives_in_order(step: ProgramIndex) -> Iterator[Violation]:
 def _once_between(
     step: ProgramIndex, stage: int, number: int, model_collective: ModelCollective, made: Ints, read: Ints
 ) -> Iterator[Violation]:
-    numbers, counts = _of_join(step, stage, number)
+    numbers, counts = _of_collective(step, stage, number)
     what = f"{model_collective.op} of stage {stage}, model collective {number}"
     for microbatch in np.flatnonzero(counts != 1).tolist()[:1]:
         rank = rank_of(step.placement, stage, microbatch)
@@ -65,7 +65,7 @@ def _once_between(
         yield Violation(site, message)
 
 
-def _of_join(step: ProgramIndex, stage: int, number: int) -> tuple[Ints, Ints]:
+def _of_collective(step: ProgramIndex, stage: int, number: int) -> tuple[Ints, Ints]:
     """By microbatch, the number of the last such instruction, or -1, and how many there are."""
     numbers = np.full(step.num_microbatches, -1, np.int32)
     counts = np.zeros(step.num_microbatches, np.int32)

@@ -92,14 +92,14 @@ class ProgramIndex:
     @cached_property
     def begins(self) -> Ints:
         """At [op, stage, microbatch], the number of the first such compute or free, or -1."""
-        if self._are_apart:
+        if self._are_unique:
             return self.numbers
         return self._found(lambda each: _in_turn(each, each.is_compute)[::-1])
 
     @cached_property
     def counts(self) -> Ints:
         """At [op, stage, microbatch], how many such computes (of segments: the first) or frees there are."""
-        if self._are_apart:
+        if self._are_unique:
             return (self.numbers >= 0).astype(np.int8)
         counts = np.zeros(self._shape, np.int32)
         for each in self.columns:
@@ -108,7 +108,7 @@ class ProgramIndex:
         return counts
 
     @cached_property
-    def _are_apart(self) -> bool:
+    def _are_unique(self) -> bool:
         """Whether no compute or free stands twice or in segments, so that ``numbers`` has all of them."""
         own = sum(_in_turn(each, each.is_compute).size for each in self.columns)
         return own == np.count_nonzero(self.numbers >= 0)

@@ -116,7 +116,7 @@ def _whole_bytes(bucket: Bucket) -> float:
     return sum(value_bytes(value, {}) for value in bucket.parameters)
 
 
-def _sums_by_part(memory: StageMemory) -> list[float]:
+def _sums_by_segment(memory: StageMemory) -> list[float]:
     """The sums of gradients of a stage by the segment of its backward, or weight half, that makes them."""
     segments = [segment for phase in GRADIENT_PHASES for segment in memory.segments.get(phase, ())]
     made = [segment.gradients for segment in segments] or [0.0]
@@ -194,7 +194,7 @@ class _Account:
             if sync_spec.stream:
                 self.static["gradients"] += self.stages[stage].gradients
                 continue
-            others = _sums_by_part(self.stages[stage])
+            others = _sums_by_segment(self.stages[stage])
             for number in sync_spec.buckets_of(stage):
                 bucket, num_bytes = sync_spec.buckets[number], _whole_bytes(sync_spec.buckets[number])
                 others[bucket.segment] -= num_bytes

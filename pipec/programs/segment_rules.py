@@ -13,7 +13,7 @@ from pipec.programs.violation import Violation
 def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """The segments of a compute run one after the other, each of them once."""
     for rank, columns in enumerate(step.columns):
-        for own in _in_parts(columns):
+        for own in _split_computes(columns):
             op, stage = OPS[columns.ops[own[0]]], int(columns.stages[own[0]])
             found, expected = columns.segments[own].tolist(), list(range(step.num_segments(op, stage)))
             if found != expected:
@@ -24,7 +24,7 @@ def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
         yield from _undivided_forwards(rank, columns)
 
 
-def _in_parts(columns: InstructionColumns) -> list[Ints]:
+def _split_computes(columns: InstructionColumns) -> list[Ints]:
     """The numbers of the instructions of each compute that has an instruction for some segment of it."""
     own = np.flatnonzero(columns.is_compute & (columns.segments >= 0))
     cells = np.stack([columns.microbatches, columns.stages, columns.ops])[:, own]

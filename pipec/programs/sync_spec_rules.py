@@ -18,12 +18,12 @@ def violations(
     for what, stage in named:
         if stage not in replicated:
             yield f"the step {what} stage {stage}; expected a stage with several replicas: {replicated}"
-    yield from _in_no_part(sync_spec.buckets, segments)
+    yield from _in_no_segment(sync_spec.buckets, segments)
     yield from _summed_twice(sync_spec.buckets)
     yield from _wrongly_tied(sync_spec, links)
 
 
-def _in_no_part(buckets: Sequence[Bucket], segments: SegmentCounts) -> Iterator[str]:
+def _in_no_segment(buckets: Sequence[Bucket], segments: SegmentCounts) -> Iterator[str]:
     for number, bucket in enumerate(buckets):
         most = max(segments.get((bucket.stage, phase), 1) for phase in GRADIENT_PHASES)
         if not 0 <= bucket.segment < most:

@@ -297,15 +297,15 @@ def _waits(deliveries: Sequence[DeliveredMessages]) -> WaitEdges:
             read = each.reads >= 0
             parts[each.route.target].append((target[read], each.reads[read], source[read], each.sends[read]))
     by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
-    return WaitEdges(*map(_joined, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
+    return WaitEdges(*map(_concatenated, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
 
 
 def _together(parts: Sequence[WaitEdges]) -> WaitEdges:
     columns = [(each.ranks, each.numbers, each.other_ranks, each.other_numbers) for each in parts]
-    return WaitEdges(*map(_joined, zip(*columns, strict=True)))
+    return WaitEdges(*map(_concatenated, zip(*columns, strict=True)))
 
 
-def _joined(parts: Sequence[Ints]) -> Ints:
+def _concatenated(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 

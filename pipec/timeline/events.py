@@ -204,12 +204,12 @@ class Timeline:
     @cached_property
     def bubble_rate(self) -> float:
         """The share of ``span`` in which the ranks, on average, compute nothing."""
-        return self._share_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
+        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
 
     @cached_property
     def overhead_rate(self) -> float:
         """``bubble_rate`` with recomputing counted as lost: 1 - m(F+B+W) / span for equal stages."""
-        return self._share_outside(Phase.FORWARD, *_BACKWARDS)
+        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS)
 
     @cached_property
     def computes(self) -> Events:
@@ -262,7 +262,7 @@ class Timeline:
             found.setdefault(int(stages[place]), []).append(int(held[place]))
         return found
 
-    def _share_outside(self, *phases: Phase) -> float:
+    def _fraction_outside(self, *phases: Phase) -> float:
         computes = self.computes
         counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
         counts = np.array(self.representatives.counts if self.representatives else [1] * self.num_ranks)

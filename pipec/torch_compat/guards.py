@@ -245,7 +245,7 @@ class Guards:
         self._alive: list[object] = []
         self._entries: list[GuardFilterEntry] = []
         forward, found = type(module).forward, capture.graph_capture_output
-        build = functools.partial(found.build_guards, forward.__code__, Hooks(guard_filter_fn=self._kept))
+        build = functools.partial(found.build_guards, forward.__code__, Hooks(guard_filter_fn=self._filtered))
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
             try:
                 built = build()
@@ -271,7 +271,7 @@ class Guards:
             return " and ".join(map(_readable, found.verbose_code_parts[:1]))
         return next((str(guard) for guard in self._values if not guard.holds(module)), "")
 
-    def _kept(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
+    def _filtered(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
         for entry in (own := [entry for entry in entries if not _of_the_call(entry)]):
             value = entry.value
             is_kept = callable(value) or "ID_MATCH" in entry.derived_guard_types

@@ -23,8 +23,8 @@ def bottleneck_lines(timeline: Timeline) -> list[str]:
     found = attribute_waits(timeline)
     times = rank_times(timeline, found)
     longest = max(range(len(times)), key=lambda rank: times[rank].waiting + times[rank].unattributed_idle)
-    waited = _told(timeline, _waited(timeline, longest, times[longest]))
-    path = _told(timeline, _critical(timeline, critical_path(timeline, found)))
+    waited = _description(timeline, _waited(timeline, longest, times[longest]))
+    path = _description(timeline, _critical(timeline, critical_path(timeline, found)))
     return [
         f"longest wait: rank {timeline.global_rank(longest)}, {waited}" if waited else "longest wait: none",
         f"critical path: {path}",
@@ -66,7 +66,7 @@ def _place(timeline: Timeline, event: Event) -> str:
     return "in collectives" if event.is_collective else "in messages"
 
 
-def _told(timeline: Timeline, parts: _Parts) -> str:
+def _description(timeline: Timeline, parts: _Parts) -> str:
     """``9 units for rank 1's gradients, 3 units ...``: longest first."""
     counted = [part for part in parts.items() if part[1] > _NEGLIGIBLE * timeline.makespan]
     told = sorted(counted, key=lambda part: -part[1])

@@ -113,7 +113,7 @@ class _BatchAnalysis:
         rows = ROW_COUNT_PRIME if self._symbol is not None else self.size
         self.tracker = DependenceTracker(rows, self._symbol is not None)
         self._checks = nodes_for_checks(self.module.graph)
-        self._leading = _leading_to_joins(self.module.graph)
+        self._leading = _leading_to_collectives(self.module.graph)
         self._written = _written_through(self.module.graph)
 
     def _arguments(self) -> list[fx.Node]:
@@ -267,7 +267,7 @@ class _BatchAnalysis:
         mapped: Any = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         args, kwargs = mapped
         if node.target in MODEL_COLLECTIVES and self.num_replicas > 1:
-            return self._joined(node, args[0] if args else next(iter(kwargs.values())))
+            return self._collective_result(node, args[0] if args else next(iter(kwargs.values())))
         if node.target is sync_batch_norm:
             return self.normalized(args[0])
         if isinstance(node.target, HigherOrderOperator):
@@ -399,7 +399,7 @@ class _BatchAnalysis:
             Tensor, lambda x: self.tracker.record(torch.empty_like(x), TensorFact(value)), result
         )
 
-    def _joined(self, node: fx.Node, own: Tensor) -> Tensor:
+    def _collective_result(self, node: fx.Node, own: Tensor) -> Tensor:
         """What a collective makes of a microbatch's value, if a step is one round."""
         known = self.tracker.fact(own)
         in_front = isinstance(known.value, PerRow) and known.value == PerRow(0, known.value.outer)
@@ -701,7 +701,7 @@ def _written_through(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _leading_to_joins(graph: fx.Graph) -> set[fx.Node]:
+def _leading_to_collectives(graph: fx.Graph) -> set[fx.Node]:
     """What replicas join, so that each must have its own."""
     leading: set[fx.Node] = set()
     for node in reversed(graph.nodes):

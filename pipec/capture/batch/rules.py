@@ -26,7 +26,7 @@ def _permutation(call: OperatorCall) -> Dependence:
     return Whole()
 
 
-def _share(call: OperatorCall) -> Dependence:
+def _batch_fraction(call: OperatorCall) -> Dependence:
     """A microbatch's share of the rows, which grows with their number."""
     return Whole(degree=1)
 
@@ -202,7 +202,7 @@ RULES: Mapping[str, Rule] = {
     "masked_select": i.masked_select,
     "masked_scatter": i.masked_scatter,
     "pipec::batch_counts": lambda call: Whole(),
-    "pipec::batch_fraction": _share,
+    "pipec::batch_fraction": _batch_fraction,
     "pipec::row_numbers": _row_numbers,
     "pipec::onednn_lstm": r.recurrence,
     "pipec::recurrence": r.recurrence,

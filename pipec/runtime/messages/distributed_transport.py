@@ -198,7 +198,7 @@ class DistributedTransport:
         with STOP_SIGNALS.uninstalled():
             if self.rank == 0:
                 with self._heartbeats.interrupted_by_failures():
-                    made = pickle.dumps(_outcome(make))
+                    made = pickle.dumps(_result_or_error(make))
                 self._heartbeats.send_text(made)
             else:
                 made = self._heartbeats.receive_text(0, "waiting for rank 0 to compile", expected=True)
@@ -310,7 +310,7 @@ _FINAL_STATUS_SECONDS = 1.0
 """Seconds. Ranks learn of a failure at once, unless they are in the middle of a long compute."""
 
 
-def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return make(), None
     except PipecError as error:

@@ -91,10 +91,10 @@ def _whole(name: str, parts: list[StateShard], shape: torch.Size) -> ParameterSt
         )
     if len(parts) == 1:
         return parts[0].entries
-    return {key: _joined([part.entries[key] for part in parts], parts, shape) for key in parts[0].entries}
+    return {key: _merged([part.entries[key] for part in parts], parts, shape) for key in parts[0].entries}
 
 
-def _joined(values: list[Any], parts: list[StateShard], shape: torch.Size) -> Any:
+def _merged(values: list[Any], parts: list[StateShard], shape: torch.Size) -> Any:
     if all(_has_shape(value, (part.piece.size,)) for value, part in zip(values, parts, strict=True)):
         device = values[0].device
         return torch.cat([value.to(device) for value in values]).view(shape)

@@ -123,7 +123,7 @@ def _connect(heartbeats: HeartbeatConnections, store: Store, timeout: float) -> 
     no number of theirs tells these on all hosts, for each host counts the restarts of its own.
     """
     rank = heartbeats.rank
-    addresses = _Addresses(store, functools.partial(_asked, timeout=timeout, heartbeats=heartbeats))
+    addresses = _Addresses(store, functools.partial(_query_store, timeout=timeout, heartbeats=heartbeats))
     addresses.publish(rank, heartbeats.address.to_text())
     for peer in range(rank):
         _reach(peer, heartbeats, addresses, timeout)
@@ -184,7 +184,7 @@ class _Addresses:
             time.sleep(_LOOK_SECONDS)
 
 
-def _asked(question: Callable[[], T], timeout: float, heartbeats: HeartbeatConnections) -> T:
+def _query_store(question: Callable[[], T], timeout: float, heartbeats: HeartbeatConnections) -> T:
     """The store's answer. Raises TransportError if there is none."""
     try:
         return call_with_timeout(question, timeout, heartbeats.check)

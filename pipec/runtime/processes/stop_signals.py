@@ -73,7 +73,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: object) -> None:
         if self._asked and time.monotonic() - self._at > FORCED_EXIT_SECONDS:
-            raise _ending(number, f"{signal.Signals(number).name} came twice")
+            raise _exit_error(number, f"{signal.Signals(number).name} came twice")
         if not self._asked:
             self._at = time.monotonic()
             once_more = "once more ends this process at once"
@@ -100,8 +100,8 @@ def exit_all_ranks(asked: Sequence[int], num_steps: int, before: Sequence[Callab
     log(f"pipec: {what}: all ranks end after step {num_steps}")
     for call in before:
         call()
-    raise _ending(number, f"{what}; all ranks have made {num_steps} steps")
+    raise _exit_error(number, f"{what}; all ranks have made {num_steps} steps")
 
 
-def _ending(number: int, why: str) -> BaseException:
+def _exit_error(number: int, why: str) -> BaseException:
     return KeyboardInterrupt(why) if number == signal.SIGINT else SystemExit(128 + number)

@@ -109,7 +109,7 @@ class Linker:
             case Op.PREFETCH:
                 return self._prefetch(instruction)
         if instruction.model_collective >= 0:
-            return self._join(instruction)
+            return self._start_model_collective(instruction)
         return self._sync_linker.link(instruction)
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
@@ -131,7 +131,9 @@ class Linker:
         link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
         if link.payload is Payload.MICROBATCH_RESULT:
             apart = replace(instruction, slot=microbatch)  # several are on their way at once
-            return self._outcome(link, microbatch, self._rank.transport.receiver(apart, self._tag(link)))
+            return self._receive_microbatch_result(
+                link, microbatch, self._rank.transport.receiver(apart, self._tag(link))
+            )
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         write_output, wait, post = (
             self._output_writer(link, microbatch, instruction.peer),
@@ -156,7 +158,7 @@ class Linker:
         num_rows = self._num_rows(instruction)
         return lambda: post(rank.sizes_with(num_rows()))
 
-    def _outcome(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
+    def _receive_microbatch_result(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
         """Post the receive of a microbatch's results, which the rank waits for when the script asks."""
         rank, stream_results, names = self._rank, self._rank.results, [value.name for value in link.values]
         assert isinstance(stream_results, StreamResults), "only a stream returns results of microbatches"
@@ -333,7 +335,7 @@ class Linker:
         if phase in _SAVING or not is_last:
             present["saved"] = PendingValue()
 
-    def _join(self, instruction: Instruction) -> Action:
+    def _start_model_collective(self, instruction: Instruction) -> Action:
         """Start a model collective; the first reader of its result waits for it."""
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         collective = self._rank.plan.stages[stage.index].model_collectives[instruction.model_collective]

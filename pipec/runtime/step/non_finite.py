@@ -94,10 +94,10 @@ def agree_on_non_finite(
     table[rank, 0] = 0 if loss is None else loss + 1
     table[rank, 1] = max((order[name] for name in non_finite(gradients)), default=0)
     group.all_reduce(table)()
-    return _told(plan, names, table.tolist())
+    return _non_finite_result(plan, names, table.tolist())
 
 
-def _told(plan: Plan, names: Sequence[str], rows: Sequence[Sequence[int]]) -> NonFinite | None:
+def _non_finite_result(plan: Plan, names: Sequence[str], rows: Sequence[Sequence[int]]) -> NonFinite | None:
     losses = [(row[0] - 1, rank) for rank, row in enumerate(rows) if row[0]]
     if losses:
         microbatch, rank = min(losses)

@@ -113,12 +113,14 @@ class OptimizerUpdates:
     @property
     def sharded_names(self) -> list[str]:
         """The parameters that are there in shares alone, and empty until they are gathered."""
-        return [name for bucket in self._in_shares() for name in bucket.names]
+        return [name for bucket in self._sharded_buckets() for name in bucket.names]
 
     def shards(self) -> dict[ParameterShard, Tensor]:
         """The memory of what this process keeps of the parameters that are there in shares alone."""
         self.follow_script()
-        return {piece: memory for bucket in self._in_shares() for piece, memory in bucket.owned().items()}
+        return {
+            piece: memory for bucket in self._sharded_buckets() for piece, memory in bucket.owned().items()
+        }
 
     def has_gradients(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether there are gradients of this process's ``parameters`` that no update has used."""
@@ -318,7 +320,7 @@ class OptimizerUpdates:
             bucket.release(group_of)
         self._buckets, self._bound = [], None
 
-    def _in_shares(self) -> list[ShardedBucket]:
+    def _sharded_buckets(self) -> list[ShardedBucket]:
         return [bucket for bucket in self._buckets if not bucket.keeps_parameters]
 
 

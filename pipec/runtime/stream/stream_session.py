@@ -91,7 +91,7 @@ class StreamSession:
         self._ahead.wait()
         self._run.forget_results()
         self._num_given += 1
-        return self._outcome(results)
+        return self._batch_result(results)
 
     def found(self, number: int) -> NonFinite | None:
         """Why batch ``number``, whose results have been given, ends the stream; None if nothing is wrong."""
@@ -115,12 +115,12 @@ class StreamSession:
 
     def _take_left(self) -> None:
         """Keep the results that nobody has requested, without those of skipped steps."""
-        left = [self._outcome(results) for results in self._run.left]
+        left = [self._batch_result(results) for results in self._run.left]
         self._found = self._execution.found()
         num_finite = max(self._found[0] - self._num_given, 0) if self._found else len(left)
         self._left, self._refused = left[:num_finite], left[num_finite:]
 
-    def _outcome(self, results: Mapping[str, Tensor]) -> BatchResult:
+    def _batch_result(self, results: Mapping[str, Tensor]) -> BatchResult:
         return BatchResult.of(self._execution.artifact.plan, results)
 
     def _read_ahead(self, number: int) -> None:
