@@ -82,7 +82,7 @@ def _sum(figure: str) -> float:
 def _planned(nodes: Mapping[str, _Node], edges: Edges) -> tuple[dict[str, _Node], Edges]:
     """Without inputs, then without results that nothing reads."""
     read = {target for _, target in edges}
-    inputs = {name for name in nodes if name not in read and nodes[name].description.startswith("InputLeaf")}
+    inputs = {name for name in nodes if name not in read and nodes[name].description.startswith("Input")}
     edges = [edge for edge in edges if inputs.isdisjoint(edge)]
     sources = {source for source, _ in edges}
     unread = {

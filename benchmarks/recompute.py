@@ -293,7 +293,7 @@ def simulated(sizes: Sizes, num_ranks: int, shares: Sequence[float], picture: Pa
 def _replayed_share(evaluated: EvaluatedPlan, stage: int) -> str:
     """How much of its forward a stage replays, in seconds."""
     values = evaluated.staged.forward_values(evaluated.plan.microbatch_size)[stage]
-    again = {node.name for node in evaluated.staged.graph.nodes if node.meta.get("replay")}
+    again = {node.name for node in evaluated.staged.graph.nodes if node.meta.get("recompute")}
     total = sum(value.seconds for value in values.values())
     return f"{sum(value.seconds for name, value in values.items() if name in again) / total:.0%}"
 

@@ -239,7 +239,7 @@ def test_the_runtime_loads_without_the_compiler() -> None:
         ("pipec.ir.text_format", "from pipec import console", "pipec.console"),
         ("pipec.schedules.gpipe", "x = 1\nimport pipec.plan.build_plan", "pipec.plan.build_plan"),
         ("pipec.planner.search", "def f():\n    from pipec.passes import Pass", "pipec.passes.Pass"),
-        ("pipec.runtime.processes.launch", "from ...passes import dump", "pipec.passes.pass_dump"),
+        ("pipec.runtime.processes.launch", "from ...passes import pass_dump", "pipec.passes.pass_dump"),
         ("pipec.viz.svg", "import pipec.programs.lower", "pipec.programs.lower"),
         ("pipec.capture.model_call", "import tests.conftest", "tests.conftest"),
     ],

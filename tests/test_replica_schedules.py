@@ -215,7 +215,7 @@ rank 1: 9 instructions
 4  free             stage 0  mb 1
 5  reshard          stage 0        bucket 0
 6  reduce_grad      stage 0        bucket 0
-7  norm
+7  grad_norm
 8  update           stage 0
 """
     )

@@ -230,7 +230,7 @@ def test_parts_take_their_shares_of_a_phase() -> None:
         (Op.BACKWARD, 1, 3, 9),
         (Op.REDUCE_GRAD, -1, 9, 13),
     ]
-    with pytest.raises(InputError, match="no share is given for segment 1 of backward of stage 0"):
+    with pytest.raises(InputError, match="no fraction is given for segment 1 of backward of stage 0"):
         simulate(programs, replace(costs, segments={backward: (1.0,)}))
 
 

@@ -118,15 +118,15 @@ ranks start collectives in one order
     [
         (
             change(Op.REDUCE_GRAD, microbatch=0),
-            "bucket 0 names a microbatch, link, peer, slot, segment or model_collective",
+            "bucket 0 names a microbatch, link, peer, slot, segment or model collective",
         ),
         (
             change(Op.GRAD_NORM, peer=1),
-            "grad_norm names a microbatch, link, peer, slot, segment or model_collective",
+            "grad_norm names a microbatch, link, peer, slot, segment or model collective",
         ),
         (
             change(Op.UPDATE, slot=0),
-            "update of stage 0 names a microbatch, link, peer, slot, segment or model_collective; expected none",
+            "update of stage 0 names a microbatch, link, peer, slot, segment or model collective; expected none",
         ),
         (
             change(Op.REDUCE_GRAD, bucket=1),
@@ -137,7 +137,7 @@ ranks start collectives in one order
         (change(Op.GRAD_NORM, stage=0), "grad_norm of stage 0 is not in the plan for rank 0; expected"),
         (
             change(Op.GRAD_NORM, op=Op.UNSHARD, stage=0, bucket=0),
-            "unshard of stage 0, bucket 0 is no part of",
+            "unshard of stage 0, bucket 0 is not in the plan for",
         ),
         (change(Op.FORWARD, bucket=0), "forward carries a link, peer, slot or bucket; expected none"),
         (change(Op.FREE, bucket=0), "free carries a link, peer, slot or bucket; expected none"),
@@ -488,12 +488,12 @@ def test_sums_stand_between_the_parts_of_the_last_backward_of_each_replica() -> 
  2  backward     stage 0  mb 1
  3  free         stage 0  mb 1
  4  backward     stage 0  mb 3  segment 0
- 5  reduce_grad  stage 0                bucket 0
+ 5  reduce_grad  stage 0                   bucket 0
  6  backward     stage 0  mb 3  segment 1
- 7  reduce_grad  stage 0                bucket 1
+ 7  reduce_grad  stage 0                   bucket 1
  8  backward     stage 0  mb 3  segment 2
  9  free         stage 0  mb 3
-10  reduce_grad  stage 0                bucket 2
+10  reduce_grad  stage 0                   bucket 2
 11  update       stage 0"""
     )
 
@@ -509,13 +509,13 @@ def test_gradients_that_are_summed_each_round_are_made_in_parts_each_time() -> N
     ("edit", "message"),
     [
         (drop(Op.BACKWARD, turn=1), "backward of stage 0, microbatch 2 is 0 backward"),
-        (drop(Op.BACKWARD, turn=2), "backward of stage 0, microbatch 2 runs its parts in the order [0, 2]"),
-        (repeat(Op.BACKWARD, turn=2), "runs its parts in the order [0, 1, 1, 2]; expected [0, 1, 2]"),
-        (move(Op.BACKWARD, turn=2, to=8), "runs its parts in the order [0, 2, 1]; expected [0, 1, 2]"),
+        (drop(Op.BACKWARD, turn=2), "backward of stage 0, microbatch 2 runs its segments in the order [0, 2]"),
+        (repeat(Op.BACKWARD, turn=2), "runs its segments in the order [0, 1, 1, 2]; expected [0, 1, 2]"),
+        (move(Op.BACKWARD, turn=2, to=8), "runs its segments in the order [0, 2, 1]; expected [0, 1, 2]"),
         (change(Op.BACKWARD, -1, 2, segment=3), "backward names segment 3; expected 0 to 2, or none for all"),
         (change(Op.FORWARD, segment=0), "forward names segment 0; expected none"),
         (change(Op.FREE, segment=0), "free names segment 0; expected none"),
-        (change(Op.BACKWARD, -1, 1, segment=-1), "runs its parts in the order [1, 2]"),
+        (change(Op.BACKWARD, -1, 1, segment=-1), "runs its segments in the order [1, 2]"),
         (move(Op.REDUCE_GRAD, 1, to=6), "bucket 1 runs before the last backward of stage 0 at 7"),
         (move(Op.REDUCE_GRAD, 0, to=2), "bucket 0 runs before the last backward of stage 0 at 5"),
     ],

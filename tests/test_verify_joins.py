@@ -131,34 +131,35 @@ def exchange_microbatches(instructions: list[Instruction]) -> None:
 FAULTS = {
     "left out": (
         drop(Op.ALL_REDUCE),
-        "all_reduce of stage 1, model_collective 1, microbatch 1 is there 0 times",
+        "all_reduce of stage 1, model collective 1, microbatch 1 is there 0 times",
     ),
     "twice": (
         repeat(Op.ALL_GATHER),
-        "all_gather of stage 1, model_collective 0, microbatch 1 is there 2 times",
+        "all_gather of stage 1, model collective 0, microbatch 1 is there 2 times",
     ),
     "before its value": (
         swap((Op.ALL_GATHER, 0), (Op.FORWARD, 0)),
-        "all_gather of stage 1, model_collective 0, microbatch 1 is not between segment 0 of the forward",
+        "all_gather of stage 1, model collective 0, microbatch 1 is not between segment 0 of the forward",
     ),
     "behind its reader": (
         swap((Op.ALL_REDUCE, 0), (Op.FORWARD, 2)),
-        "all_reduce of stage 1, model_collective 1, microbatch 1 is not between segment 1 of the forward",
+        "all_reduce of stage 1, model collective 1, microbatch 1 is not between segment 1 of the forward",
     ),
     "another one": (
         change(Op.ALL_GATHER, model_collective=1),
-        "all_gather, model_collective 1 is not in the plan for stage 1",
+        "all_gather, model collective 1 is not in the plan for stage 1",
     ),
     "another stage": (change(Op.ALL_GATHER, stage=0), "all_gather names stage 0; expected a stage of this"),
     "another microbatch": (change(Op.ALL_GATHER, microbatch=2), "expected a stage of this rank"),
     "a segment": (change(Op.ALL_GATHER, segment=1), "all_gather names segment 1; expected none"),
     "of a compute": (
         change(Op.FORWARD, model_collective=0),
-        "forward names model_collective 0; expected none",
+        "forward names model collective 0; expected none",
     ),
     "of the other round": (
         exchange_microbatches,
-        "all_gather of stage 1, model_collective 0, round 0 meets all_gather of stage 1, model_collective 0, round 1 of rank 3",
+        "all_gather of stage 1, model collective 0, round 0 meets "
+        "all_gather of stage 1, model collective 0, round 1 of rank 3",
     ),
 }
 
@@ -199,8 +200,8 @@ def test_a_forward_in_parts_is_one_microbatch_in_flight() -> None:
 def test_programs_with_joins_read_back_from_their_text() -> None:
     program = GPIPE.programs()[3]
     text = format_program(program)
-    line = next(line for line in text.splitlines() if "join 1" in line)
-    assert line.split()[1:] == ["all_reduce", "stage", "1", "mb", "1", "join", "1"]
+    line = next(line for line in text.splitlines() if "model_collective 1" in line)
+    assert line.split()[1:] == ["all_reduce", "stage", "1", "mb", "1", "model_collective", "1"]
     assert parse_program(text, LINKS) == program
 
 
@@ -233,7 +234,7 @@ def test_every_schedule_meets_in_one_order_where_every_stage_joins(name: str, re
     )
     stages, links = range(schedule.num_stages), chain_links(schedule.num_stages)
     parts = {(stage, phase): 2 for stage in stages for phase in (Phase.FORWARD, backward)}
-    step = {"parts": parts, "joins": dict.fromkeys(stages, of_each), "recompute": stages}
+    step = {"segments": parts, "model_collectives": dict.fromkeys(stages, of_each), "recompute": stages}
     programs = lower(schedule, links, **step)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **step)
     costs = replace(

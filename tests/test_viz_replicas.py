@@ -73,7 +73,7 @@ def test_a_lane_says_which_replica_of_which_stage_it_is() -> None:
 def test_svg_tells_what_a_sum_carries_and_keeps_replicas_together() -> None:
     svg = ElementTree.fromstring(timeline_svg(ended((3, 2, 1), 6)))
     titles = {title.text for title in svg.iter(f"{SVG}title")}
-    assert "sum of gradients, bucket 1 of stage 1, 768 B: 1.q and 2 others" in titles
+    assert "gradient reduction, bucket 1 of stage 1, 768 B: 1.q and 2 others" in titles
     tops = [float(rect.get("y", 0)) for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "lane"]
     apart = [below - above for above, below in pairwise(tops)]
     assert apart[0] == apart[1] == apart[3] < apart[2] == apart[4]
@@ -81,8 +81,8 @@ def test_svg_tells_what_a_sum_carries_and_keeps_replicas_together() -> None:
 
 def test_bytes_are_those_that_travel() -> None:
     titles = timeline_svg(ended(2, 4, gradient_dtype="bfloat16", updates=True, shard=ShardingLevel.OPTIMIZER))
-    assert "sum of gradients, bucket 0 of stage 0, 384 B as bfloat16: 0.q and 2 others" in titles
-    assert "gathering of parameters, bucket 0 of stage 0, 768 B: 0.q and 2 others" in titles
+    assert "gradient reduction, bucket 0 of stage 0, 384 B as bfloat16: 0.q and 2 others" in titles
+    assert "parameter all-gather, bucket 0 of stage 0, 768 B: 0.q and 2 others" in titles
 
 
 def test_chrome_puts_collectives_on_a_track_below_their_rank() -> None:
@@ -106,7 +106,7 @@ def test_chrome_puts_collectives_on_a_track_below_their_rank() -> None:
         "ranks": "0 1",
     }
     (update,) = [e for e in trace if e["name"] == "U" and names[e["tid"]].startswith("rank 0")]
-    assert update["args"]["waited_for"].startswith("sum of gradients, to which rank ")
+    assert update["args"]["waited_for"].startswith("gradient reduction, to which rank ")
 
 
 def overlapping() -> Timeline:
