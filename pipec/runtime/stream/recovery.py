@@ -31,11 +31,11 @@ def restore_common_version(interpreters: Sequence[PeriodInterpreter], ranks: Ran
         )
     return (
         "no version of the weights is held by all stages, so that their parameters do not fit together: "
-        f"{_versions_text(held)}, in mini-batches since the pipeline was last empty. Load a checkpoint to train on"
+        f"{_as_text(held)}, in mini-batches since the pipeline was last empty. Load a checkpoint to train on"
     )
 
 
-def _versions_text(held: Sequence[tuple[int, set[int]]]) -> str:
+def _as_text(held: Sequence[tuple[int, set[int]]]) -> str:
     return "; ".join(
         f"stage {stage} holds {', '.join(map(str, sorted(found))) or 'none, for its update was cut off'}"
         for stage, found in sorted(held)
