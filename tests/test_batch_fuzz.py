@@ -20,7 +20,7 @@ def test_no_pipeline_is_silently_wrong() -> None:
     assert not tally.faults, "\n\n".join(f"seed {seed}\n{fault}" for seed, fault in tally.faults.items())
 
 
-POWERS = """
+ATTACKS = """
 F.embedding(k, z[:, None]) | z[k] | z.index_select(0, k) | z.expand(6, -1).gather(0, t.argsort(0))
 z.index_put((torch.tensor([0, 1]),), torch.ones(2).double()) | h.index_put((m,), z)
 z.index_fill(0, torch.tensor([1]), 2) | z.scatter(0, torch.tensor([0]), torch.ones(1).double())
@@ -36,13 +36,26 @@ h.mean() + h.shape[0] | h.mean() + 1 / h.shape[0] | torch.add(h.sum(), h.mean(),
 torch.stack([q[:, None] * h, torch.ones_like(h)]) | F.pad(torch.ones(3), (1, 1)).mean() * h
 w.new_ones(torch.cartesian_prod(w, w).shape[0], 2).mean() * h
 torch.eye(torch.pdist(h).shape[0]).double() @ torch.pdist(h)
+h.new_zeros(h[m].shape[0] + 1).add(1).sum() * w | c.expand(h[m].shape[0], -1).sum(0) * h
+n.double().index_put((m,), c[0])
+torch.cat([n] * 4).unflatten(0, (2, -1)).sum(0).double() | h * n.bool()[:, None] | n.to(torch.bool).double()
+torch.where(n.bool()[:, None], h, 0) | torch.zeros_like(m).copy_(n).double() | n[n].double() | n[m].sum() * w
+n.double().view(torch.int64) | w.view(torch.int32).double() | h.sum(0).view(torch.int64)
+torch.zeros(6).long().copy_(h.sum(0)).double() | h.sum(0).long().double()
+h.mean(0).bool().double() * h | (h > 0).sum(0).char().double()
+torch.select_scatter(n[:, None].expand(-1, 2).clone(), torch.zeros(n.shape[0]).long(), 1, 0).double()
 """
-"""What may become of a mean ``z``, and of rows ``q``, that a number of rows divides."""
+"""Uses of a mean ``z`` and rows ``q`` that a number of rows divides, of row numbers ``n``, and of sums."""
 
 
-@pytest.mark.parametrize("line", re.split(r" \| |\n", POWERS.strip()))
-def test_what_the_number_of_rows_divides_is_followed_or_refused(line: str) -> None:
-    statements = ("z = s.sum((0, 1)) / s.shape[0]", "q = w / w.shape[0]", f"v = {line}")
+@pytest.mark.parametrize("line", re.split(r" \| |\n", ATTACKS.strip()))
+def test_sums_and_the_number_of_rows_are_followed_or_refused(line: str) -> None:
+    statements = (
+        "z = s.sum((0, 1)) / s.shape[0]",
+        "q = w / w.shape[0]",
+        "n = arange(h.shape[0])",
+        f"v = {line}",
+    )
     tally = Tally()
-    assert not fault_of(Program(statements, ("z", "q", "v"), 0), tally)
+    assert not fault_of(Program(statements, ("z", "q", "n", "v"), 0), tally)
     assert not any("microbatches do not run" in outcome for outcome in tally.outcomes)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 ROWS, WIDTH, TIME = 8, 6, 5
-SIZES = (3, 3, 2)
+SIZES = (5, 3)
 """The rows of the mini-batch, and of its microbatches."""
 
 ARGUMENTS = ("h", "s", "w", "k", "m", "p", "c", "t")

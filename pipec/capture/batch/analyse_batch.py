@@ -34,7 +34,7 @@ from pipec.capture.batch.dependence import (
     Whole,
     is_whole,
 )
-from pipec.capture.batch.dependence_tracker import DependenceTracker, TensorFact, tracking
+from pipec.capture.batch.dependence_tracker import NUM_SELECTED, DependenceTracker, TensorFact, tracking
 from pipec.capture.batch.operator_call import (
     ROW_COUNT_PRIME,
     NeedsMeanError,
@@ -285,11 +285,20 @@ class _BatchAnalysis:
             return self._stand_in(
                 node, Unproven("computes with a number that depends on the rows of the microbatch")
             )
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_module":
             raise TypeError("a call of a module")
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if odd and operator_name(node) not in ("reshape", "unflatten", "view"):
+            chosen = [dim for dim, size in enumerate(result.shape) if size % NUM_SELECTED == 0]
+            reason = Unproven("has a size that depends on the rows of the microbatch")
+            value = SelectedRows() if chosen == [0] and len(odd) == 1 else reason
+            known = self.tracker.fact(result)
+            if isinstance(known.value, Whole | PerRow):
+                self.tracker.record(result, replace(known, value=value))
+        return result
 
     def _divided_again(self, node: fx.Node) -> Tensor | None:
         """``x[mask].view(rows, -1)``: as many elements for each row, which every microbatch checks."""

@@ -22,6 +22,7 @@ from pipec.capture.batch.operator_call import (
     per_row_among,
     plain_name_of,
     tensors_in,
+    truncates,
 )
 from pipec.capture.batch.pointwise import KEEPING
 from pipec.capture.batch.rules import CONSTANT_FILLS, IGNORES_VALUES, KEEP_POWERS, READS_ROW_COUNT, rule_of
@@ -315,6 +316,9 @@ class DependenceTracker(TorchDispatchMode):
         if call.name == "copy" and len(call.tensors) > 1:
             source = call.tensors[1]
             value = self.dependence_of(source)
+            counts = isinstance(value, SumOverRows) or getattr(value, "numbers", False) or power_of(value)
+            if truncates(source, target) and counts:
+                return mixed_or_unproven([value]) or call.unproven()
             if isinstance(value, PerRow):
                 return value.at(value.dim + target.ndim - source.ndim)
             return self._kept_rows(call, value)

@@ -28,6 +28,8 @@ def move(call: OperatorCall) -> Dependence:
     if isinstance(value, Whole) and call.name in _CUTTING and any(map(call.is_row_multiple, _integers(call))):
         why = "takes as many elements as the microbatch has rows"
         return call.mixed(why) if call.symbolic else call.unproven(why.replace("takes", "may take"))
+    if call.op._overloadname == "dtype":
+        return _reinterpreted(call, value)
     if call.name in ("select_scatter", "slice_scatter") and not isinstance(value, PerRow):
         return _written_to_whole(call, value, call.dependence_of(call["src"]))
     if not isinstance(value, PerRow | SelectedRows) or (
@@ -62,6 +64,16 @@ def reshaped(shape: Sequence[int], rows: PerRow, to: Sequence[int], batch: int) 
             inner = stride // behind
             return replace(rows, dim=dim, outer=size // (batch * inner), inner=inner)
     return None
+
+
+def _reinterpreted(call: OperatorCall, value: Dependence) -> Dependence:
+    """``x.view(torch.int32)``: the bits of each element as another type."""
+    call.require_no_row_numbers()
+    if isinstance(value, SumOverRows) or power_of(value):
+        return call.mixed("reads the bits of what is computed of all rows of a microbatch")
+    if isinstance(value, PerRow) and value.dim == call.first.ndim - 1 and call.shape != call.first.shape:
+        return call.unproven("gives rows another number of elements")
+    return replace(value, fill=None) if isinstance(value, Whole) else value
 
 
 def _keeps_first(call: OperatorCall) -> bool:
@@ -189,7 +201,8 @@ def _written(call: OperatorCall, rows: PerRow) -> Dependence:
     """What is written to a place of each row must be of that row, or whole."""
     dim, part = _dim(call), call.dependence_of(call["src"])
     shift = call.name == "select_scatter" and dim < rows.dim
-    own = isinstance(part, Whole) and part.fill is not None
+    is_fill = isinstance(part, Whole) and (part.fill == 0 or (part.fill is not None and not rows.degree))
+    own = is_fill and not rows.numbers
     if dim == rows.dim or not (own or part == rows.at(rows.dim - shift)):
         return call.mixed("writes to some rows by their place")
     return rows

@@ -165,6 +165,14 @@ def _leaves(tree: Any) -> list[Any]:
     return [tree] if is_leaf else pytree.tree_leaves(tree)
 
 
+def truncates(source: Tensor, result: Tensor) -> bool:
+    """Whether a conversion does more than round: to integers, to truth values, or to integers of few bits."""
+    if result.is_floating_point() or result.is_complex() or source.dtype is result.dtype:
+        return False
+    has_fractions = source.is_floating_point() or source.is_complex()
+    return has_fractions or result.dtype is torch.bool or result.itemsize < min(source.itemsize, 4)
+
+
 Rule = Callable[[OperatorCall], Dependence | tuple[Dependence, ...]]
 """What an operator makes of its arguments: one value for all results, or one for each."""
 

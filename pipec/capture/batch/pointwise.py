@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, SelectedRows, SumOverRows, Whole
-from pipec.capture.batch.operator_call import NeedsMeanError, OperatorCall, mixed_or_unproven, per_row_among
+from pipec.capture.batch.operator_call import (
+    NeedsMeanError,
+    OperatorCall,
+    mixed_or_unproven,
+    per_row_among,
+    tensors_in,
+    truncates,
+)
 
 ADDING = {"add", "sub", "rsub"}
 MULTIPLYING = {"mul"}
@@ -20,7 +27,7 @@ def pointwise(call: OperatorCall) -> Dependence:
     """Each element of the result is made of the elements of the arguments at the same place."""
     if unknown := mixed_or_unproven(call.values):
         return unknown
-    if call.name not in KEEPING:
+    if not _keeps(call):
         call.require_no_row_numbers()
     if any(isinstance(value, SelectedRows) for value in call.values):
         return _of_picked(call)
@@ -35,7 +42,12 @@ def pointwise(call: OperatorCall) -> Dependence:
     if rows:
         return replace(rows[0], degree=degree) if _fits(call, rows[0]) else call.unproven()
     fills = [value.fill for value in call.values if isinstance(value, Whole)]
-    return Whole(degree, fills[0] if call.name in KEEPING else None)
+    return Whole(degree, fills[0] if _keeps(call) else None)
+
+
+def _keeps(call: OperatorCall) -> bool:
+    """Whether the elements of the result are those of the first argument, but for rounding."""
+    return call.name in KEEPING and not truncates(call.first, tensors_in(call.result)[0])
 
 
 def aligned_rows(call: OperatorCall) -> list[PerRow] | None:
@@ -73,10 +85,10 @@ def _degree(call: OperatorCall) -> int | None:
         return sum(degrees)
     if call.name in DIVIDING and call.arguments.get("rounding_mode") is None:
         return degrees[0] - sum(degrees[1:])
-    if call.name in ADDING | KEEPING | {"neg", "abs", "relu", "where"}:
+    if _keeps(call) or call.name in {"neg", "abs", "relu"}:
+        return degrees[0]
+    if call.name in ADDING | {"where"}:
         numbers = set(degrees)
-        if call.name in KEEPING | {"neg", "abs", "relu"}:
-            return degrees[0]
         return numbers.pop() if len(numbers) == 1 else (0 if not numbers else None)
     return 0 if not any(degrees) else None
 
@@ -91,7 +103,7 @@ def _of_sums(call: OperatorCall) -> Dependence:
             "computes with a number that may be that of the rows, in a graph for so many alone"
         )
     wholes = [value for value in call.values if isinstance(value, Whole) and value.fill != 0]
-    if call.name in KEEPING | {"neg"}:
+    if _keeps(call) or call.name == "neg":
         return sums[0]
     if call.name in ADDING:
         has_number = any(call.numbers[: 1 if len(call.tensors) < 2 else 0])
@@ -113,11 +125,11 @@ def _of_sums(call: OperatorCall) -> Dependence:
 
 
 def _of_picked(call: OperatorCall) -> Dependence:
-    if SelectedRows(are_indices=True) in call.values and call.name not in KEEPING:
+    if SelectedRows(are_indices=True) in call.values and not _keeps(call):
         return call.mixed("computes with the numbers of rows, counted from the first one of the microbatch")
     if all(value == SelectedRows() or isinstance(value, Whole) for value in call.values):
         return SelectedRows() if _degree_is_zero(call) else call.unproven()
-    if len(call.values) == 1 and call.name in KEEPING:
+    if len(call.values) == 1 and _keeps(call):
         return call.values[0]
     return call.unproven("computes with rows that values choose, and with others")
 

@@ -43,8 +43,8 @@ def sum_or_mean(call: OperatorCall) -> Dependence:
         return replace(value, fill=None)
     if not isinstance(value, PerRow):
         return value
+    call.require_no_row_numbers()
     if value.dim in dims:
-        call.require_no_row_numbers()
         return SumOverRows(value.degree - is_mean)
     return _left(call, value, dims)
 
