@@ -316,7 +316,7 @@ class DependenceTracker(TorchDispatchMode):
         if call.name == "copy" and len(call.tensors) > 1:
             source = call.tensors[1]
             value = self.dependence_of(source)
-            counts = isinstance(value, SumOverRows) or getattr(value, "numbers", False) or power_of(value)
+            counts = isinstance(value, SumOverRows) or getattr(value, "is_row_number", False) or power_of(value)
             if truncates(source, target) and counts:
                 return mixed_or_unproven([value]) or call.unproven()
             if isinstance(value, PerRow):

@@ -84,7 +84,7 @@ def index(call: OperatorCall) -> Dependence:
             before = sum(i is None for i in given[: source.dim])
             moved = source.at(before if before < front or not places else before + width)
             return moved if not by_rows else call.mixed("looks up in each row by numbers of other rows")
-        if source.numbers:
+        if source.is_row_number:
             raise NeedsRowNumbersError([x])
         number = call.dependence_of(own)
         aligned = (
@@ -131,7 +131,7 @@ def _by_mask(
         and isinstance(source, PerRow)
         and source.dim == value.dim + place
     ):
-        return SelectedRows(source.numbers) if place == 0 and not source.degree else call.unproven()
+        return SelectedRows(source.is_row_number) if place == 0 and not source.degree else call.unproven()
     if isinstance(value, PerRow) and isinstance(source, Whole) and not source.degree and place == 0:
         return SelectedRows()
     return call.unproven()
@@ -259,7 +259,7 @@ def index_put(call: OperatorCall) -> Dependence:
         return unknown
     if all(isinstance(v, Whole) for v in (target, value, *values)):
         return Whole()
-    if not isinstance(target, PerRow) or target.degree or target.numbers or isinstance(value, SumOverRows):
+    if not isinstance(target, PerRow) or target.degree or target.is_row_number or isinstance(value, SumOverRows):
         return call.unproven()
     if target.dim == 0 and given[0] is not None and _puts_back([*values, value]) and len(used) == 1:
         return target
@@ -339,6 +339,6 @@ def masked_scatter(call: OperatorCall) -> Dependence:
     source = call.dependence_of(call["source"])
     if unknown := mixed_or_unproven([target, mask, source]):
         return unknown
-    fits = isinstance(target, PerRow) and not target.numbers and target.dim == 0 and isinstance(mask, PerRow)
+    fits = isinstance(target, PerRow) and not target.is_row_number and target.dim == 0 and isinstance(mask, PerRow)
     from_rows = isinstance(source, SelectedRows) or (isinstance(source, PerRow) and source.dim == 0)
     return target if fits and from_rows else call.unproven()

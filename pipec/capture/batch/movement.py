@@ -49,7 +49,7 @@ _CUTTING = {"select", "slice", "split", "split_with_sizes", "unfold"}
 
 
 def _integers(call: OperatorCall) -> list[int]:
-    return [number for number in call.numbers if isinstance(number, int) and number < sys.maxsize]
+    return [number for number in call.is_row_number if isinstance(number, int) and number < sys.maxsize]
 
 
 def reshaped(shape: Sequence[int], rows: PerRow, to: Sequence[int], batch: int) -> PerRow | None:
@@ -202,7 +202,7 @@ def _written(call: OperatorCall, rows: PerRow) -> Dependence:
     dim, part = _dim(call), call.dependence_of(call["src"])
     shift = call.name == "select_scatter" and dim < rows.dim
     is_fill = isinstance(part, Whole) and (part.fill == 0 or (part.fill is not None and not rows.degree))
-    own = is_fill and not rows.numbers
+    own = is_fill and not rows.is_row_number
     if dim == rows.dim or not (own or part == rows.at(rows.dim - shift)):
         return call.mixed("writes to some rows by their place")
     return rows
