@@ -432,7 +432,7 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
             constants[fqn] = value
             with graph.inserting_before(next(iter(graph.nodes))):
                 lifted[attribute] = graph.placeholder(f"constant_{len(lifted)}")
-            lifted[attribute].meta.update(node.meta, role=Buffer(fqn), changed=False)
+            lifted[attribute].meta.update(node.meta, role=Buffer(fqn), updated=False)
             lifted[attribute].meta.setdefault("val", value)
         node.replace_all_uses_with(lifted[attribute])
         graph.erase_node(node)
