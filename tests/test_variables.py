@@ -479,7 +479,10 @@ def test_a_saved_pipeline_refuses_other_sizes(
     [
         ({"guards": ("__import__('os').remove('x')",)}, "condition .* cannot be evaluated"),
         ({"guards": ("s0 <= 4",)}, "Name is not allowed"),
-        ({"planned_sizes": {"t": 8}}, "it has a variable 'temperature_value', which is not among the planned"),
+        (
+            {"planned_sizes": {"t": 8}},
+            "it has a variable 'temperature_value', which is not among the planned",
+        ),
         ({"fixed_sizes": {"u": 8}}, "it fixes 'u', which is not among the names of its variables"),
         ({"variables": ()}, "it plans for a size"),
     ],

@@ -126,7 +126,8 @@ ranks start collectives in one order
         ),
         (
             change(Op.UPDATE, slot=0),
-            "update of stage 0 names a microbatch, link, peer, slot, segment or model collective; expected none",
+            "update of stage 0 names a microbatch, link, peer, slot, segment or model collective; "
+            "expected none",
         ),
         (
             change(Op.REDUCE_GRAD, bucket=1),
@@ -509,7 +510,10 @@ def test_gradients_that_are_summed_each_round_are_made_in_parts_each_time() -> N
     ("edit", "message"),
     [
         (drop(Op.BACKWARD, turn=1), "backward of stage 0, microbatch 2 is 0 backward"),
-        (drop(Op.BACKWARD, turn=2), "backward of stage 0, microbatch 2 runs its segments in the order [0, 2]"),
+        (
+            drop(Op.BACKWARD, turn=2),
+            "backward of stage 0, microbatch 2 runs its segments in the order [0, 2]",
+        ),
         (repeat(Op.BACKWARD, turn=2), "runs its segments in the order [0, 1, 1, 2]; expected [0, 1, 2]"),
         (move(Op.BACKWARD, turn=2, to=8), "runs its segments in the order [0, 2, 1]; expected [0, 1, 2]"),
         (change(Op.BACKWARD, -1, 2, segment=3), "backward names segment 3; expected 0 to 2, or none for all"),

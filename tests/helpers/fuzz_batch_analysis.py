@@ -1,7 +1,8 @@
 """Draws random programs over a batch and checks every claim about their values against brute force.
 
 ``python tests/helpers/fuzz_batch_analysis.py --seconds 3600`` goes on for so long; ``--seed 17 --count 1``
-tries one again and prints it; ``--whole`` trains a pipeline of each program instead, and compares it with eager torch.
+tries one again and prints it; ``--whole`` trains a pipeline of each program instead, and compares it with
+eager torch.
 """
 
 import argparse
