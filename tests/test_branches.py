@@ -137,7 +137,7 @@ def test_the_code_says_what_is_assumed() -> None:
     pipe.prepare(**inputs())
     source = pipe.source(0) + pipe.source(1)
     assert "from pipec.runtime.branch_checks import check_branch\n" in source
-    assert "    check_branch(all_1, True,\n           'test_branches.py:" in source
+    assert "    check_branch(all_1, True,\n                 'test_branches.py:" in source
 
 
 def test_capture_leaves_buffers_and_random_numbers_alone() -> None:

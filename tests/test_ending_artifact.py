@@ -101,7 +101,7 @@ def without(op: str) -> Callable[[Path, Json], None]:
         (drop_bucket, "is not in the plan for rank"),
         (unlend, "is not tied, but weight"),
         (rename, "a bucket of stage 0 has .elsewhere., which is not among its parameters"),
-        (unclip, "grad_norm is no part of the plan for rank 0"),
+        (unclip, "grad_norm is not in the plan for rank 0"),
         (unshard, "is not in the plan for rank|is there"),
         (without("update"), "is there 0 times on rank 0; expected once"),
         (without("grad_norm"), "grad_norm is there 0 times on rank 0; expected once"),

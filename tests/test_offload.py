@@ -351,4 +351,4 @@ def test_state_that_was_loaded_goes_to_the_host_as_well() -> None:
     x = torch.randn(16, 8)
     assert torch.equal(pipe.step(x, target=x), plain.step(x, target=x))
     assert all(map(torch.equal, pipe.state_dict().values(), plain.state_dict().values()))
-    assert pipe.measure_memory(x, target=x)[0].parts.get("optimizer", 0) == 0
+    assert pipe.measure_memory(x, target=x)[0].bytes_by_category.get("optimizer", 0) == 0
