@@ -15,11 +15,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipec import ops, torch_compat
 from pipec.capture.attributes import readable_values
-from pipec.capture.batch import analyse
+from pipec.capture.batch import analyse, symbol_of_rows
+from pipec.capture.batch.fixed import Comparison, compare
 from pipec.capture.branches import Branches, describe_branches, refuse_branches
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
@@ -35,7 +36,7 @@ from pipec.capture.splitting import all_have_rows
 from pipec.capture.step import Step, model_names, step_of
 from pipec.capture.symbols import FixedVariableError, number_values
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import Assumptions, Findings, Gradient, TrainingGraph
+from pipec.graph import PROVED, Assumptions, Findings, Gradient, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch import variable_values
 from pipec.torch_compat import Captured
@@ -280,7 +281,12 @@ class _Tracer:
         joined = join_replicas(captured.module, self._step, self._num_replicas)
         if joined and self.is_direct:
             raise CaptureError(f"{joined} joins replicas, which a model cannot that differentiates by itself")
-        findings = self._analyse(captured, sample, joined)
+        batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
+        if symbolic and symbol_of_rows(captured.module.graph, batched) is None:
+            findings = PROVED  # the graph is refused, for it is for this number of rows alone
+        else:
+            comparison = None if symbolic else self._compare(captured.module, front_end)
+            findings = self._analyse(captured, batched, joined, comparison)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
             Traced(
@@ -340,20 +346,39 @@ class _Tracer:
             return None
         return captured if all_have_rows(captured.module, self._call) else None
 
-    def _analyse(self, captured: Captured, sample: Call, joined: str) -> Findings:
+    def _compare(self, module: fx.GraphModule, front_end: FrontEnd) -> Comparison | None:
+        """Compare what was captured of these rows alone with what is captured of the whole batch."""
+        batch = self._branches.batch
+        own, all_rows = self._call.batch_size, batch.batch_size
+        if own == all_rows:
+            return None
+        sample = self._call.sample(all_rows, self._device)
+        try:
+            with replace(self._branches, call=batch, refused=[]).decided(sample, symbolic=False):
+                captured = front_end(self._step, sample.tree, [])
+        except Exception as error:
+            log.info("nothing tells which numbers are the same for the whole batch: %s", brief(error))
+            return None
+        separate_layers(captured.module)
+        describe_branches(captured.module)
+        expect_all_scattered(captured.module.graph, sample)
+        return compare(module, captured.module, own, all_rows)
+
+    def _analyse(
+        self, captured: Captured, batched: Sequence[str], joined: str, comparison: Comparison | None
+    ) -> Findings:
         """Make the losses of microbatches add up, as far as that can be proved.
 
         Where the user says how they add up, only the other results are looked at.
         """
         if not (self._adds_up or joined):
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
-        batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
         if captured.differentiated is not None:
             return analyse_differentiated(captured, batched, size, has_loss, num_replicas)
         if self._adds_up:
-            return analyse(captured.module, batched, size, has_loss, num_replicas)
+            return analyse(captured.module, batched, size, has_loss, num_replicas, comparison)
         return analyse_outputs(captured.module, batched, size, num_replicas)
 
     def assumptions(self) -> Assumptions:

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from pipec.capture.batch.call import ROWS, NeedsMeanError, NeedsNumbersError, tensors_in
 from pipec.capture.batch.conditions import refuse_unless_of_batch
+from pipec.capture.batch.fixed import Comparison
 from pipec.capture.batch.tracker import CHOSEN, Known, Tracker, following
 from pipec.capture.batch.values import MEAN, Mixed, Picked, Rows, Sum, Unproven, Value, Whole, is_whole
 from pipec.capture.call import plain_name
@@ -45,7 +46,12 @@ _SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten",
 
 
 def analyse(
-    module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool, num_replicas: int = 1
+    module: fx.GraphModule,
+    batched: Collection[str],
+    size: int,
+    has_loss: bool,
+    num_replicas: int = 1,
+    comparison: Comparison | None = None,
 ) -> Findings:
     """Rewrite the graph in place so that microbatches make what the unsplit model makes of the batch.
 
@@ -55,12 +61,25 @@ def analyse(
         size: The rows of the microbatch, if the graph is for these alone.
         has_loss: The first output is the loss.
         num_replicas: How many replicas the model's own collectives join.
+        comparison: With what was captured of the whole batch, if the graph is for ``size`` rows alone.
     """
-    walk = _Walk(module, {plain_name(path) for path in batched}, size, num_replicas)
+    walk = _Walk(module, {plain_name(path) for path in batched}, size, num_replicas, comparison)
     walk.run()
     found = walk.finish(has_loss)
     module.recompile()
     return found
+
+
+def symbol_of_rows(graph: fx.Graph, batched: Collection[str]) -> sympy.Symbol | None:
+    """What stands for the number of rows in a captured graph; None if that is a constant there."""
+    names = {plain_name(path) for path in batched}
+    for node in graph.find_nodes(op="placeholder"):
+        value = value_of(node)
+        if isinstance(value, Tensor) and plain_name(str(node.target)) in names and value.shape[:1]:
+            rows: Any = value.shape[0]
+            if isinstance(rows, torch.SymInt) and isinstance(rows.node.expr, sympy.Symbol):
+                return rows.node.expr
+    return None
 
 
 @dataclass
@@ -71,6 +90,7 @@ class _Walk:
     batched: Collection[str]
     size: int
     num_replicas: int
+    comparison: Comparison | None
     values: dict[fx.Node, Any] = field(default_factory=dict)
     """What each node returned: tensors without memory, and numbers."""
     _odd: set[fx.Node] = field(default_factory=set)
@@ -78,20 +98,14 @@ class _Walk:
     _causes: dict[int, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        split = [node for node in self._arguments() if plain_name(str(node.target)) in self.batched]
-        sizes = [value.shape[0] for value in map(value_of, split) if value.shape[:1]]
-        symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
-        self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
+        self._symbol = symbol_of_rows(self.module.graph, self.batched)
         self._sizes: dict[Any, Any] = {} if self._symbol is None else {self._symbol: ROWS}
-        rows = ROWS if self._symbol is not None else self.size
-        self.tracker = Tracker(rows, self._symbol is not None)
+        self._is_exact = self._symbol is not None or self.comparison is not None
+        degrees = self.comparison.degrees if self.comparison else {}
+        self.tracker = Tracker(ROWS if self._is_exact else self.size, self._is_exact, degrees)
         self._checks = leading_to_checks(self.module.graph)
         self._leading = _leading_to_joins(self.module.graph)
         self._written = _written_through(self.module.graph)
-
-    def _arguments(self) -> list[fx.Node]:
-        nodes = self.module.graph.find_nodes(op="placeholder")
-        return [node for node in nodes if isinstance(value_of(node), Tensor)]
 
     def run(self) -> None:
         with following(self.tracker):
@@ -108,7 +122,7 @@ class _Walk:
                 held = operator.attrgetter(str(node.target))(self.module)
                 self.values[node] = self._held(held) if isinstance(held, Tensor) else held
             case "call_function" if is_assumption(node):
-                rows = self.size if self._symbol is None else None
+                rows = None if self._is_exact else self.size
                 refuse_unless_of_batch(node, self.value_of, rows)
             case "call_function" | "call_method" if node in self._checks:
                 pass  # each microbatch is checked by itself
@@ -146,7 +160,8 @@ class _Walk:
 
     def _like(self, value: Tensor) -> Tensor:
         """A tensor without memory, in the sizes of the analysis."""
-        shape = [self._size(size) for size in tuple[Any, ...](value.shape)]
+        sizes = (self.comparison.sizes(value) if self.comparison else None) or tuple[Any, ...](value.shape)
+        shape = [self._size(size) for size in sizes]
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def _in_symbols(self, size: Any) -> Any:
@@ -229,13 +244,16 @@ class _Walk:
         self.values[node] = result
         self._check_sizes(node, result)
         self._note(node, result)
-        if self.tracker.drawn and self._symbol is not None and "dropout" not in operator_name(node):
+        if self.tracker.drawn and self._is_exact and "dropout" not in operator_name(node):
             self._drawn.append(node)
         self.tracker.drawn = False
         self._take_of_batch(node, result)
 
     def _run(self, node: fx.Node) -> Any:
-        mapped: Any = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if self.comparison and node in self.comparison.unclear:
+            return self._stand_in(node, Mixed(_OF_ANOTHER_NUMBER))
+        own = self.comparison.arguments(node) if self.comparison else (node.args, node.kwargs)
+        mapped: Any = fx.map_arg(own, self.values.__getitem__)
         args, kwargs = mapped
         if node.target in JOINS and self.num_replicas > 1:
             return self._joined(node, args[0] if args else next(iter(kwargs.values())))
@@ -249,9 +267,7 @@ class _Walk:
             return self._bags(node, args)
         odd = [source for source in node.all_input_nodes if source in self._odd]
         if any(self._grows(source) for source in odd):
-            return self._stand_in(
-                node, Mixed("computes with the number of rows, which is another one in a microbatch")
-            )
+            return self._stand_in(node, Mixed(_OF_ANOTHER_NUMBER))
         if odd and operator_name(node) not in _SHAPING:
             return self._stand_in(
                 node, Unproven("computes with a number that depends on the rows of the microbatch")
@@ -304,6 +320,8 @@ class _Walk:
         read = [source for source in node.all_input_nodes if not isinstance(self.values[source], Tensor)]
         values = {self.value_of(source) for source in read}
         data = next(iter([*args[-1:], *kwargs.values()]), None)
+        if self.comparison and node in self.comparison.grown:
+            return self._stand_in(node, Mixed(_OF_ANOTHER_NUMBER))
         if not read or all(map(is_whole, values)):
             return (
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -425,9 +443,13 @@ class _Walk:
     def _check_sizes(self, node: fx.Node, result: Any) -> None:
         """A size such as ``rows - 1``, that is no multiple of the rows, is another one in a microbatch."""
         for tensor, seen in zip(tensors_in(result), tensors_in(value_of(node)), strict=False):
-            sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
             is_known = not isinstance(self.tracker.value_of(tensor), Mixed | Unproven)
-            if is_known and any(made % ROWS and self._has_rows(size) for made, size in sizes):
+            if self.comparison is not None:
+                is_odd = self.comparison.sizes(seen) != tuple(tensor.shape)
+            else:
+                sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
+                is_odd = any(made % ROWS and self._has_rows(size) for made, size in sizes)
+            if is_known and is_odd:
                 why = "has a size that depends on the number of rows, which is another one in a microbatch"
                 self.tracker.tell(tensor, replace(self.tracker.known(tensor), value=Mixed(why)))
 
@@ -512,6 +534,8 @@ class _Walk:
         takes = isinstance(known.value, Sum | Mixed) if self._symbol is not None else known.value == Sum()
         if not (known.given and takes and fixed and not grows) or self._is_written_view(node, result):
             return
+        if self.comparison is not None and not self.comparison.grown.isdisjoint(_leading_to(node)):
+            return  # it is computed with the number of rows of a microbatch
         users = [user for user in node.users if user not in self._checks]
         whole = put(node, "of_batch", OF_BATCH, node, known.value == Sum())
         whole.meta["example_value"] = value_of(node)
@@ -618,6 +642,14 @@ class _Inner(fx.Interpreter):
         super().__init__(module)
         self._walk = walk
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        comparison = self._walk.comparison
+        if comparison is None:
+            return super().fetch_args_kwargs_from_env(n)
+        if n in comparison.unclear:
+            raise TypeError(_OF_ANOTHER_NUMBER)
+        return fx.map_arg(comparison.arguments(n), self.env.__getitem__)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is batch_norm_of_round:
             return self._walk.normalized(args[0])
@@ -625,6 +657,8 @@ class _Inner(fx.Interpreter):
 
 
 _HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}
+
+_OF_ANOTHER_NUMBER = "computes with the number of rows, which is another one in a microbatch"
 
 _NOT_FOLLOWED = {
     *("enter_autocast", "exit_autocast", "set_grad_enabled", "assert_scalar", "assert_async", "check"),
@@ -644,10 +678,11 @@ def _free(expression: Any) -> set[Any]:
 
 
 def _leading_to(output: fx.Node) -> set[fx.Node]:
-    """The nodes that a result depends on."""
+    """A node, and those that it depends on."""
     needed = {output}
     for node in reversed(output.graph.nodes):
-        if node in needed or (changes_argument(node) and node.args[0] in needed):
+        written = [x for x in node.args[:1] if isinstance(x, fx.Node)] if changes_argument(node) else []
+        if node in needed or not needed.isdisjoint(written):
             needed.update([node, *node.all_input_nodes])
     return needed
 
