@@ -13,21 +13,6 @@ from pipec.hardware.topology import Device, uniform_topology
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.partition import partition_graph
 
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    path = tmp_path / "graph.txt"
-    path.write_text("\n".join(PROFILE) + "\n", encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def placement(tmp_path: Path) -> Path:
-    path = tmp_path / "graph.json"
-    path.write_text(json.dumps(PLACEMENT), encoding="utf-8")
-    return path
-
-
 # PipeDream
 
 

@@ -21,20 +21,6 @@ TWO = ("--devices", "2", "--bandwidth", "1e9")
 
 
 @pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    path = tmp_path / "graph.txt"
-    path.write_text("\n".join(PROFILE) + "\n", encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Path:
-    path = tmp_path / "graph.json"
-    path.write_text(json.dumps(PLACEMENT), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
 def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What the script prints."""
 
@@ -127,9 +113,9 @@ def test_the_step_is_simulated(profile: Path, facts_of: Callable[..., dict[str, 
 
 
 def test_a_training_graph_has_devices_and_backward_nodes_of_its_own(
-    training: Path, planned: Callable[..., str], facts_of: Callable[..., dict[str, Any]]
+    placement: Path, planned: Callable[..., str], facts_of: Callable[..., dict[str, Any]]
 ) -> None:
-    facts = facts_of(training)
+    facts = facts_of(placement)
     # A device pays for what it sends and for what it receives.
     assert [stage["operators"] for stage in facts["stages"]] == [["1", "4"], ["2", "3"]]
     assert (facts["seconds"], facts["cost_model"]) == (pytest.approx(5.75e-3), "max-load")
@@ -138,7 +124,7 @@ def test_a_training_graph_has_devices_and_backward_nodes_of_its_own(
     assert [cost["backward"] for cost in seconds] == pytest.approx([0.004, 0.003])
     assert facts["plan"]["link_seconds"] == pytest.approx([0.0005, 0.00025])
     assert facts["peak_bytes"] == [50, 50]
-    assert "sends and saves are shown as 0, all memory as weights" in planned(training)
+    assert "sends and saves are shown as 0, all memory as weights" in planned(placement)
 
 
 HOSTS = Topology((Device(), Device(), Device(), Device(speed=0.5)), (Level(2, 4e9), Level(2, 1e9)))
@@ -226,9 +212,9 @@ def test_options_that_do_not_fit_end_the_script(
         main([str(profile), *options])
 
 
-def test_a_training_graph_takes_no_other_devices(training: Path) -> None:
+def test_a_training_graph_takes_no_other_devices(placement: Path) -> None:
     with pytest.raises(SystemExit, match="leave out --devices, --bandwidth, --topology"):
-        main([str(training), *TWO])
+        main([str(placement), *TWO])
 
 
 def test_a_graph_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> None:
