@@ -133,7 +133,9 @@ class FixedRows(nn.Module):
         self.layers = model()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.view(int(x.shape[0]), 4) * torch.ones(3 if x.shape[0] == 3 else 2, 1)[:1])
+        for _ in range(x.shape[0]):
+            pass
+        return self.layers(x)
 
 
 def test_a_count_over_microbatches_that_are_compiled_apart_is_refused() -> None:

@@ -69,8 +69,11 @@ def compiled(
     parts = [LOSS(unsplit(x), y) * (rows / 16) for x, y in zip(X.split(rows), Y.split(rows), strict=True)]
     for part in parts:
         part.backward()
-    found, wanted = StepResult.of(loss, model), StepResult.of(sum(parts).detach(), unsplit)
-    assert_equal(found, wanted, frozenset(wanted.gradients if "replicas" in options else ()))
+    found, expected = StepResult.of(loss, model), StepResult.of(sum(parts).detach(), unsplit)
+    if "replicas" in options:  # which add up in another order
+        torch.testing.assert_close(vars(found), vars(expected))
+    else:
+        assert_equal(found, expected)
     return pipe, unsplit
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from pipec.capture.batch import analyse_batch
+from pipec.capture.batch import WholeBatchCapture, analyse_batch
 from pipec.capture.graph_calls import describe_call
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, ROW_NUMBERS
 from pipec.graph import BatchFindings
@@ -14,7 +14,12 @@ from pipec.torch_compat import CAUSE, CapturedGraph, pytree
 
 
 def analyse_differentiated(
-    captured: CapturedGraph, batched: Collection[str], size: int, has_loss: bool, num_replicas: int = 1
+    captured: CapturedGraph,
+    batched: Collection[str],
+    size: int,
+    has_loss: bool,
+    num_replicas: int = 1,
+    of_batch: WholeBatchCapture | None = None,
 ) -> BatchFindings:
     """As ``analyse_batch``, which is tried on a copy of the forward.
 
@@ -24,7 +29,10 @@ def analyse_differentiated(
     graph, num_results = captured.module.graph, captured.traced_backward.results.num_leaves
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     forward = fx.GraphModule(captured.module, _forward(graph, num_results))
-    found = analyse_batch(forward, batched, size, has_loss, num_replicas)
+    if of_batch is not None and of_batch.module is not None:
+        all_rows = fx.GraphModule(of_batch.module, _forward(of_batch.module.graph, num_results))
+        of_batch = replace(of_batch, module=all_rows)
+    found = analyse_batch(forward, batched, size, has_loss, num_replicas, of_batch)
     output = forward.graph.output_node()
     for place, (result, marked) in enumerate(zip(results, output.args[0], strict=False)):  # type: ignore[arg-type]
         if isinstance(marked, fx.Node) and marked.target is OUTPUT_MERGE:
@@ -40,7 +48,11 @@ def analyse_differentiated(
 
 
 def analyse_outputs(
-    module: fx.GraphModule, batched: Collection[str], size: int, num_replicas: int
+    module: fx.GraphModule,
+    batched: Collection[str],
+    size: int,
+    num_replicas: int,
+    of_batch: WholeBatchCapture | None = None,
 ) -> BatchFindings:
     """As ``analyse_batch``, for the results besides the loss, of which the user says how it adds up.
 
@@ -51,7 +63,7 @@ def analyse_outputs(
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copied = fx.GraphModule(module, graph)
-    found = analyse_batch(copied, batched, size, True, num_replicas)
+    found = analyse_batch(copied, batched, size, True, num_replicas, of_batch)
     made = [x for x in pytree.tree_leaves(copied.graph.output_node().args) if isinstance(x, fx.Node)]
     marks: dict[fx.Node, fx.Node] = {}
     for result, marked in [*zip(results, made, strict=True)][1:]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipec import ops, torch_compat
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
 from pipec.capture.attributes import readable_attributes
-from pipec.capture.batch import analyse_batch
+from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
 from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
@@ -35,7 +35,7 @@ from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.split_recurrent import split_recurrent_layers
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import BatchFindings, Gradient, ModelGuards, TrainingGraph
+from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
 from pipec.torch_compat import CapturedGraph
@@ -284,7 +284,12 @@ class _Tracer:
             raise CaptureError(
                 f"{first_collective} is a collective, which a model that differentiates by itself cannot have"
             )
-        findings = self._analyse(captured, sample, first_collective)
+        batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
+        if symbolic and batch_symbol_of(captured.module.graph, batched) is None:
+            findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
+        else:
+            of_batch = None if symbolic else self._capture_batch(front_end)
+            findings = self._analyse(captured, batched, first_collective, of_batch)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
             TracedCall(
@@ -344,21 +349,44 @@ class _Tracer:
             return None
         return captured if all_share_batch_symbol(captured.module, self._call) else None
 
-    def _analyse(self, captured: CapturedGraph, sample: ModelCall, first_collective: str) -> BatchFindings:
+    def _capture_batch(self, front_end: FrontEnd) -> WholeBatchCapture | None:
+        """What is captured of the whole batch, to compare a graph with that is for these rows alone."""
+        batch = self._branches.batch
+        rows, batch_size = self._call.batch_size, batch.batch_size
+        if rows == batch_size:
+            return None
+        sample = self._call.sample(batch_size, self._device)
+        try:
+            with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
+                module = front_end(self._step, sample.tree, []).module
+        except Exception as error:
+            log.info("the whole batch cannot be captured: %s", error_summary(error))
+            return WholeBatchCapture(None, rows, batch_size)
+        split_recurrent_layers(module)
+        describe_branches(module)
+        require_full_scatter(module.graph, sample)
+        return WholeBatchCapture(module, rows, batch_size)
+
+    def _analyse(
+        self,
+        captured: CapturedGraph,
+        batched: Sequence[str],
+        first_collective: str,
+        of_batch: WholeBatchCapture | None,
+    ) -> BatchFindings:
         """Make the losses of microbatches add up, as far as that can be proved.
 
         Where the user says how they add up, only the other results are looked at.
         """
         if not (self._adds_up or first_collective):
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
-        batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
         if captured.traced_backward is not None:
-            return analyse_differentiated(captured, batched, size, has_loss, num_replicas)
+            return analyse_differentiated(captured, batched, size, has_loss, num_replicas, of_batch)
         if self._adds_up:
-            return analyse_batch(captured.module, batched, size, has_loss, num_replicas)
-        return analyse_outputs(captured.module, batched, size, num_replicas)
+            return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch)
+        return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
 
     def model_guards(self) -> ModelGuards:
         """What the last graph takes for granted of the model and of the loss function."""

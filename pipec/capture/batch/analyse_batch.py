@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.batch.branch_conditions import refuse_ambiguous_branch
+from pipec.capture.batch.compare_captures import WholeBatchCapture
 from pipec.capture.batch.dependence import (
     MEAN,
     Dependence,
@@ -72,7 +73,12 @@ _SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten",
 
 
 def analyse_batch(
-    module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool, num_replicas: int = 1
+    module: fx.GraphModule,
+    batched: Collection[str],
+    size: int,
+    has_loss: bool,
+    num_replicas: int = 1,
+    of_batch: WholeBatchCapture | None = None,
 ) -> BatchFindings:
     """Rewrite the graph in place so that microbatches make what the unsplit model makes of the batch.
 
@@ -82,12 +88,25 @@ def analyse_batch(
         size: The rows of the microbatch, if the graph is for these alone.
         has_loss: The first output is the loss.
         num_replicas: How many replicas take part in the model's own collectives.
+        of_batch: What was captured of the whole batch, if the graph is for ``size`` rows alone.
     """
-    walk = _BatchAnalysis(module, {plain_name(path) for path in batched}, size, num_replicas)
+    walk = _BatchAnalysis(module, {plain_name(path) for path in batched}, size, num_replicas, of_batch)
     walk.run()
     found = walk.finish(has_loss)
     module.recompile()
     return found
+
+
+def batch_symbol_of(graph: fx.Graph, batched: Collection[str]) -> sympy.Symbol | None:
+    """What stands for the number of rows in a captured graph; None if that is a constant there."""
+    names = {plain_name(path) for path in batched}
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, Tensor) and plain_name(str(node.target)) in names and value.shape[:1]:
+            rows: Any = value.shape[0]
+            if isinstance(rows, torch.SymInt) and isinstance(rows.node.expr, sympy.Symbol):
+                return rows.node.expr
+    return None
 
 
 @dataclass
@@ -98,6 +117,7 @@ class _BatchAnalysis:
     batched: Collection[str]
     size: int
     num_replicas: int
+    of_batch: WholeBatchCapture | None
     values: dict[fx.Node, Any] = field(default_factory=dict)
     """What each node returned: tensors without memory, and numbers."""
     _odd: set[fx.Node] = field(default_factory=set)
@@ -105,20 +125,17 @@ class _BatchAnalysis:
     _causes: dict[int, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        split = [node for node in self._arguments() if plain_name(str(node.target)) in self.batched]
-        sizes = [value.shape[0] for value in map(fake_value, split) if value.shape[:1]]
-        symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
-        self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
+        self._symbol = batch_symbol_of(self.module.graph, self.batched)
         self._sizes: dict[Any, Any] = {} if self._symbol is None else {self._symbol: ROW_COUNT_PRIME}
-        rows = ROW_COUNT_PRIME if self._symbol is not None else self.size
-        self.tracker = DependenceTracker(rows, self._symbol is not None)
+        self.comparison = self.of_batch.compare(self.module) if self.of_batch else None
+        self._incomparable = self.of_batch.why_unproven() if self.of_batch and not self.comparison else ""
+        self._is_exact = self._symbol is not None or self.comparison is not None
+        degrees = self.comparison.degrees if self.comparison else {}
+        rows = ROW_COUNT_PRIME if self._is_exact else self.size
+        self.tracker = DependenceTracker(rows, self._is_exact, degrees)
         self._checks = nodes_for_checks(self.module.graph)
         self._leading = _leading_to_collectives(self.module.graph)
         self._written = _written_through(self.module.graph)
-
-    def _arguments(self) -> list[fx.Node]:
-        nodes = self.module.graph.find_nodes(op="placeholder")
-        return [node for node in nodes if isinstance(fake_value(node), Tensor)]
 
     def run(self) -> None:
         with tracking(self.tracker):
@@ -135,7 +152,7 @@ class _BatchAnalysis:
                 held = operator.attrgetter(str(node.target))(self.module)
                 self.values[node] = self._constant_tensor(held) if isinstance(held, Tensor) else held
             case "call_function" if is_branch_check(node):
-                rows = self.size if self._symbol is None else None
+                rows = None if self._is_exact else self.size
                 refuse_ambiguous_branch(node, self.dependence_of, rows)
             case "call_function" | "call_method" if node in self._checks:
                 pass  # each microbatch is checked by itself
@@ -173,7 +190,8 @@ class _BatchAnalysis:
 
     def _like(self, value: Tensor) -> Tensor:
         """A tensor without memory, in the sizes of the analysis."""
-        shape = [self._size(size) for size in tuple[Any, ...](value.shape)]
+        compared = self.comparison.shape(value) if self.comparison else None
+        shape = [self._size(size) for size in compared or tuple[Any, ...](value.shape)]
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def _in_symbols(self, size: Any) -> Any:
@@ -258,13 +276,16 @@ class _BatchAnalysis:
         self.values[node] = result
         self._check_sizes(node, result)
         self._note(node, result)
-        if self.tracker.drew_random and self._symbol is not None and "dropout" not in operator_name(node):
+        if self.tracker.drew_random and self._is_exact and "dropout" not in operator_name(node):
             self._drawn.append(node)
         self.tracker.drew_random = False
         self._take_of_batch(node, result)
 
     def _run(self, node: fx.Node) -> Any:
-        mapped: Any = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if self.comparison and node in self.comparison.unclear:
+            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
+        own = self.comparison.arguments(node) if self.comparison else (node.args, node.kwargs)
+        mapped: Any = fx.map_arg(own, self.values.__getitem__)
         args, kwargs = mapped
         if node.target in MODEL_COLLECTIVES and self.num_replicas > 1:
             return self._collective_result(node, args[0] if args else next(iter(kwargs.values())))
@@ -278,9 +299,7 @@ class _BatchAnalysis:
             return self._bags(node, args)
         odd = [source for source in node.all_input_nodes if source in self._odd]
         if any(self._grows(source) for source in odd):
-            return self._stand_in(
-                node, MixedRows("computes with the number of rows, which is another one in a microbatch")
-            )
+            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
         if odd and operator_name(node) not in _SHAPING:
             return self._stand_in(
                 node, Unproven("computes with a number that depends on the rows of the microbatch")
@@ -333,6 +352,8 @@ class _BatchAnalysis:
         read = [source for source in node.all_input_nodes if not isinstance(self.values[source], Tensor)]
         values = {self.dependence_of(source) for source in read}
         data = next(iter([*args[-1:], *kwargs.values()]), None)
+        if self.comparison and node in self.comparison.scaled:
+            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
         if not read or all(map(is_whole, values)):
             return (
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -464,9 +485,13 @@ class _BatchAnalysis:
     def _check_sizes(self, node: fx.Node, result: Any) -> None:
         """A size such as ``rows - 1``, that is no multiple of the rows, is another one in a microbatch."""
         for tensor, seen in zip(tensors_in(result), tensors_in(fake_value(node)), strict=False):
-            sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
             is_known = not isinstance(self.tracker.dependence_of(tensor), MixedRows | Unproven)
-            if is_known and any(made % ROW_COUNT_PRIME and self._has_rows(size) for made, size in sizes):
+            if self.comparison is not None:
+                is_odd = self.comparison.shape(seen) != tuple(tensor.shape)
+            else:
+                sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
+                is_odd = any(made % ROW_COUNT_PRIME and self._has_rows(size) for made, size in sizes)
+            if is_known and is_odd:
                 why = "has a size that depends on the number of rows, which is another one in a microbatch"
                 self.tracker.record(tensor, replace(self.tracker.fact(tensor), value=MixedRows(why)))
 
@@ -501,8 +526,6 @@ class _BatchAnalysis:
 
     def _mean_of(self, total: fx.Node, reader: fx.Node) -> bool:
         """Let ``reader`` read a sum divided by the microbatch's share."""
-        if self.tracker.ambiguous:
-            return False
         is_written = mutates_argument(reader) and reader.args[0] is total
         is_shared = len(total.users) > 1 or self.tracker.shares_memory(self.values[total])
         if (is_written and is_shared) or not fake_value(total).is_floating_point():
@@ -557,6 +580,8 @@ class _BatchAnalysis:
             node, result
         ):
             return
+        if self.comparison is not None and not self.comparison.scaled.isdisjoint(_leading_to(node)):
+            return  # it is computed with the number of rows of a microbatch
         users = [user for user in node.users if user not in self._checks]
         whole = insert_after(node, "batch_counts", BATCH_COUNT, node, known.value == SumOverRows())
         whole.meta["example_value"] = fake_value(node)
@@ -614,17 +639,15 @@ class _BatchAnalysis:
         with tracking(self.tracker):
             if loss is not None and self.dependence_of(loss) == SumOverRows() and self._mean_of(loss, output):
                 loss = next(x for x in pytree.tree_leaves(output.args) if isinstance(x, fx.Node))
-        if loss is not None and self.tracker.ambiguous and self.dependence_of(loss) == MEAN:
-            number, rows = self.tracker.ambiguous[0], self.size
-            problem = Unproven(f"computes with {number}, which may come from the {rows} rows of a microbatch")
         if loss is not None and self.dependence_of(loss) != MEAN and not is_whole(self.dependence_of(loss)):
             problem = self.dependence_of(loss)
             if not isinstance(problem, MixedRows | Unproven):
                 problem = MixedRows("is no sum or mean over the rows of the batch")
         output.args = fx.map_arg(output.args, lambda node: node if node is loss else self._marked(node))
+        unproven = self._placed(problem, loss) if isinstance(problem, Unproven) else ""
         return BatchFindings(
             self._placed(problem, loss) if isinstance(problem, MixedRows) else "",
-            self._placed(problem, loss) if isinstance(problem, Unproven) else "",
+            unproven or (self._incomparable if loss is not None and problem is None else ""),
             tuple(self.tracker.assumed),
             num_batch_norms=self.tracker.num_batch_norms,
             unordered_random=tuple(
@@ -645,6 +668,8 @@ class _BatchAnalysis:
         of_round = any(
             size in self.tracker.gathered_sizes for x in tensors_in(self.values[node]) for size in x.shape
         )
+        if self._incomparable and isinstance(tensor, Tensor):
+            return mark_output_merge(node, self._incomparable)
         if not isinstance(tensor, Tensor) or value == MEAN or (is_whole(value) and not of_round):
             return node
         if isinstance(value, PerRow) and not value.degree and not value.is_row_number:
@@ -667,6 +692,14 @@ class _Inner(fx.Interpreter):
         super().__init__(module)
         self._walk = walk
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        comparison = self._walk.comparison
+        if comparison is None:
+            return super().fetch_args_kwargs_from_env(n)
+        if n in comparison.unclear:
+            raise TypeError(_OF_ANOTHER_NUMBER)
+        return fx.map_arg(comparison.arguments(n), self.env.__getitem__)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is sync_batch_norm:
             return self._walk.normalized(args[0])
@@ -674,6 +707,8 @@ class _Inner(fx.Interpreter):
 
 
 _HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}
+
+_OF_ANOTHER_NUMBER = "computes with the number of rows, which is another one in a microbatch"
 
 _NOT_FOLLOWED = {
     *("enter_autocast", "exit_autocast", "set_grad_enabled", "assert_scalar", "assert_async", "check"),
@@ -693,10 +728,11 @@ def _free(expression: Any) -> set[Any]:
 
 
 def _leading_to(output: fx.Node) -> set[fx.Node]:
-    """The nodes that a result depends on."""
+    """A node, and those that it depends on."""
     needed = {output}
     for node in reversed(output.graph.nodes):
-        if node in needed or (mutates_argument(node) and node.args[0] in needed):
+        written = [x for x in node.args[:1] if isinstance(x, fx.Node)] if mutates_argument(node) else []
+        if node in needed or not needed.isdisjoint(written):
             needed.update([node, *node.all_input_nodes])
     return needed
 

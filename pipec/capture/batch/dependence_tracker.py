@@ -64,8 +64,6 @@ class DependenceTracker(TorchDispatchMode):
     """The sizes of dimensions that have the rows of all replicas."""
     not_in_batch_order: set[int] = field(default_factory=set)
     """Tensors by ``id`` that have them in another order than the batch, and what is made of them."""
-    ambiguous: list[int | float] = field(default_factory=list)
-    """Numbers that rows are scaled by, and that may be the number of rows, if that is no symbol."""
     num_batch_norms: int = 0
     drew_random: bool = False
     """Random numbers were drawn that belong to no row. Whoever reads it sets it back."""
@@ -187,8 +185,6 @@ class DependenceTracker(TorchDispatchMode):
         is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
         if is_whole and not grows and name not in _KEEP_FILLS | IGNORES_VALUES:
             return Whole()
-        if name in ("mul", "div") and not self.symbolic:
-            self.ambiguous += [number for number in call.numbers if call.degree(number) is None]
         if grows and name not in READS_ROW_COUNT:
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
         if "batch_norm" in name and "no_" not in name:
@@ -316,7 +312,9 @@ class DependenceTracker(TorchDispatchMode):
         if call.name == "copy" and len(call.tensors) > 1:
             source = call.tensors[1]
             value = self.dependence_of(source)
-            counts = isinstance(value, SumOverRows) or getattr(value, "is_row_number", False) or power_of(value)
+            counts = (
+                isinstance(value, SumOverRows) or getattr(value, "is_row_number", False) or power_of(value)
+            )
             if truncates(source, target) and counts:
                 return mixed_or_unproven([value]) or call.unproven()
             if isinstance(value, PerRow):

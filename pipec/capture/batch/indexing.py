@@ -259,7 +259,12 @@ def index_put(call: OperatorCall) -> Dependence:
         return unknown
     if all(isinstance(v, Whole) for v in (target, value, *values)):
         return Whole()
-    if not isinstance(target, PerRow) or target.degree or target.is_row_number or isinstance(value, SumOverRows):
+    if (
+        not isinstance(target, PerRow)
+        or target.degree
+        or target.is_row_number
+        or isinstance(value, SumOverRows)
+    ):
         return call.unproven()
     if target.dim == 0 and given[0] is not None and _puts_back([*values, value]) and len(used) == 1:
         return target
@@ -339,6 +344,11 @@ def masked_scatter(call: OperatorCall) -> Dependence:
     source = call.dependence_of(call["source"])
     if unknown := mixed_or_unproven([target, mask, source]):
         return unknown
-    fits = isinstance(target, PerRow) and not target.is_row_number and target.dim == 0 and isinstance(mask, PerRow)
+    fits = (
+        isinstance(target, PerRow)
+        and not target.is_row_number
+        and target.dim == 0
+        and isinstance(mask, PerRow)
+    )
     from_rows = isinstance(source, SelectedRows) or (isinstance(source, PerRow) and source.dim == 0)
     return target if fits and from_rows else call.unproven()

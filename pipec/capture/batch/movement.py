@@ -49,7 +49,7 @@ _CUTTING = {"select", "slice", "split", "split_with_sizes", "unfold"}
 
 
 def _integers(call: OperatorCall) -> list[int]:
-    return [number for number in call.is_row_number if isinstance(number, int) and number < sys.maxsize]
+    return [number for number in call.numbers if isinstance(number, int) and number < sys.maxsize]
 
 
 def reshaped(shape: Sequence[int], rows: PerRow, to: Sequence[int], batch: int) -> PerRow | None:

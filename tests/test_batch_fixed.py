@@ -1,0 +1,92 @@
+"""Models that are compiled for one number of rows: which numbers come from it is told by a second capture."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.errors import PipecError
+
+WIDTH = 4
+LOSS = nn.functional.mse_loss
+torch.manual_seed(0)
+X, Y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+
+Reading = Callable[[Tensor, nn.Embedding], Tensor]
+
+
+class Fixed(nn.Module):
+    """Its loop makes a constant of the number of rows; four microbatches have two of them."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__()
+        self.reading = reading
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.places = nn.Embedding(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(x.shape[0]):
+            pass
+        return self.last(self.reading(self.first(x), self.places))
+
+
+def branch(h: Tensor, places: nn.Embedding) -> Tensor:
+    """As Longformer asks whether any position has global attention."""
+    mask = torch.arange(12)[None].expand(h.shape[0], -1) % 3 - 1
+    return h + 1 if (mask > 0).flatten().any() else h
+
+
+RIGHT: dict[str, Reading] = {
+    "as many places as rows": lambda h, places: h + places(torch.arange(2)).sum(0),
+    "a multiple of the rows": lambda h, places: h + places(torch.arange(0, 12)).mean(0),
+    "a constant of their size": lambda h, places: h * torch.full((2, 2), 0.5).sum(),
+    "a number of each row": lambda h, places: h * torch.arange(h.shape[0])[:, None],
+    "a place of each row": lambda h, places: h + places(torch.arange(h.shape[0])),
+    "a branch on places": branch,
+}
+WRONG: dict[str, Reading] = {
+    "at least four": lambda h, places: h + places(torch.arange(max(h.shape[0], 4))).sum(0),
+    "at most four": lambda h, places: h + places(torch.arange(min(h.shape[0], 4))).sum(0),
+    "one more": lambda h, places: h + places(torch.arange(h.shape[0] + 1)).sum(0),
+    "both": lambda h, places: h + torch.zeros(h.shape[0], 2).add(1).sum(),
+    "ones of all rows": lambda h, places: h * torch.ones(h.shape[0]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_numbers_of_the_batch_are_told_from_constants(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Fixed(RIGHT[name])
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, 2, loss_fn=LOSS, microbatches=4)
+    loss = pipe.step(X, target=Y)
+    expected = LOSS(unsplit(X), Y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for mine, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert "proves" not in caplog.text
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_another_number_for_the_batch_is_refused(name: str) -> None:
+    pipe = pipec.compile(Fixed(WRONG[name]), 2, loss_fn=LOSS, microbatches=4)
+    with pytest.raises(PipecError, match="rows"):
+        pipe.step(X, target=Y)
+
+
+def test_a_model_that_another_number_of_rows_changes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def reading(h: Tensor, places: nn.Embedding) -> Tensor:
+        return h * 3 if h.shape[0] == 2 else h + 1 + h
+
+    pipe = pipec.compile(Fixed(reading), 2, loss_fn=LOSS, microbatches=4)
+    pipe.step(X, target=Y)
+    assert "captured for 2 rows alone, and differently for 8" in caplog.text
+
+
+def test_outputs_follow_the_same_rule() -> None:
+    pipe = pipec.compile(Fixed(WRONG["one more"]), 2, microbatches=4)
+    with pytest.raises(PipecError, match="rows"):
+        pipe(X)
