@@ -40,7 +40,7 @@ full: lint ## lint, types and every test
 	$(BIN)/pytest $(PARALLEL)
 
 zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
-	PYTHONPATH=tests $(BIN)/python -m zoo
+	PYTHONPATH=tests:tests/helpers $(BIN)/python -m zoo
 
 lint: $(READY) ## lint and types
 	$(BIN)/ruff check

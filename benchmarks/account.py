@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, pipeline
 
-from pipec.ir import Kind, Program
-from pipec.runtime.step.recording import Stamps
+from pipec.ir import OpKind, Program
+from pipec.runtime.step.timestamps import Timestamps
 
 STEP = "the step"
 COMPUTES = "computes: stage functions, sums of gradients"
@@ -30,18 +30,21 @@ REST = "between instructions, and after the last"
 ROWS = (STEP, COMPUTES, FILLS, WAITS, POSTS, BEFORE, REST)
 
 
-def account(program: Program, stamps: Stamps, begun: int, ended: int) -> dict[str, float]:
+def account(program: Program, timestamps: Timestamps, begun: int, ended: int) -> dict[str, float]:
     """Milliseconds of each part of one step on one rank. ``begun`` and ``ended`` are those of the call."""
     parts: dict[str, float] = defaultdict(float)
     waited = 0.0
     for number, instruction in enumerate(program.instructions):
-        start, arrived, end = stamps[3 * number : 3 * number + 3]
-        computes = instruction.op.traits.kind in (Kind.COMPUTE, Kind.RELEASE)  # which adds gradients first
+        start, arrived, end = timestamps[3 * number : 3 * number + 3]
+        computes = instruction.op.traits.kind in (
+            OpKind.COMPUTE,
+            OpKind.RELEASE,
+        )  # which adds gradients first
         parts[COMPUTES if computes else POSTS] += 1e-6 * (end - arrived)
         waited += 1e-6 * (arrived - start)
     parts[FILLS] = min(waited, parts[COMPUTES] / MICROBATCHES * (RANKS - 1))
     parts[WAITS] = waited - parts[FILLS]
-    parts[BEFORE] = 1e-6 * (stamps[0] - begun)
+    parts[BEFORE] = 1e-6 * (timestamps[0] - begun)
     parts[REST] = 1e-6 * (ended - begun) - sum(parts.values())
     parts[STEP] = 1e-6 * (ended - begun)
     return parts
@@ -66,7 +69,7 @@ def main() -> None:
             pipe.zero_grad()
             pipe.step(inputs, target=target)
             ended = time.time_ns()
-        accounts.append(account(recorded[0].programs[rank], recorded[0].stamps[rank], begun, ended))
+        accounts.append(account(recorded[0].programs[rank], recorded[0].timestamps[rank], begun, ended))
     every: list[dict[str, float]] = [{} for _ in range(RANKS)]
     dist.all_gather_object(every, medians(accounts[WARMUP_STEPS:]))
     if rank == 0:

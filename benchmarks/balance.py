@@ -26,18 +26,18 @@ from transformers import (
 )
 
 import pipec
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
-from pipec.compiler.pass_list import CompilerOptions, passes
+from pipec.compiler.pass_list import CompilerOptions, make_passes
 from pipec.cost.profile import Profile
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.hardware.devices import DEVICES, LinkModel
-from pipec.hardware.topology import alike
+from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.profiler import profile_graph
-from pipec.runtime.holder import ModelTensors
+from pipec.runtime.model_tensors import ModelTensors
 
 STAGES, ROWS = 4, 2
 CONTEXT, VOCABULARY, WIDTH = 128, 4096, 256
@@ -115,7 +115,7 @@ class Row:
 def measure(case: Case) -> Row:
     torch.manual_seed(0)
     example = case.make()
-    call = Call(example.args, dict(example.kwargs), example.target)
+    call = ModelCall(example.args, dict(example.kwargs), example.target)
     canonical = ModelTensors.of(example.model).canonical
     graph = capture(example.model, example.loss_fn, Mode.TRAIN, call, canonical)
     seen, judge = (
@@ -142,10 +142,10 @@ def layer_stages(profile: Profile, layers: Sequence[str]) -> Iterator[int]:
 
 def planned_stages(graph: TrainingGraph, profile: Profile | None) -> list[int]:
     """The stage of each operator after pipec's passes."""
-    devices = alike(STAGES, LinkModel(math.inf, 0.0))
+    devices = equal_devices(STAGES, LinkModel(math.inf, 0.0))
     cut = CutStages(devices, ROWS)
     options = CompilerOptions(DEVICES["cpu"], devices, profile=profile)
-    staged = run_passes(copy_graph(graph), passes(options, cut, frozenset()))
+    staged = run_passes(copy_graph(graph), make_passes(options, cut, frozenset()))
     stage_of = {node.meta["operator"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}
     return list(itertools.accumulate((stage_of.get(op, 0) for op in range(len(graph.operators))), max))
 

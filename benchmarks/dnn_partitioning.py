@@ -26,9 +26,9 @@ from from_graph import PublishedGraph
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from pipec.errors import UNREADABLE, PlanError
+from pipec.errors import DAMAGED_DATA_ERRORS, PlanError
 from pipec.hardware.topology import Device, Level, Topology
-from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
+from pipec.ir.argument_checks import MOST_RANKS, check_arguments, integer_between
 from pipec.planner.operator_graph import Transfer
 
 Node = Mapping[str, Any]
@@ -53,7 +53,7 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return parse_dnn_partitioning(facts)
-    except UNREADABLE as error:
+    except DAMAGED_DATA_ERRORS as error:
         raise PlanError(
             f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, "
             f"maxSizePerFPGA, maxCPUs, nodes (id, fpgaLatency, cpuLatency, size, isBackwardNode) and "
@@ -91,7 +91,9 @@ def parse_dnn_partitioning(facts: Mapping[str, Any]) -> DevicePlacement:
 
 
 def _topology(facts: Mapping[str, Any]) -> Topology:
-    check_arguments({"maxFPGAs": whole(0, MOST_RANKS), "maxCPUs": whole(0, MOST_RANKS)}, facts)
+    check_arguments(
+        {"maxFPGAs": integer_between(0, MOST_RANKS), "maxCPUs": integer_between(0, MOST_RANKS)}, facts
+    )
     accelerators = (Device(memory_bytes=facts["maxSizePerFPGA"]),) * facts["maxFPGAs"]
     speed = min(
         (node["fpgaLatency"] / node["cpuLatency"] for node in facts["nodes"] if node["cpuLatency"]),

@@ -238,7 +238,7 @@ def _train(rank: int, timeout: float, clock: Clock, blow: Blow | None, directory
         _strike_at_instruction(rank, clock, blow)
     pipe = pipeline(timeout)
     clock.mark(rank, COMPILE)
-    checkpoints = pipec.Checkpoints(directory, every=1, keep=2)
+    checkpoints = pipec.CheckpointManager(directory, every=1, keep=2)
     checkpoints.resume(pipe)
     x, target = batch(0)
     pipe.prepare(x, target=target)

@@ -157,7 +157,7 @@ def _write_expected(path: Path) -> None:
 def _write_newest(directory: Path, path: Path) -> None:
     """What the newest checkpoint has, in one process."""
     pipe = pipeline()
-    pipec.Checkpoints(directory, every=1).resume(pipe)
+    pipec.CheckpointManager(directory, every=1).resume(pipe)
     path.write_text(f"{pipe.num_steps} {digest(pipe)}")
 
 

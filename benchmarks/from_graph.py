@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pipec.errors import InputError
 from pipec.hardware.topology import Topology
 from pipec.ir import Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, StageMemory, Value
-from pipec.ir.columns import PHASE_CODE, Cells
+from pipec.ir.columns import PHASE_CODE, ComputeColumns
 from pipec.planner.operator_graph import OperatorGraph
-from pipec.planner.placement import Partition, PlacedStage
-from pipec.schedules.orders import straight_placement
+from pipec.planner.partition import Partition, PartitionStage
+from pipec.schedules.order_builder import linear_placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PublishedGraph(OperatorGraph):
     activation_bytes: Sequence[float]
 
 
-def plan_from_graph(
+def plan_from_operator_graph(
     graph: PublishedGraph, topology: Topology, partition: Partition, schedule: Schedule
 ) -> Plan:
     """Stage k of the partition as stage k on rank k, its operators numbered in the order of the stages.
@@ -53,29 +53,29 @@ def plan_from_graph(
         stages=tuple(_stages(graph, topology, partition.stages)),
         links=links,
         link_seconds=link_seconds,
-        link_memory=(0.0,) * len(links),
-        link_saved=(0.0,) * len(links),
-        link_readers=tuple(link.payload.readers[0] for link in links),
+        link_sender_bytes=(0.0,) * len(links),
+        link_saved_bytes=(0.0,) * len(links),
+        link_reader_phases=tuple(link.payload.readers[0] for link in links),
     )
 
 
 def check_schedule(schedule: Schedule, num_stages: int) -> None:
     """Raise InputError unless the schedule runs whole backwards, and stage k on rank k."""
     hint = "take one such as 1f1b or gpipe"
-    if schedule.placement != straight_placement(num_stages):
+    if schedule.placement != linear_placement(num_stages):
         raise InputError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages on {schedule.num_ranks} ranks, but "
             f"the graph is planned with one stage on each of {num_stages}; {hint}"
         )
     halves = [PHASE_CODE[Phase.BACKWARD_INPUT], PHASE_CODE[Phase.BACKWARD_WEIGHT]]
-    if any(code in Cells.of(order).phases for order in schedule.orders for code in halves):
+    if any(code in ComputeColumns.of(order).phases for order in schedule.orders for code in halves):
         raise InputError(
             f"schedule {schedule.name!r} runs input and weight gradients apart, but the graph's file has the "
             f"time of whole backwards only; {hint}"
         )
 
 
-def _stages(graph: PublishedGraph, topology: Topology, stages: Sequence[PlacedStage]) -> Iterator[Stage]:
+def _stages(graph: PublishedGraph, topology: Topology, stages: Sequence[PartitionStage]) -> Iterator[Stage]:
     first = 0
     for index, stage in enumerate(stages):
         last = first + len(stage.operators) - 1
@@ -89,7 +89,7 @@ def _stages(graph: PublishedGraph, topology: Topology, stages: Sequence[PlacedSt
         first = last + 1
 
 
-def _cost(graph: PublishedGraph, topology: Topology, stage: PlacedStage) -> StageCost:
+def _cost(graph: PublishedGraph, topology: Topology, stage: PartitionStage) -> StageCost:
     def total(figures: Sequence[float]) -> float:
         return sum(figures[operator] for operator in stage.operators)
 
@@ -109,7 +109,7 @@ def _cost(graph: PublishedGraph, topology: Topology, stage: PlacedStage) -> Stag
 
 
 def _links(
-    graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedStage]
+    graph: OperatorGraph, topology: Topology, stages: Sequence[PartitionStage]
 ) -> tuple[tuple[Link, ...], tuple[float, ...]]:
     """One link for all values that go from one stage to another, and its seconds."""
     ways: dict[tuple[int, int], list[tuple[str, float]]] = {}
@@ -131,7 +131,9 @@ def _links(
     return links, tuple(seconds)
 
 
-def _messages(graph: OperatorGraph, stages: Sequence[PlacedStage]) -> Iterator[tuple[int, int, str, float]]:
+def _messages(
+    graph: OperatorGraph, stages: Sequence[PartitionStage]
+) -> Iterator[tuple[int, int, str, float]]:
     """Source, target, name and bytes of each value that goes to another stage, and of its gradient."""
     stage_of = {operator: index for index, stage in enumerate(stages) for operator in stage.operators}
     for transfer in graph.transfers:
@@ -142,7 +144,9 @@ def _messages(graph: OperatorGraph, stages: Sequence[PlacedStage]) -> Iterator[t
                 yield target, source, f"grad_{name}", transfer.backward_bytes
 
 
-def _link_seconds(topology: Topology, source: PlacedStage, target: PlacedStage, num_bytes: float) -> float:
+def _link_seconds(
+    topology: Topology, source: PartitionStage, target: PartitionStage, num_bytes: float
+) -> float:
     ways = {topology.link_between(one, other) for one in source.devices for other in target.devices}
     num_pairs = min(source.replicas, target.replicas)
     return max(way.seconds(num_bytes) for way in ways) / num_pairs

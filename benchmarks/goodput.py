@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="seconds from a failure to the first new step; default: 300",
     )
     parser.add_argument(
-        "--device-hours",
+        "--device-mtbf-hours",
         type=float,
         default=DEVICE_HOURS,
         help="hours between two failures of one device; default: 50,700, those of Llama 3",
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pause = args.save if args.pause is None else args.pause
     if pause > args.save:
         parser.error(f"--pause {pause:g} is longer than the save of {args.save:g} s; expected a part of it")
-    run = Failing(args.device_hours * 3600 / args.devices, args.save, pause, args.restart)
+    run = Failing(args.device_mtbf_hours * 3600 / args.devices, args.save, pause, args.restart)
     print("\n".join(lines(run, args.devices, args.step)))
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
-from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Sizes, Stage, Value
-from pipec.pipeline.turns import Asked
+from pipec.ir import InputLeaf, Instruction, Link, Mode, Payload, Plan, Program, Sizes, Stage, Value
+from pipec.pipeline.collective_calls import CallRequest
 from pipec.programs.lower import chain_links, lower
-from pipec.runtime import InProcess, Interpreter, Transport
-from pipec.runtime.step.span import Span
+from pipec.runtime import InProcessTransport, Interpreter, Transport
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.schedules import make_schedule
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 32, 200
@@ -117,7 +117,7 @@ def make_plan() -> tuple[Plan, tuple[Program, ...]]:
     stages = tuple(Stage(k, k, k, parameters=First.PARAMETERS) for k in STAGES)
     loss = Link(NUM_RANKS - 1, -1, Payload.RESULT, (Value("loss", "float32", ()),))
     links = (*chain_links(NUM_RANKS), loss)
-    inputs = (Input(0, "x", True, Value("x", "float32", ("b",))),)
+    inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b",))),)
     plan = Plan(Mode.TRAIN, "1f1b", NUM_MICROBATCHES, 1, schedule.placement, stages, links, inputs=inputs)
     return plan, lower(schedule, links)
 
@@ -126,7 +126,7 @@ def make_jobs(endpoints: Sequence[Transport]) -> list[Job]:
     """What runs one step of each rank."""
     plan, programs = make_plan()
     microbatches = [{"x": TENSOR}] * NUM_MICROBATCHES
-    span = Span([1] * NUM_MICROBATCHES, NUM_MICROBATCHES)
+    span = BatchSlice([1] * NUM_MICROBATCHES, NUM_MICROBATCHES)
     jobs = []
     for program, endpoint in zip(programs, endpoints, strict=True):
         parameters = {"w": torch.nn.Parameter(torch.zeros(1))}
@@ -147,7 +147,7 @@ def seconds(job: Callable[[], object]) -> float:
 
 def check(pipe: pipec.Pipeline, inputs: dict[str, object]) -> None:
     """What ``step`` does before its first instruction."""
-    pipe._compiled(pipe._agreed(Asked("step", Mode.TRAIN), (), inputs))
+    pipe._compiled(pipe._agree(CallRequest("step", Mode.TRAIN), (), inputs))
 
 
 def before_steps() -> Iterator[tuple[str, float, float]]:
@@ -174,7 +174,7 @@ def main() -> None:
     alone = make_jobs([Instant() for _ in range(NUM_RANKS)])
     for rank, (job, length) in enumerate(zip(alone, lengths, strict=True)):
         print(f"rank {rank} alone: {seconds(job) / length * 1e6:5.2f} us per instruction of {length}")
-    ranks = InProcess([CPU] * NUM_RANKS)
+    ranks = InProcessTransport([CPU] * NUM_RANKS)
     jobs = make_jobs([ranks.endpoint(rank) for rank in range(NUM_RANKS)])
     together = seconds(lambda: ranks.run(jobs))
     print(f"all ranks in one process: {together / sum(lengths) * 1e6:5.2f} us per instruction")

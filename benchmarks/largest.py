@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.capture.tracer import capture
-from pipec.compiler.shortage import infeasible
-from pipec.compiler.staged import Trial
+from pipec.compiler.infeasible import infeasible_error
+from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph, copy_graph
-from pipec.ir.text import format_bytes
+from pipec.ir.text_format import format_bytes
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 MICROBATCHES_PER_RANK = 4
@@ -69,10 +69,10 @@ def once(model: nn.Module, *args: object, **options: object) -> TrainingGraph:
 CAPTURED: dict[nn.Module, TrainingGraph] = {}
 
 
-def at_once(trial: Trial, search: object) -> None:
-    """Refuse a trial that lacks memory, and do not look for a limit that would be enough."""
-    if any(trial.excess):
-        raise infeasible(trial)
+def at_once(evaluated: EvaluatedPlan, search: object) -> None:
+    """Refuse a evaluated that lacks memory, and do not look for a limit that would be enough."""
+    if any(evaluated.excess_bytes):
+        raise infeasible_error(evaluated)
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def fitting(sizes: Sizes, layers: int, num_ranks: int, recompute: str) -> pipec.
         recompute=recompute,
         memory_limit=sizes.limit,
     )
-    patched = mock.patch.multiple("pipec.compiler.compiler", capture=once, refuse=at_once)
+    patched = mock.patch.multiple("pipec.compiler.compiler", capture=once, require_memory=at_once)
     with suppress(InfeasibleError), patched:
         return pipe.prepare(tokens, target=target)
     return None

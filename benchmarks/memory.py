@@ -138,7 +138,7 @@ def made(name: str) -> Made:
 
 def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
     """A pipeline that is prepared. Ranks of a process share a model, of which other processes keep parts."""
-    model, inputs = made.__wrapped__(case.model) if world().distributed else made(case.model)
+    model, inputs = made.__wrapped__(case.model) if world().is_distributed else made(case.model)
     adam = functools.partial(torch.optim.AdamW, lr=1e-3)
     pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
     with mock.patch("pipec.compiler.compiler.capture", once):
@@ -200,11 +200,11 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--stages", type=int, action="append", help="on so many stages alone")
     options = parser.parse_args(arguments)
     here, found = world(), list[float]()
-    if here.distributed:
+    if here.is_distributed:
         dist.init_process_group("gloo")
     say = functools.partial(print, flush=True) if here.rank == 0 else lambda text: None
-    counts = [here.size] if here.distributed else options.stages or [1, 2, 4]
-    chosen, ways = settings(options.model or list(MODELS), counts, here.distributed), WAYS
+    counts = [here.size] if here.is_distributed else options.stages or [1, 2, 4]
+    chosen, ways = settings(options.model or list(MODELS), counts, here.is_distributed), WAYS
     if options.short:
         chosen, ways = iter([Case("gpt2", counts[-1], "1f1b")]), {"none": WAYS["none"]}
     say(f"| model | ranks | schedule | precision | replicas | shard | {' | '.join(ways)} |")

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
-from pipec.runtime import TorchDistributed
-from pipec.runtime.memory.allocator import keep_freed_memory
+from pipec.runtime import DistributedTransport
+from pipec.runtime.memory.allocator import retain_freed_memory
 from pipec.runtime.messages import host_sockets
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ class Pipec:
     """A receive and a send instruction, as the transport binds them for each link."""
 
     def __init__(
-        self, transport: TorchDistributed, widths: Sequence[int], values: Sequence[Tensor], shares: bool
+        self, transport: DistributedTransport, widths: Sequence[int], values: Sequence[Tensor], shares: bool
     ) -> None:
         carried = tuple(Value(f"x{i}", "float32", ("b", width)) for i, width in enumerate(widths))
         links = [Link(source, 1 - source, Payload.ACTIVATION, carried) for source in range(2)]
@@ -170,10 +170,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()
+    retain_freed_memory()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
-    near, far = TorchDistributed(CPU), TorchDistributed(CPU)
+    near, far = DistributedTransport(CPU), DistributedTransport(CPU)
     if rank == 0:
         print(f"| message | contestant | {' | '.join(HEADINGS)} | round trip us |")
         print(f"|---|---|{'--:|' * (len(HEADINGS) + 1)}")

@@ -14,22 +14,22 @@ from recompute import GPU, SHORT, SIMULATED, Sizes, captured, table
 
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import policy_for
-from pipec.compiler.staged import StagedGraph, Trial
+from pipec.compiler.schedule_policy import make_schedule_policy
+from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
 from pipec.hardware.devices import DEVICES
-from pipec.hardware.topology import alike
-from pipec.ir.text import format_bytes, format_seconds
+from pipec.hardware.topology import equal_devices
+from pipec.ir.text_format import format_bytes, format_seconds
 from pipec.passes import Pass
 
 WAYS = {"replays": ("auto", False), "copies": ("none", True), "both": ("auto", True)}
 
 
-def step(sizes: Sizes, schedule: str, num_ranks: int, limit: float, way: str) -> Trial:
+def step(sizes: Sizes, schedule: str, num_ranks: int, limit: float, way: str) -> EvaluatedPlan:
     """The best step within a limit, as the autotuner finds it on GPUs."""
     device, (recompute, offloads) = DEVICES[GPU], WAYS[way]
-    topology = alike(num_ranks, device.link, limit)
+    topology = equal_devices(num_ranks, device.link, limit)
     options = CompilerOptions(device, topology, recompute, offloads)
-    policy, counts = policy_for(schedule, num_ranks), [sizes.microbatches]
+    policy, counts = make_schedule_policy(schedule, num_ranks), [sizes.microbatches]
     tuner = Autotuner(policy, may_recompute=recompute == "auto", may_offload=offloads)
 
     def cut(by: Pass) -> StagedGraph:
@@ -45,7 +45,7 @@ def limits(sizes: Sizes, schedule: str, num_ranks: int, shares: Sequence[float])
     for share in shares:
         limit = share * free.peak_bytes
         trials = {way: step(sizes, schedule, num_ranks, limit, way) for way in WAYS}
-        shown = ("" if any(each.excess) else format_seconds(each.seconds) for each in trials.values())
+        shown = ("" if any(each.excess_bytes) else format_seconds(each.seconds) for each in trials.values())
         host = max(need.host_bytes for need in trials["both"].memory)
         row(format_bytes(limit), f"{share:.0%}", *shown, format_bytes(host))
 

@@ -27,12 +27,12 @@ from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, Case
 
 import pipec
 from pipec.compiler import pass_list
-from pipec.passes.add_rows import AddRows
-from pipec.passes.call_linear import CallLinear
-from pipec.passes.join_cross_entropy import JoinCrossEntropy
-from pipec.passes.join_slices import JoinSlices
-from pipec.passes.permute_parts import PermuteParts
-from pipec.passes.prepare_weights import PrepareWeights
+from pipec.passes.fuse_cross_entropy import FuseCrossEntropy
+from pipec.passes.make_row_sparse_gradients import MakeRowSparseGradients
+from pipec.passes.merge_slice_gradients import MergeSliceGradients
+from pipec.passes.permute_before_concat import PermuteBeforeConcat
+from pipec.passes.precompute_weights import PrecomputeWeights
+from pipec.passes.recompose_linear import RecomposeLinear
 from pipec.passes.reuse_memory import ReuseMemory
 from pipec.passes.simplify import Simplify
 
@@ -43,12 +43,12 @@ Change = Callable[[contextlib.ExitStack], dict[str, Any]]
 
 
 def without_pass(left_out: type) -> Change:
-    passes = pass_list.passes
+    passes = pass_list.make_passes
 
     def filtered(*args: Any) -> list[Any]:
         return [each for each in passes(*args) if not isinstance(each, left_out)]
 
-    return replaced("pipec.compiler.pass_list.passes", filtered)
+    return replaced("pipec.compiler.pass_list.make_passes", filtered)
 
 
 def replaced(*pairs: Any) -> Change:
@@ -73,22 +73,26 @@ def same_order(function: Any, bytes_of: object) -> Any:
 VARIANTS: dict[str, Change] = {
     ALL: lambda stack: {},
     "without Simplify": without_pass(Simplify),
-    "without JoinSlices": without_pass(JoinSlices),
-    "without PermuteParts": without_pass(PermuteParts),
-    "without PrepareWeights": without_pass(PrepareWeights),
-    "without CallLinear": without_pass(CallLinear),
-    "without AddRows": without_pass(AddRows),
+    "without MergeSliceGradients": without_pass(MergeSliceGradients),
+    "without PermuteBeforeConcat": without_pass(PermuteBeforeConcat),
+    "without PrecomputeWeights": without_pass(PrecomputeWeights),
+    "without RecomposeLinear": without_pass(RecomposeLinear),
+    "without MakeRowSparseGradients": without_pass(MakeRowSparseGradients),
     "without ReuseMemory": without_pass(ReuseMemory),
-    "without JoinCrossEntropy": without_pass(JoinCrossEntropy),
-    "without rows in place": replaced("pipec.graph.in_place.BY_ROWS", {}),
+    "without FuseCrossEntropy": without_pass(FuseCrossEntropy),
+    "without rows in place": replaced("pipec.graph.in_place.ROWWISE", {}),
     "without gradients of activations in place": replaced("pipec.graph.in_place.ELEMENTWISE", {}),
     "without operators in place": replaced(
-        *("pipec.graph.lifetimes.written_in_place", nothing_in_place),
-        *("pipec.codegen.stage.written_in_place", nothing_in_place),
+        *("pipec.graph.lifetimes.in_place_operands", nothing_in_place),
+        *("pipec.codegen.stage_source.in_place_operands", nothing_in_place),
     ),
-    "without an order that holds less": replaced("pipec.compiler.staged.in_less_memory", same_order),
-    "without keeping freed memory": replaced("pipec.runtime.step.execution.keep_freed_memory", lambda: False),
-    "with fast_gradients": lambda stack: {"fast_gradients": True},
+    "without an order that holds less": replaced(
+        "pipec.compiler.staged_graph.reorder_for_memory", same_order
+    ),
+    "without keeping freed memory": replaced(
+        "pipec.runtime.step.execution.retain_freed_memory", lambda: False
+    ),
+    "with fused_gradients": lambda stack: {"fused_gradients": True},
 }
 
 

@@ -26,15 +26,15 @@ from pipedream_graph import read_pipedream_graph
 from scaling import Case, Work, data_parallel, over_hosts
 
 from pipec.hardware.topology import Topology
-from pipec.ir import NOTHING_MORE, Bucket, Plan, Stage, Stream
-from pipec.plan.ending import priced
+from pipec.ir import NO_SYNC, Bucket, Plan, Stage, Stream
 from pipec.plan.predictions import simulate_plan, step_seconds
+from pipec.plan.sync_spec import with_collective_seconds
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
 from pipec.planner.operator_graph import OperatorGraph
-from pipec.planner.placement import Partition, place
-from pipec.programs.fold import fold, num_to_lower
+from pipec.planner.partition import Partition, partition_graph
+from pipec.programs.lower_periodic import lower_periodic, num_microbatches_to_lower
 from pipec.programs.verify import verify_plan
-from pipec.schedules import ASYNCHRONOUS
+from pipec.schedules import ASYNCHRONOUS_SCHEDULES
 
 CASES = (
     Case("vgg16", 4, 4, 10, "15-1, 5.28"),
@@ -60,13 +60,13 @@ class Endless(Work):
 
     def plan(self) -> Plan:
         plan = super().plan()
-        ending = replace(plan.ending, updates=True, stream=self.schedule.stream)
-        return replace(plan, num_microbatches=1, ending=ending)
+        sync_spec = replace(plan.sync_spec, updates=True, stream=self.schedule.stream)
+        return replace(plan, num_microbatches=1, sync_spec=sync_spec)
 
     def seconds(self) -> float:
         """From one mini-batch to the next."""
         plan = self.plan()
-        programs = fold(self.schedule, plan.links, (), plan.ending)
+        programs = lower_periodic(self.schedule, plan.links, (), plan.sync_spec)
         verify_plan(plan, programs)
         carried = self._carried_seconds(plan.links) / self.schedule.num_microbatches
         return max(step_seconds(plan, simulate_plan(plan, programs)), carried)
@@ -75,15 +75,15 @@ class Endless(Work):
         ranks, gradients = self.stages[stage.index].devices, tuple(self._completed(stage))
         if len(ranks) < 2 or not gradients:
             return []
-        return [priced(Bucket(stage.index, gradients), ranks, self.topology, NOTHING_MORE)]
+        return [with_collective_seconds(Bucket(stage.index, gradients), ranks, self.topology, NO_SYNC)]
 
 
 def stream_seconds(graph: PublishedGraph, topology: Topology, partition: Partition) -> float:
     """From one mini-batch to the next of a partition under ``pipedream``."""
-    pipedream, stages = ASYNCHRONOUS["pipedream"], over_hosts(topology, partition)
+    pipedream, stages = ASYNCHRONOUS_SCHEDULES["pipedream"], over_hosts(topology, partition)
     replicas = tuple(stage.replicas for stage in stages)
-    count = num_to_lower(Stream(pipedream.versions), replicas)
-    schedule = pipedream.of_batches(replicas, 1, count)
+    count = num_microbatches_to_lower(Stream(pipedream.versions), replicas)
+    schedule = pipedream.for_batches(replicas, 1, count)
     devices = [device for stage in stages for device in stage.devices]
     return Endless(graph, topology, stages, schedule, devices).seconds()
 
@@ -92,16 +92,16 @@ def fastest(
     graph: PublishedGraph, topology: Topology, max_replicas: int | None = None
 ) -> tuple[float, Partition]:
     """The partition that is simulated to be the fastest, with its seconds."""
-    tried = product((PIPEC, MAX_LOAD), (topology, topology.flat()))
-    plans = [place(graph, joined, model, max_replicas) for model, joined in tried]
+    tried = product((PIPEC, MAX_LOAD), (topology, topology.single_level()))
+    plans = [partition_graph(graph, joined, model, max_replicas) for model, joined in tried]
     found = [(stream_seconds(graph, topology, plan), plan) for plan in plans]
     return min(found, key=lambda each: each[0])
 
 
 def own_model(graph: PublishedGraph, topology: Topology) -> str:
     """The plan that PipeDream's cost model finds best, and by how much it finds it faster than one stage."""
-    best = place(graph, topology, PIPEDREAM)
-    alone = place(in_one_piece(graph), topology, PIPEDREAM)
+    best = partition_graph(graph, topology, PIPEDREAM)
+    alone = partition_graph(in_one_piece(graph), topology, PIPEDREAM)
     return f"{shape(best)}, {alone.seconds / best.seconds:.2f}"
 
 

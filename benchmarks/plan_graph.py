@@ -10,8 +10,8 @@ that plan under the schedule, as the simulator plays it: messages travel beside 
 devices is one rank there, r times as fast, and does not sum its gradients over them.
 
 JSON keys: those of ``pipec plan``; and of the planner, seconds of the slowest stage; stages, each with
-replicas, operators, seconds, communication_seconds, devices; planning_seconds; least_seconds, which no plan
-is below; cost_model.
+replicas, operators, seconds, communication_seconds, devices; planning_seconds; lower_bound_seconds, which no
+plan is below; cost_model.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dnn_partitioning import read_dnn_partitioning
-from from_graph import PublishedGraph, plan_from_graph
+from from_graph import PublishedGraph, plan_from_operator_graph
 from pipedream_graph import read_pipedream_graph
 
-from pipec.cli.output import plan_facts
+from pipec.cli.output import plan_summary
 from pipec.errors import InputError, PipecError
-from pipec.hardware.topology import Topology, read_topology, uniform
+from pipec.hardware.topology import Topology, read_topology, uniform_topology
 from pipec.ir import Plan, Program, Schedule
-from pipec.ir.text import format_seconds
+from pipec.ir.text_format import format_seconds
+from pipec.plan.plan_table import plan_table
 from pipec.plan.predictions import simulate_plan
-from pipec.plan.tables import plan_table
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
-from pipec.planner.placement import Partition, PlacedStage, place
+from pipec.planner.partition import Partition, PartitionStage, partition_graph
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import custom_schedule, make_schedule
-from pipec.viz import Step, check_drawing, draw_steps
+from pipec.viz import DrawnStep, check_drawing, draw_steps
 
 COST_MODELS = {"pipec": PIPEC, "pipedream": PIPEDREAM, "max-load": MAX_LOAD}
 
@@ -69,9 +69,9 @@ class Planned:
     programs: tuple[Program, ...]
 
     @property
-    def step(self) -> Step:
+    def step(self) -> DrawnStep:
         """The simulated step."""
-        return Step.of_plan(self.plan, self.programs, simulate_plan(self.plan, self.programs))
+        return DrawnStep.of_plan(self.plan, self.programs, simulate_plan(self.plan, self.programs))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -137,17 +137,19 @@ def _topology(args: argparse.Namespace) -> Topology:
             f"--devices is {args.devices!r} and --bandwidth {args.bandwidth!r}; expected numbers such as 16 "
             "and 1e9, or one of each a level, innermost first, such as 4x4 and 12e9,1.25e9"
         ) from error
-    return uniform(sizes, rates)
+    return uniform_topology(sizes, rates)
 
 
 def planned_of(problem: Problem, schedule: str = "1f1b", num_microbatches: int | None = None) -> Planned:
     """The best plan of a problem under a schedule, verified. Default: four microbatches a stage."""
     started = time.perf_counter()
-    partition = place(problem.graph, problem.topology, COST_MODELS[problem.cost_model], problem.max_replicas)
+    partition = partition_graph(
+        problem.graph, problem.topology, COST_MODELS[problem.cost_model], problem.max_replicas
+    )
     seconds = time.perf_counter() - started
     num_stages = len(partition.stages)
     cells = _schedule(schedule, num_stages, num_microbatches or 4 * num_stages)
-    plan = plan_from_graph(problem.graph, problem.topology, partition, cells)
+    plan = plan_from_operator_graph(problem.graph, problem.topology, partition, cells)
     programs = lower(cells, plan.links)
     verify_programs(programs, plan.placement, plan.links, plan.num_microbatches)
     return Planned(problem, partition, seconds, plan, programs)
@@ -176,9 +178,9 @@ def facts(planned: Planned) -> dict[str, object]:
         "seconds": partition.seconds,
         "stages": stages,
         "planning_seconds": planned.planning_seconds,
-        "least_seconds": partition.least_seconds,
+        "lower_bound_seconds": partition.lower_bound_seconds,
         "cost_model": problem.cost_model,
-        **plan_facts(planned.plan, planned.programs),
+        **plan_summary(planned.plan, planned.programs),
     }
 
 
@@ -191,9 +193,9 @@ def lines(planned: Planned) -> Iterator[str]:
         f"planner, cost model {problem.cost_model}: {format_seconds(partition.seconds)} a microbatch in the "
         f"slowest stage, planned in {format_seconds(planned.planning_seconds)}"
     )
-    yield _bottleneck(partition.stages[partition.slowest], partition.slowest)
+    yield _bottleneck(partition.stages[partition.bottleneck_stage], partition.bottleneck_stage)
     if not partition.is_optimal:
-        yield f"not proved optimal: no plan takes less than {format_seconds(partition.least_seconds)}"
+        yield f"not proved optimal: no plan takes less than {format_seconds(partition.lower_bound_seconds)}"
     yield (
         f"simulator: {format_seconds(planned.step.timeline.makespan / plan.num_microbatches)} a microbatch, "
         f"the step divided by {plan.num_microbatches}; messages travel beside operators"
@@ -208,7 +210,7 @@ def lines(planned: Planned) -> Iterator[str]:
         )
 
 
-def _bottleneck(stage: PlacedStage, index: int) -> str:
+def _bottleneck(stage: PartitionStage, index: int) -> str:
     """Why the step is not faster: links and all-reduce, an operator that cannot be divided, or the work."""
     spent = format_seconds(stage.communication_seconds)
     if 2 * stage.communication_seconds > stage.seconds:

@@ -20,10 +20,10 @@ from dnn_partitioning import read_dnn_partitioning
 from pipedream_graph import read_pipedream_graph
 from plan_graph import COST_MODELS
 
-from pipec.hardware.topology import Device, Topology, uniform
+from pipec.hardware.topology import Device, Topology, uniform_topology
 from pipec.planner.cost_model import MAX_LOAD, PIPEDREAM, CostModel
 from pipec.planner.operator_graph import OperatorGraph, Transfer
-from pipec.planner.placement import Partition, place
+from pipec.planner.partition import Partition, partition_graph
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def profiles(folder: Path) -> Iterator[str]:
     )
     for profile in (*PROFILES, *(each for each in NASNETS if (folder / f"{each.name}.txt").exists())):
         graph = read_pipedream_graph(folder / f"{profile.name}.txt")
-        plan, wall = timed(graph, uniform(profile.sizes, profile.rates), PIPEDREAM)
+        plan, wall = timed(graph, uniform_topology(profile.sizes, profile.rates), PIPEDREAM)
         assert profile.seconds is None or plan.seconds <= profile.seconds * (1 + 1e-6)
         levels = (
             f"{' x '.join(map(str, profile.sizes))}, {' and '.join(f'{rate:g}' for rate in profile.rates)}"
@@ -126,7 +126,7 @@ def wide() -> Iterator[str]:
     yield from heading("operators", "cells", "devices", "pipec", "s", "proved", "found in s")
     for case in WIDE:
         graph = cells(case)
-        plan, wall = timed(graph, uniform([case.devices], [1e9]), PIPEDREAM)
+        plan, wall = timed(graph, uniform_topology([case.devices], [1e9]), PIPEDREAM)
         size = f"{len(graph.names):,}", f"{case.cells} of {case.branches} x {case.length}", str(case.devices)
         yield row(*size, shape(plan), f"{plan.seconds:.9f}", proof(plan), f"{wall:.2f}")
 
@@ -189,7 +189,9 @@ def chains() -> Iterator[str]:
     )
     for case in CHAINS:
         graph = chain(case)
-        topology = uniform([64], [1e9], Device(memory_bytes=case.memory_bytes * average_bytes(graph)))
+        topology = uniform_topology(
+            [64], [1e9], Device(memory_bytes=case.memory_bytes * average_bytes(graph))
+        )
         plan, wall = timed(graph, topology, COST_MODELS[case.model], case.replicas)
         yield row(
             f"{case.operators:,}",
@@ -230,7 +232,7 @@ def timed(
     graph: OperatorGraph, topology: Topology, model: CostModel, max_replicas: int | None = None
 ) -> tuple[Partition, float]:
     started = time.perf_counter()
-    placement = place(graph, topology, model, max_replicas)
+    placement = partition_graph(graph, topology, model, max_replicas)
     return placement, time.perf_counter() - started
 
 
@@ -242,7 +244,7 @@ def proof(placement: Partition) -> str:
     """Whether the plan is the best there can be, and if not how much better one could be."""
     if placement.is_optimal:
         return "yes"
-    return f"to {placement.seconds / placement.least_seconds - 1:.1%}"
+    return f"to {placement.seconds / placement.lower_bound_seconds - 1:.1%}"
 
 
 def figure(value: float | None, digits: int) -> str:

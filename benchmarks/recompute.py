@@ -37,19 +37,19 @@ import pipec
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import policy_for
-from pipec.compiler.staged import StagedGraph, Trial
+from pipec.compiler.schedule_policy import make_schedule_policy
+from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph
 from pipec.hardware.devices import DEVICES
-from pipec.hardware.topology import Topology, alike
-from pipec.ir.text import format_bytes, format_seconds
-from pipec.passes import Pass, cut_replaying
+from pipec.hardware.topology import Topology, equal_devices
+from pipec.ir.text_format import format_bytes, format_seconds
+from pipec.passes import Pass, cut_with_recompute
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.planner import recompute as chooser
-from pipec.planner import replay_curve
-from pipec.planner.replaying_cut import Chain
-from pipec.runtime.memory.meter import TensorMeter
+from pipec.planner import recompute_curve
+from pipec.planner import recompute_solver as chooser
+from pipec.planner.chain_cut import OperatorChain
+from pipec.runtime.memory.meter import TensorMemoryMeter
 
 GPU = "a100-40gb"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.32, 0.31, 0.3)
@@ -175,7 +175,7 @@ def torchs_step(sizes: Sizes, budget: float) -> tuple[Callable[[], None], list[T
 
 
 def peak_of(step: Callable[[], None], parameters: Sequence[Tensor]) -> float:
-    with TensorMeter() as meter:
+    with TensorMemoryMeter() as meter:
         meter.begin({"parameters": parameters})
         step()
         meter.note()
@@ -205,9 +205,9 @@ def against_torch(sizes: Sizes, rounds: int) -> None:
 
 
 class AfterTheCut(Autotuner):
-    """Cuts as if nothing were replayed, and then lets stages replay."""
+    """Cuts as if nothing were recomputed, and then lets stages replay."""
 
-    def replays_on(self, devices: Topology) -> bool:
+    def plans_recompute_on(self, devices: Topology) -> bool:
         return False
 
 
@@ -228,12 +228,14 @@ def captured(sizes: Sizes) -> TrainingGraph:
     return kept[0]
 
 
-def simulated_step(sizes: Sizes, num_ranks: int, limit: float, how: type[Autotuner] = Autotuner) -> Trial:
+def simulated_step(
+    sizes: Sizes, num_ranks: int, limit: float, how: type[Autotuner] = Autotuner
+) -> EvaluatedPlan:
     """The best 1F1B step within a limit, as the autotuner finds it on GPUs."""
     device = DEVICES[GPU]
-    topology = alike(num_ranks, device.link, limit)
+    topology = equal_devices(num_ranks, device.link, limit)
     options = CompilerOptions(device, topology)
-    policy = policy_for("1f1b", num_ranks)
+    policy = make_schedule_policy("1f1b", num_ranks)
     tuner, counts = how(policy, may_recompute=True), [sizes.microbatches]
 
     def cut(by: Pass) -> StagedGraph:
@@ -242,12 +244,14 @@ def simulated_step(sizes: Sizes, num_ranks: int, limit: float, how: type[Autotun
     return tuner.choose(cut, topology, policy.placements(counts), sizes.rows, counts).best
 
 
-def full_step(sizes: Sizes, num_ranks: int) -> Trial:
-    """Everything is replayed, on the cut that does not know of it."""
+def full_step(sizes: Sizes, num_ranks: int) -> EvaluatedPlan:
+    """Everything is recomputed, on the cut that does not know of it."""
     free = simulated_step(sizes, num_ranks, math.inf)
     values = free.staged.forward_values(free.plan.microbatch_size)
     everything = frozenset(name for stage in values for name in stage)
-    return free.staged.recomputing(MarkRecompute(everything)).trial(free.schedule, free.plan.microbatch_size)
+    return free.staged.with_recompute(MarkRecompute(everything)).evaluate(
+        free.schedule, free.plan.microbatch_size
+    )
 
 
 def budgets(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> Iterator[tuple[float, float]]:
@@ -264,14 +268,20 @@ def simulated(sizes: Sizes, num_ranks: int, shares: Sequence[float], picture: Pa
     row("none", format_bytes(free.peak_bytes), format_seconds(free.seconds), "1.000", "")
     points = []
     for share, limit in [*budgets(sizes, num_ranks, shares), (0.0, full.peak_bytes)]:
-        trial = simulated_step(sizes, num_ranks, limit)
-        if any(trial.excess):
+        evaluated = simulated_step(sizes, num_ranks, limit)
+        if any(evaluated.excess_bytes):
             continue
-        stages = ", ".join(_replayed_share(trial, stage) for stage in range(num_ranks))
+        stages = ", ".join(_replayed_share(evaluated, stage) for stage in range(num_ranks))
         name = f"auto, {share:.0%}" if share else "auto, as much as full"
-        relative = trial.seconds / free.seconds
-        row(name, format_bytes(trial.peak_bytes), format_seconds(trial.seconds), f"{relative:.3f}", stages)
-        points.append((trial.peak_bytes, relative))
+        relative = evaluated.seconds / free.seconds
+        row(
+            name,
+            format_bytes(evaluated.peak_bytes),
+            format_seconds(evaluated.seconds),
+            f"{relative:.3f}",
+            stages,
+        )
+        points.append((evaluated.peak_bytes, relative))
     relative = full.seconds / free.seconds
     row("full", format_bytes(full.peak_bytes), format_seconds(full.seconds), f"{relative:.3f}", "100% each")
     if picture:
@@ -280,10 +290,10 @@ def simulated(sizes: Sizes, num_ranks: int, shares: Sequence[float], picture: Pa
         )
 
 
-def _replayed_share(trial: Trial, stage: int) -> str:
+def _replayed_share(evaluated: EvaluatedPlan, stage: int) -> str:
     """How much of its forward a stage replays, in seconds."""
-    values = trial.staged.forward_values(trial.plan.microbatch_size)[stage]
-    again = {node.name for node in trial.staged.graph.nodes if node.meta.get("replay")}
+    values = evaluated.staged.forward_values(evaluated.plan.microbatch_size)[stage]
+    again = {node.name for node in evaluated.staged.graph.nodes if node.meta.get("recompute")}
     total = sum(value.seconds for value in values.values())
     return f"{sum(value.seconds for name, value in values.items() if name in again) / total:.0%}"
 
@@ -293,9 +303,9 @@ def joint(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> None:
     row = table("limit", "share of none", "after the cut", "joint", "ratio", "slowest stage / bound")
     for share, limit in budgets(sizes, num_ranks, shares):
         after = simulated_step(sizes, num_ranks, limit, AfterTheCut)
-        with mock.patch.object(cut_replaying, "cut_chain", wraps=cut_replaying.cut_chain) as cut:
+        with mock.patch.object(cut_with_recompute, "cut_chain", wraps=cut_with_recompute.cut_chain) as cut:
             both = simulated_step(sizes, num_ranks, limit)
-        shown = [("" if any(t.excess) else format_seconds(t.seconds)) for t in (after, both)]
+        shown = [("" if any(t.excess_bytes) else format_seconds(t.seconds)) for t in (after, both)]
         ratio = f"{after.seconds / both.seconds:.3f}" if all(shown) else ""
         slowest = max(sum(stage.cost.seconds.values()) for stage in both.plan.stages)
         chain, in_flight = cut.call_args.args[:2]
@@ -303,7 +313,7 @@ def joint(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> None:
         row(format_bytes(limit), f"{share:.0%}", *shown, ratio, above)
 
 
-def bound(chain: Chain, in_flight: Sequence[int], limit: float) -> float:
+def bound(chain: OperatorChain, in_flight: Sequence[int], limit: float) -> float:
     """No cut into stages has a slowest one that takes less.
 
     Stages hold what is resident, messages, and what is saved; as a backward ends, one microbatch less is
@@ -379,7 +389,7 @@ def timed(seconds: list[float]) -> Iterator[None]:
         finally:
             seconds.append(time.process_time() - started)
 
-    solvers = (chooser, "milp"), (replay_curve, "at_price")
+    solvers = (chooser, "milp"), (recompute_curve, "recomputes_at_price")
     with ExitStack() as stack:
         for module, name in solvers:
             solve = functools.partial(noted, getattr(module, name))
@@ -398,7 +408,7 @@ def orders(names: Sequence[str], rounds: int) -> None:
         model, batch = MODELS[name]()
         options = {"schedule": schedule, "recompute": recompute, "microbatches": MICROBATCHES}
         pipe = pipec.compile(model, 2, **options).prepare(**batch)  # type: ignore[arg-type]
-        with mock.patch("pipec.compiler.staged.in_less_memory", lambda function, _: function):
+        with mock.patch("pipec.compiler.staged_graph.reorder_for_memory", lambda function, _: function):
             before = pipec.compile(model, 2, **options).prepare(**batch)  # type: ignore[arg-type]
         pairs = zip(pipe.memory(), before.memory(), strict=True)
         peaks = ", ".join(f"{now.peak_bytes / was.peak_bytes:.3f}" for now, was in pairs)

@@ -50,7 +50,7 @@ def train(folder: Path) -> None:
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
     )
     note("met")
-    checkpoints = pipec.Checkpoints(folder / "checkpoints", every=EVERY, keep=2)
+    checkpoints = pipec.CheckpointManager(folder / "checkpoints", every=EVERY, keep=2)
     checkpoints.resume(pipe)
     note("loaded")
     x, target = torch.randn(16, 64), torch.randn(16, 64)

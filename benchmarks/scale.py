@@ -21,7 +21,7 @@ import pipec
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, make_schedule
-from pipec.timeline.facts import timeline_facts
+from pipec.timeline.report import timeline_report
 from pipec.timeline.simulate import simulate
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def tell_parts(name: str) -> None:
     count = schedule.num_microbatches
     part("verified", lambda: verify_programs(programs, schedule.placement, links, count))
     timeline = part("simulated", lambda: simulate(programs, work.costs(schedule, links)))
-    part("summarised", lambda: timeline_facts(timeline))
+    part("summarised", lambda: timeline_report(timeline))
 
 
 def main() -> None:

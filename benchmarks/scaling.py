@@ -23,35 +23,35 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from from_graph import PublishedGraph, plan_from_graph
+from from_graph import PublishedGraph, plan_from_operator_graph
 from pipedream_graph import read_pipedream_graph
 
-from pipec.hardware.collectives import all_reduce_seconds, fastest_num_hosts
+from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts
 from pipec.hardware.topology import Device, Level, Topology
 from pipec.ir import (
-    NOTHING_MORE,
+    NO_SYNC,
     Bucket,
-    Ending,
     Link,
     Phase,
     Placement,
     Plan,
     Schedule,
     Stage,
+    SyncSpec,
     Value,
     rank_of,
 )
-from pipec.ir.text import value_bytes
-from pipec.plan.buckets import Gradients, fuse
-from pipec.plan.ending import priced
+from pipec.ir.text_format import value_bytes
+from pipec.plan.buckets import GradientTimes, choose_buckets
 from pipec.plan.predictions import simulate_plan
+from pipec.plan.sync_spec import with_collective_seconds
 from pipec.planner.cost_model import PIPEC
-from pipec.planner.operator_graph import program_order
-from pipec.planner.placement import Partition, PlacedStage, place
+from pipec.planner.operator_graph import topological_order
+from pipec.planner.partition import Partition, PartitionStage, partition_graph
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import looped_bfs, one_f_one_b
-from pipec.schedules.replicas import replicated, round_robin
+from pipec.schedules.replicated import replicate_schedule, round_robin
 
 SEGMENTS = 16
 PARTS = (1, 2, 4, 8)
@@ -104,7 +104,7 @@ class Work:
 
     graph: PublishedGraph
     topology: Topology
-    stages: Sequence[PlacedStage]
+    stages: Sequence[PartitionStage]
     schedule: Schedule
     devices: Sequence[int]
     parts: int = 1
@@ -116,12 +116,14 @@ class Work:
     def plan(self) -> Plan:
         """The plan of the stages, each on one rank as fast as all of its own, with ranks for all of them."""
         straight = one_f_one_b(len(self.stages), 1)
-        merged = plan_from_graph(self.graph, self.topology, Partition(tuple(self.stages), 0.0), straight)
+        merged = plan_from_operator_graph(
+            self.graph, self.topology, Partition(tuple(self.stages), 0.0), straight
+        )
         stages, buckets = [], list[Bucket]()
         for stage in map(self._with_replicas, merged.stages):
             own = self._buckets(stage)
             names = tuple(name for bucket in own for name in bucket.names)
-            stages.append(replace(stage, parameters=names, parts=self._parts(stage, own)))
+            stages.append(replace(stage, parameters=names, segments=self._parts(stage, own)))
             buckets += own
         return replace(
             merged,
@@ -129,13 +131,13 @@ class Work:
             placement=self.placement,
             stages=tuple(stages),
             link_seconds=tuple(map(self._message_seconds, merged.links)),
-            ending=Ending(buckets=tuple(buckets)),
+            sync_spec=SyncSpec(buckets=tuple(buckets)),
         )
 
     def seconds(self) -> float:
         """Of the step, simulated from the programs, which are verified."""
         plan = self.plan()
-        programs = lower(self.schedule, plan.links, ending=plan.ending, parts=plan.parts)
+        programs = lower(self.schedule, plan.links, sync_spec=plan.sync_spec, segments=plan.segments)
         verify_plan(plan, programs)
         return max(simulate_plan(plan, programs).makespan, self._carried_seconds(plan.links))
 
@@ -160,11 +162,13 @@ class Work:
         ranks, completed = self.stages[stage.index].devices, self._completed(stage)
         if len(ranks) < 2 or not completed:
             return []
-        price = functools.partial(priced, ranks=ranks, topology=self.topology, asked=NOTHING_MORE)
+        price = functools.partial(
+            with_collective_seconds, ranks=ranks, topology=self.topology, requested=NO_SYNC
+        )
         seconds = (stage.cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD))
-        gradients = Gradients([*completed], [*completed.values()], *seconds)
-        groups = fuse(gradients, NOTHING_MORE, price, PART_SECONDS)
-        return [price(Bucket(stage.index, group, part=part)) for part, group in enumerate(groups)]
+        gradients = GradientTimes([*completed], [*completed.values()], *seconds)
+        groups = choose_buckets(gradients, NO_SYNC, price, PART_SECONDS)
+        return [price(Bucket(stage.index, group, segment=part)) for part, group in enumerate(groups)]
 
     def _parts(self, stage: Stage, buckets: Sequence[Bucket]) -> dict[Phase, tuple[float, ...]]:
         """The shares of the backward that end with the last gradient of each bucket."""
@@ -213,14 +217,16 @@ class Work:
 def data_parallel(graph: PublishedGraph, topology: Topology, segments: int) -> float:
     """Seconds of a step with so many stages, each of them on every device."""
     devices = tuple(range(len(topology.devices)))
-    stages = [PlacedStage(ops, devices, 0.0, 0.0, 0.0, 0.0, 1) for ops in divided(graph, segments)]
+    stages = [PartitionStage(ops, devices, 0.0, 0.0, 0.0, 0.0, 1) for ops in divided(graph, segments)]
     one = functools.partial(looped_bfs, 1, num_chunks=len(stages))
-    return Work(graph, topology, stages, replicated(one, len(devices), len(devices)), devices).seconds()
+    return Work(
+        graph, topology, stages, replicate_schedule(one, len(devices), len(devices)), devices
+    ).seconds()
 
 
 def divided(graph: PublishedGraph, segments: int) -> list[tuple[int, ...]]:
     """Consecutive operators that take about as long as the others, in the order in which they run."""
-    order = program_order(graph)
+    order = topological_order(graph)
     ends = accumulate(graph.seconds[op] for op in order)
     parts: dict[int, list[int]] = {}
     for op, end in zip(order, ends, strict=True):
@@ -241,7 +247,7 @@ def hybrid(graph: PublishedGraph, topology: Topology, partition: Partition) -> f
     )
 
 
-def over_hosts(topology: Topology, partition: Partition) -> list[PlacedStage]:
+def over_hosts(topology: Topology, partition: Partition) -> list[PartitionStage]:
     """The stages, with replicas in an order in which consecutive microbatches go to different hosts."""
     size = topology.levels[0].size
     return [
@@ -267,7 +273,7 @@ def row(case: Case, graph: PublishedGraph) -> str:
     everywhere, num_bytes = range(len(topology.devices)), sum(graph.parameter_bytes)
     hosts = fastest_num_hosts(topology, everywhere, num_bytes)
     sums = all_reduce_seconds(topology, everywhere, num_bytes, hosts)
-    partition = place(graph, topology, replace(PIPEC, step_microbatches=len(topology.devices)))
+    partition = partition_graph(graph, topology, replace(PIPEC, step_microbatches=len(topology.devices)))
     cells = [case.profile, f"{case.hosts} x {case.devices}", f"{case.gbits:g}"]
     cells += [f"{one / seconds:.0%}" for seconds in (after, beside, max(one, sums))]
     if len(partition.stages) > 1:

@@ -22,16 +22,16 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from pipec.artifact.directory import Artifact
+from pipec.artifact.artifact import Artifact
 from pipec.console import log
 from pipec.errors import InputError
-from pipec.ir import Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
+from pipec.ir import InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution, Ranks
-from pipec.runtime.step.recording import RecordedStep
-from pipec.runtime.step.span import Span
+from pipec.runtime.step.timestamps import RecordedStep
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import measured_timeline
@@ -111,7 +111,7 @@ def artifact(schedule: Schedule, num_floats: int = 1, message_seconds: float = 0
         tuple(Stage(k, k, k, parameters=(f"w{k}",), cost=cost) for k in range(schedule.num_stages)),
         links,
         (*(message_seconds for _ in chain), 0.0),
-        inputs=(Input(0, "x", True, Value("x", "float32", ("b",))),),
+        inputs=(InputLeaf(0, "x", True, Value("x", "float32", ("b",))),),
     )
     programs = lower(schedule, links)
     verify_programs(programs, plan.placement, links, MICROBATCHES)
@@ -139,9 +139,9 @@ def measured_seconds(made: Artifact, ranks: Ranks) -> float:
     execution = Execution(made, parameters, {}, ranks)
     recorded: list[RecordedStep] = []
     for _ in range(WARMUP + STEPS):
-        execution.run([torch.zeros(MICROBATCHES)], Span([1] * MICROBATCHES, MICROBATCHES), 0, recorded)
+        execution.run([torch.zeros(MICROBATCHES)], BatchSlice([1] * MICROBATCHES, MICROBATCHES), 0, recorded)
     steps = ranks.gathered(recorded)[WARMUP:]
-    return statistics.median(elapsed(measured_timeline(step.programs, step.stamps)) for step in steps)
+    return statistics.median(elapsed(measured_timeline(step.programs, step.timestamps)) for step in steps)
 
 
 def elapsed(timeline: Timeline) -> float:
@@ -244,7 +244,7 @@ def main() -> None:
     if not args.message_mib:
         log("\n".join(table([measure(name, ranks) for name in args.schedules])))
         return
-    if not ranks.world.distributed:
+    if not ranks.world.is_distributed:
         raise InputError(
             "messages within a process take no time; start --message-mib with benchmarks/link.sh or torchrun"
         )

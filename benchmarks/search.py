@@ -20,7 +20,7 @@ import torch.distributed as dist
 from step_time import BATCH, CASES, MICROBATCHES, RANKS, Case
 
 import pipec
-from pipec.compiler.processor import measured_processor
+from pipec.compiler.calibration_cache import cached_calibration
 from pipec.hardware.devices import DEVICES, DeviceModel
 from pipec.runtime import world
 
@@ -88,7 +88,7 @@ def schedules_table(case: Case, rounds: int) -> list[str]:
     Each is also predicted by the table of devices, and by what was measured of this machine, as ``auto`` goes
     by without a profile. The last columns compare with 1F1B, which is cut by the profile.
     """
-    profile, machine = profiled(case), measured_processor()
+    profile, machine = profiled(case), cached_calibration()
     options: dict[str, dict[str, object]] = {
         **{name: {"schedule": name, "profile": profile} for name in SCHEDULES},
         "auto": {"schedule": "auto"},
@@ -132,7 +132,8 @@ def described(model: DeviceModel) -> str:
     """What was measured of the machine."""
     rate = model.flops_per_second["float32"]
     return (
-        f"{1e-9 * rate:.0f} GFLOP/s of products, {1e-9 * rate * model.attention_share:.0f} of attention, "
+        f"{1e-9 * rate:.0f} GFLOP/s of products, "
+        f"{1e-9 * rate * model.attention_efficiency:.0f} of attention, "
         f"{1e-9 * model.other_flops_per_second:.0f} of the rest, {1e-9 * model.memory_bytes_per_second:.1f} "
         f"GB/s, {1e6 * model.launch_seconds:.1f} us a launch"
     )
@@ -141,7 +142,7 @@ def described(model: DeviceModel) -> str:
 def profiled(case: Case) -> pipec.Profile:
     inputs, target = case.batch()
     example = pipec.Example(case.model(), (inputs,), target=target, loss_fn=case.loss_fn)
-    copies = 1 if world().distributed else RANKS
+    copies = 1 if world().is_distributed else RANKS
     return pipec.profile(example, microbatch_size=BATCH // MICROBATCHES, repeats=10, ranks=copies)
 
 

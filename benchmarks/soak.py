@@ -63,7 +63,7 @@ def soak(steps: int, directory: Path) -> list[Sample]:
         microbatches=2,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
     )
-    checkpoints = pipec.Checkpoints(directory, every=max(1, steps // 50), keep=2, asynchronous=True)
+    checkpoints = pipec.CheckpointManager(directory, every=max(1, steps // 50), keep=2, asynchronous=True)
     samples = []
     for number, (words, target) in enumerate(batches(steps)):
         pipe.step(words, target=target)

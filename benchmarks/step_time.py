@@ -220,7 +220,9 @@ MODES = {
     "best": {
         UNSPLIT: Contestant(unsplit_step, 1),
         "pipec, auto": Contestant(partial(pipec_step, schedule="auto")),
-        "pipec, auto, fast_gradients": Contestant(partial(pipec_step, schedule="auto", fast_gradients=True)),
+        "pipec, auto, fused_gradients": Contestant(
+            partial(pipec_step, schedule="auto", fused_gradients=True)
+        ),
         f"{PEER}, GPipe": Contestant(
             partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleGPipe, ONE_EACH))
         ),

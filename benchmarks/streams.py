@@ -20,19 +20,19 @@ from itertools import pairwise
 import torch
 from schedules import MICROBATCHES, RANKS, SECONDS, artifact, source
 
-from pipec.artifact.directory import Artifact
+from pipec.artifact.artifact import Artifact
 from pipec.console import log
-from pipec.ir import Ending, Link, Payload, Stream, Value
+from pipec.ir import Link, Payload, Stream, SyncSpec, Value
 from pipec.plan.predictions import simulate_plan, step_seconds
-from pipec.programs.fold import fold, num_to_lower
 from pipec.programs.lower import chain_links
+from pipec.programs.lower_periodic import lower_periodic, num_microbatches_to_lower
 from pipec.programs.verify import verify_plan
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution, Ranks
-from pipec.runtime.step.outcomes import StreamBatch
-from pipec.runtime.step.span import Span
-from pipec.runtime.step.updates import Updates
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.stream.stream_execution import StreamExecution
-from pipec.schedules import ASYNCHRONOUS, make_schedule
+from pipec.schedules import ASYNCHRONOUS_SCHEDULES, make_schedule
 
 BATCHES, WARMUP, RUNS = 40, 10, 5
 
@@ -67,22 +67,22 @@ class Row:
 
 def stream_artifact(name: str) -> Artifact:
     """The sleeping stages of ``schedules.py`` under a schedule without a flush."""
-    made, replicas = ASYNCHRONOUS[name], (1,) * RANKS
-    per_batch = made.per_batch(replicas)
-    count = num_to_lower(Stream(made.versions, per_batch), replicas)
-    schedule = made.of_batches(replicas, per_batch, count // per_batch)
+    made, replicas = ASYNCHRONOUS_SCHEDULES[name], (1,) * RANKS
+    per_batch = made.min_microbatches(replicas)
+    count = num_microbatches_to_lower(Stream(made.versions, per_batch), replicas)
+    schedule = made.for_batches(replicas, per_batch, count // per_batch)
     loss = (Value("loss", "float32", ()),)
-    links = (*chain_links(RANKS), Link(RANKS - 1, -1, Payload.OUTCOME, loss))
-    ending = Ending(updates=True, stream=schedule.stream)
+    links = (*chain_links(RANKS), Link(RANKS - 1, -1, Payload.MICROBATCH_RESULT, loss))
+    sync_spec = SyncSpec(updates=True, stream=schedule.stream)
     plan = replace(
         artifact(make_schedule("1f1b", RANKS, MICROBATCHES)).plan,
         schedule=name,
         num_microbatches=per_batch,
         links=links,
         link_seconds=(0.0,) * len(links),
-        ending=ending,
+        sync_spec=sync_spec,
     )
-    programs = fold(schedule, links, (), ending)
+    programs = lower_periodic(schedule, links, (), sync_spec)
     verify_plan(plan, programs)
     return Artifact(plan, tuple(source(k, RANKS, SECONDS, 1) for k in range(RANKS)), programs, {})
 
@@ -90,8 +90,8 @@ def stream_artifact(name: str) -> Artifact:
 def measure_stream(name: str, ranks: Ranks) -> Row:
     made = stream_artifact(name)
     count, parameters = made.plan.num_microbatches, parameters_of(made)
-    updates = Updates(functools.partial(torch.optim.SGD, lr=0.1), None, parameters)
-    updates.bind(made.plan, parameters, ranks.devices, ranks.world.distributed, lambda own: [own])
+    updates = OptimizerUpdates(functools.partial(torch.optim.SGD, lr=0.1), None, parameters)
+    updates.bind(made.plan, parameters, ranks.devices, ranks.world.is_distributed, lambda own: [own])
     execution = StreamExecution(made, parameters, {}, ranks, updates)
     batch = StreamBatch([{"x": torch.zeros(1)}] * count, [1] * count, [1 / count] * count)
     measured = []
@@ -107,7 +107,7 @@ def measure_stream(name: str, ranks: Ranks) -> Row:
 def measure_steps(name: str, ranks: Ranks) -> Row:
     made = artifact(make_schedule(name, RANKS, MICROBATCHES))
     execution = Execution(made, parameters_of(made), {}, ranks)
-    span = Span([1] * MICROBATCHES, MICROBATCHES)
+    span = BatchSlice([1] * MICROBATCHES, MICROBATCHES)
     times = []
     for _ in range(1 + RUNS):
         execution.run([torch.zeros(MICROBATCHES)], span, 0)
@@ -122,11 +122,14 @@ def parameters_of(made: Artifact) -> dict[str, torch.nn.Parameter]:
 
 def main() -> None:
     ranks = Ranks(RANKS, timeout=60.0)
-    alone = not ranks.world.distributed
+    alone = not ranks.world.is_distributed
     if alone:
         log("| schedule | ranks | simulated ms | measured ms | of the slowest stage's rate | of all runs |")
         log("|---|---|--:|--:|--:|--:|")
-    for row in (measure_steps("1f1b", ranks), *(measure_stream(name, ranks) for name in ASYNCHRONOUS)):
+    for row in (
+        measure_steps("1f1b", ranks),
+        *(measure_stream(name, ranks) for name in ASYNCHRONOUS_SCHEDULES),
+    ):
         log(row.line("threads" if alone else "processes"))
     if alone:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]

@@ -57,7 +57,7 @@ def main() -> None:
         optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(pipe.optimizer, args.steps)
-    checkpoints = pipec.Checkpoints(args.directory, every=args.every, keep=2)
+    checkpoints = pipec.CheckpointManager(args.directory, every=args.every, keep=2)
     checkpoints.resume(pipe, scheduler=scheduler)
 
     while pipe.num_steps < args.steps:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipec import ops
     from pipec.api import compile, profile
-    from pipec.arguments import Example
+    from pipec.api_arguments import Example
     from pipec.console import log, progress, rank_zero_only
     from pipec.cost.profile import Profile
     from pipec.errors import (
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     )
     from pipec.hardware.calibration import calibrate
     from pipec.hardware.topology import Device, Level, Topology
-    from pipec.pipeline import Checkpoints, Pipeline
-    from pipec.runtime.loaded import LoadedPipeline, load
+    from pipec.pipeline import CheckpointManager, Pipeline
+    from pipec.runtime.loaded_pipeline import LoadedPipeline, load
 
 __all__ = [
     "ArtifactError",
     "CaptureError",
     "CheckpointError",
-    "Checkpoints",
+    "CheckpointManager",
     "Device",
     "Example",
     "ExecutionError",
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Example": "pipec.arguments",
+    "Example": "pipec.api_arguments",
     "Device": "pipec.hardware.topology",
     "Level": "pipec.hardware.topology",
     "Profile": "pipec.cost.profile",
@@ -68,10 +68,10 @@ _HOMES = {
     "log": "pipec.console",
     "progress": "pipec.console",
     "rank_zero_only": "pipec.console",
-    "Checkpoints": "pipec.pipeline",
+    "CheckpointManager": "pipec.pipeline",
     "Pipeline": "pipec.pipeline",
-    "LoadedPipeline": "pipec.runtime.loaded",
-    "load": "pipec.runtime.loaded",
+    "LoadedPipeline": "pipec.runtime.loaded_pipeline",
+    "load": "pipec.runtime.loaded_pipeline",
 }
 
 

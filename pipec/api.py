@@ -8,42 +8,47 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.arguments import (
-    COMPILE,
+from pipec.api_arguments import (
+    COMPILE_ARGUMENTS,
     GRADIENT_DTYPES,
-    PROFILE,
+    PROFILE_ARGUMENTS,
     Example,
     parse_bytes,
     require_same_arguments,
-    topology_of,
+    resolve_topology,
 )
-from pipec.capture.autocast import autocast, require_option
-from pipec.capture.call import Call
-from pipec.capture.splitting import Batched, divide, positional_names
+from pipec.capture.autocast import autocast, require_matching_autocast
+from pipec.capture.batch_inputs import BatchedOption, positional_names, with_batch_axes
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
-from pipec.compiler.combinations import check_fast_gradients, check_local_batch, check_offload, check_updates
 from pipec.compiler.compiler import Compiler
+from pipec.compiler.option_conflicts import (
+    check_asynchronous_options,
+    check_fused_gradient_options,
+    check_local_batch_options,
+    check_offload_options,
+)
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import ScheduleChoice, check_choice, policy_for
+from pipec.compiler.schedule_policy import ScheduleSource, make_schedule_policy, resolve_num_microbatches
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
-from pipec.hardware.calibration import default_device_model, usable_device
+from pipec.hardware.calibration import default_device_model, resolve_device
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology
-from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Precision, Shard
-from pipec.ir.arguments import check_arguments
+from pipec.ir import NO_SYNC, Mode, NonFiniteAction, Precision, ShardingLevel, SyncSpec
+from pipec.ir.argument_checks import check_arguments
 from pipec.pipeline import Pipeline
-from pipec.plan.updates import OptimizerFacts
-from pipec.profiler import Show, profile_graph
-from pipec.runtime.holder import ModelTensors
+from pipec.plan.optimizer_cost import OptimizerProperties
+from pipec.profiler import ProgressWrapper, profile_graph
+from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
-from pipec.runtime.processes.launch import Devices, every_device, world
+from pipec.runtime.processes.launch import Devices, default_num_ranks, world
 from pipec.runtime.stages.kernels import require_source
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
-from pipec.runtime.step.updates import Updates
-from pipec.runtime.step.weights import MicrobatchWeight, name_of
+from pipec.runtime.step.microbatch_weight import MicrobatchWeight, weight_name
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 
 
 def compile(
@@ -51,7 +56,7 @@ def compile(
     devices: Devices | None = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
-    schedule: ScheduleChoice = "1f1b",
+    schedule: ScheduleSource = "1f1b",
     microbatches: int | None = None,
     stages: int | None = None,
     replicas: int | tuple[int, ...] | str = 1,
@@ -62,11 +67,11 @@ def compile(
     gradient_dtype: str | None = None,
     on_nan: str = "ignore",
     batch: str = "same",
-    batched: Batched | None = None,
+    batched: BatchedOption | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
     precision: str | None = None,
     kernels: str = "source",
-    fast_gradients: bool = False,
+    fused_gradients: bool = False,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     offload: str | None = None,
@@ -141,7 +146,7 @@ def compile(
             takes less time in the first calls of a function; ``"cudagraphs"``, CUDA graphs of the source,
             with its bits, recorded before the first step of each size, where no value tells what is computed.
             They hold more memory than ``memory()`` says; see docs/memory.md.
-        fast_gradients: lets the gradients of weights that are a matrix product be added to their sum within
+        fused_gradients: lets the gradients of weights that are a matrix product be added to their sum within
             it, which saves memory, and that of cross entropy be made of the probabilities, which saves time
             where there are thousands of classes. Both change the last bits of gradients. It is for the
             model's own types and ``kernels="source"``.
@@ -172,9 +177,9 @@ def compile(
         InputError: an argument does not fit, ``devices`` contradicts the number of processes started, or
             these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """
-    check_arguments(COMPILE, locals())
-    ranks = Ranks(devices if devices is not None else every_device(world()), timeout, kernels)
-    if ranks.world.distributed:
+    check_arguments(COMPILE_ARGUMENTS, locals())
+    ranks = Ranks(devices if devices is not None else default_num_ranks(world()), timeout, kernels)
+    if ranks.world.is_distributed:
         require_same_arguments(
             ranks,
             model,
@@ -195,7 +200,7 @@ def compile(
             microbatch_weight=microbatch_weight,
             precision=precision,
             kernels=kernels,
-            fast_gradients=fast_gradients,
+            fused_gradients=fused_gradients,
             recompute=recompute,
             memory_limit=memory_limit,
             offload=offload,
@@ -203,49 +208,51 @@ def compile(
             dynamic=dynamic,
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    policy = policy_for(schedule, ranks.count, stages, replicas, asynchronous)
+    policy = make_schedule_policy(schedule, ranks.count, stages, replicas, asynchronous)
     computes_in = None if precision is None else Precision(precision)
-    check_updates(policy, replicas == "auto", optimizer is not None, shard, batch, on_nan, computes_in)
-    if fast_gradients:
-        check_fast_gradients(computes_in)
+    check_asynchronous_options(
+        policy, replicas == "auto", optimizer is not None, shard, batch, on_nan, computes_in
+    )
+    if fused_gradients:
+        check_fused_gradient_options(computes_in)
         require_source(kernels)
-    microbatches = check_choice(policy, microbatches)
+    microbatches = resolve_num_microbatches(policy, microbatches)
     if batch == "local":
-        check_local_batch(policy, replicas, microbatches, microbatch_weight)
+        check_local_batch_options(policy, replicas, microbatches, microbatch_weight)
     tensors = ModelTensors.of(model)
     tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
-    require_option(computes_in, device, "pipec.compile")
+    require_matching_autocast(computes_in, device, "pipec.compile")
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     modelled = device_model or default_device_model(device)
-    joined = topology_of(topology, ranks.count, modelled.link, elastic=devices is None)
+    joined = resolve_topology(topology, ranks.count, modelled.link, elastic=devices is None)
     if limit is not None:
-        joined = joined.within(limit)
+        joined = joined.with_memory_limit(limit)
     limits = [each.memory_bytes for each in joined.devices]
-    check_offload(offload, recompute, limits, not policy.may_be_asynchronous, optimizer is not None)
-    updates, ending = _updates(optimizer, clip_grad_norm, shard, computes_in, tensors)
+    check_offload_options(offload, recompute, limits, not policy.may_be_asynchronous, optimizer is not None)
+    updates, sync_spec = _updates(optimizer, clip_grad_norm, shard, computes_in, tensors)
     if gradient_dtype is not None:
-        ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
+        sync_spec = replace(sync_spec, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     if on_nan != "ignore":
-        ending = replace(ending, on_nan=OnNan(on_nan))
+        sync_spec = replace(sync_spec, on_nan=NonFiniteAction(on_nan))
     if offload in ("optimizer", "all"):
-        ending = replace(ending, state_on_host=True)
+        sync_spec = replace(sync_spec, state_on_host=True)
     facts = _optimizer_facts(updates, optimizer, tensors, device)
     offloads = offload in ("activations", "all")
-    anywhere = ranks.world.distributed or len({*ranks.devices.values()}) == 1
+    anywhere = ranks.world.is_distributed or len({*ranks.devices.values()}) == 1
     options = CompilerOptions(
-        modelled, joined, recompute, offloads, measured, ending, facts, anywhere, fast_gradients
+        modelled, joined, recompute, offloads, measured, sync_spec, facts, anywhere, fused_gradients
     )
     tuner = Autotuner(
         policy,
         may_recompute=recompute == "auto",
         may_rearrange=batch != "local",
         optimizer=facts,
-        bytes_per_second=modelled.memory_bytes_per_second,
+        memory_bytes_per_second=modelled.memory_bytes_per_second,
         may_offload=offloads,
     )
     told = device_model is not None or measured is not None
-    measures = policy.choice == "auto" and not told and device.type == "cpu"
+    measures = policy.source == "auto" and not told and device.type == "cpu"
     compiler = Compiler(
         model,
         loss_fn,
@@ -255,11 +262,11 @@ def compile(
         tensors.canonical,
         microbatches,
         dynamic,
-        searches_replicas=replicas == "auto",
-        microbatch_weight=name_of(microbatch_weight),
-        searches_shard=shard == "auto",
+        tunes_replicas=replicas == "auto",
+        microbatch_weight=weight_name(microbatch_weight),
+        tunes_shard=shard == "auto",
         precision=computes_in,
-        measures_processor=measures,
+        calibrates_cpu=measures,
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
@@ -270,7 +277,7 @@ def _updates(
     shard: str | None,
     precision: Precision | None,
     tensors: ModelTensors,
-) -> tuple[Updates | None, Ending]:
+) -> tuple[OptimizerUpdates | None, SyncSpec]:
     """The optimizer of the programs, and what they are to do at the end of a step."""
     if factory is None:
         for name, value in (("clip_grad_norm", max_norm), ("shard", shard)):
@@ -285,23 +292,23 @@ def _updates(
                 "optimizer of your own would make it; pass optimizer=..., such as "
                 "functools.partial(torch.optim.AdamW, lr=1e-3), or take precision='bf16-mixed'"
             )
-        return None, NOTHING_MORE
-    kind = None if shard in (None, "auto") else Shard(shard)
+        return None, NO_SYNC
+    kind = None if shard in (None, "auto") else ShardingLevel(shard)
     loss_scale = LossScale() if precision is Precision.FP16 else None
     scales = loss_scale is not None
-    ending = Ending(updates=True, clips=max_norm is not None, shard=kind, scales_loss=scales)
-    return Updates(factory, max_norm, tensors.unique_parameters(), loss_scale), ending
+    sync_spec = SyncSpec(updates=True, clips=max_norm is not None, shard=kind, has_loss_scale=scales)
+    return OptimizerUpdates(factory, max_norm, tensors.unique_parameters(), loss_scale), sync_spec
 
 
 def _optimizer_facts(
-    updates: Updates | None, factory: Factory | None, tensors: ModelTensors, device: torch.device
-) -> OptimizerFacts | None:
+    updates: OptimizerUpdates | None, factory: Factory | None, tensors: ModelTensors, device: torch.device
+) -> OptimizerProperties | None:
     """What plans know of the optimizer."""
     if updates is None or factory is None:
         return None
     parameters, elementwise = tensors.unique_parameters(), updates.optimizer.elementwise
     scratch = update_scratch(factory, parameters, device.type == "cuda")
-    return OptimizerFacts(state_bytes(factory, parameters), elementwise, *scratch)
+    return OptimizerProperties(state_bytes(factory, parameters), elementwise, *scratch)
 
 
 def profile(
@@ -312,7 +319,7 @@ def profile(
     repeats: int = 10,
     ranks: int = 1,
     precision: str | None = None,
-    show: Show = iter,
+    progress: ProgressWrapper = iter,
 ) -> Profile:
     """Measure every operator of a training step of ``example``, forward and backward, on one device.
 
@@ -326,23 +333,23 @@ def profile(
             model then runs in as many copies at a time, and is as slow as they make each other. Under
             ``torchrun`` each process profiles by itself: call it in all of them at a time, with one.
         precision: that which ``compile`` will be given.
-        show: wraps the iteration over the runs, for a progress bar.
+        progress: wraps the iteration over the runs, for a progress bar.
 
     Raises:
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
-    check_arguments(PROFILE, locals())
-    given = Call(example.args, dict(example.kwargs), example.target)
-    call = divide(given, example.batched, positional_names(example.model))
+    check_arguments(PROFILE_ARGUMENTS, locals())
+    given = ModelCall(example.args, dict(example.kwargs), example.target)
+    call = with_batch_axes(given, example.batched, positional_names(example.model))
     size = max(1, call.batch_size // 8) if microbatch_size is None else microbatch_size
     if not 1 <= size <= call.batch_size:
         raise InputError(
             f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
         )
-    where = usable_device(device)
+    where = resolve_device(device)
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
         graph = capture(model, example.loss_fn, Mode.TRAIN, rows, canonical, where)
-    return profile_graph(graph, model, rows, where, repeats, ranks, show)
+    return profile_graph(graph, model, rows, where, repeats, ranks, progress)

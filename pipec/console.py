@@ -80,32 +80,32 @@ class progress(Generic[T]):
         self._bar.update(self._task, text=text)
 
 
-PATIENCE = 2.0
+STATUS_DELAY_SECONDS = 2.0
 """So many seconds a person waits without being told for what."""
 
 
-class notice:
-    """Tells what is done inside a ``with``, and why, if that takes more than ``PATIENCE`` seconds.
+class delayed_status:
+    """Prints what a ``with`` block does, and why, if it takes more than ``STATUS_DELAY_SECONDS``.
 
     In a terminal a line shows what is done at the time, and goes away in the end. Where the output is no
     terminal, stderr gets one line.
 
-    >>> with notice("pipec: compiles, for the first time") as told:
-    ...     told.now("search")
+    >>> with delayed_status("pipec: compiling, for the first time") as status:
+    ...     status.now("search")
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._now = ""
-        self._timer = threading.Timer(PATIENCE, self._appear)
+        self._timer = threading.Timer(STATUS_DELAY_SECONDS, self._appear)
         self._timer.daemon = True
         self._status: Status | None = None
         self._changes = threading.Lock()
 
-    def now(self, doing: str) -> None:
-        """Show ``doing`` from now on, if anything is shown."""
+    def now(self, activity: str) -> None:
+        """Show ``activity`` from now on, if anything is shown."""
         with self._changes:
-            self._now = doing
+            self._now = activity
             if self._status is not None:
                 self._status.update(self._text())
 

@@ -1,6 +1,6 @@
 """Everything pipec raises on purpose: what was wrong, where, what was expected and what to do."""
 
-UNREADABLE = (
+DAMAGED_DATA_ERRORS = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
     *(RecursionError, MemoryError),
 )
@@ -28,7 +28,7 @@ class TargetRowsError(InputError):
 
 
 class PlanError(PipecError):
-    """No plan can be made from what was asked."""
+    """No plan can be made from what was requested."""
 
 
 class InfeasibleError(PlanError):

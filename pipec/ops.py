@@ -1,7 +1,7 @@
-"""Collectives that a model or a loss may call: they join what the replicas of a stage compute.
+"""Collectives that a model or a loss may call, over the replicas of a stage.
 
 The replicas of a stage work on the microbatches of a step in rounds. With r replicas, microbatches 0 to r - 1
-are the first round, one on each of them. A collective joins the values of one round. Unless
+are the first round, one on each of them. A collective takes the values of one round. Unless
 ``pipec.compile(..., microbatches=...)`` says otherwise, a step of a model that calls one has a single round,
 which then is the whole mini-batch::
 
@@ -46,7 +46,7 @@ def all_gather(x: Tensor) -> Tensor:
         IndexError: ``x`` has no dimension.
     """
     if not x.ndim:
-        raise IndexError("all_gather joins along dimension 0, but x has none; pass x.reshape(1)")
+        raise IndexError("all_gather concatenates along dimension 0, but x has none; pass x.reshape(1)")
     return torch.ops.pipec.all_gather(x)  # type: ignore[no-any-return]
 
 
@@ -60,7 +60,7 @@ def broadcast(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def joining(num_replicas: int) -> Iterator[None]:
+def tracing_with_replicas(num_replicas: int) -> Iterator[None]:
     """Let what is traced meanwhile join so many replicas."""
     token = _num_replicas.set(num_replicas)
     try:

@@ -17,30 +17,39 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.staged import StagedGraph
-from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
+from pipec.compiler.staged_graph import StagedGraph
+from pipec.cost.graph_fingerprint import graph_fingerprint, profiled_nodes, target_name
 from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
 from pipec.errors import InputError
-from pipec.graph import Buffer, FirstRow, LossGradient, ModelInput, OfBatch, Parameter, Share, TrainingGraph
+from pipec.graph import (
+    BatchCount,
+    BatchFraction,
+    Buffer,
+    FirstRow,
+    LossGradient,
+    ModelInput,
+    Parameter,
+    TrainingGraph,
+)
 from pipec.hardware.calibration import default_device_model
-from pipec.hardware.topology import alike
+from pipec.hardware.topology import equal_devices
 from pipec.ir import Phase
 from pipec.passes.cut_stages import CutStages
-from pipec.passes.join_slices import JoinSlices
-from pipec.passes.permute_parts import PermuteParts
+from pipec.passes.merge_slice_gradients import MergeSliceGradients
+from pipec.passes.permute_before_concat import PermuteBeforeConcat
 from pipec.passes.simplify import Simplify
 from pipec.runtime.messages.cuda import current_device
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution, Ranks
-from pipec.runtime.step.recording import Mark, RecordedStep, clock_of
-from pipec.runtime.step.span import Span
+from pipec.runtime.step.timestamps import Moment, RecordedStep, clock_of
 from pipec.schedules import one_f_one_b
 from pipec.timeline.trace import measured_timeline
 
 T = TypeVar("T")
 
-WARMUP = 2
+NUM_WARMUP_RUNS = 2
 """Runs that are not counted: they allocate memory and let kernels choose their algorithms."""
 
 _MICROBATCHES = 3
@@ -49,18 +58,18 @@ _MICROBATCHES = 3
 A backward follows each forward, as it does in most of a step: what finds its memory in the cache is faster.
 """
 
-Show = Callable[[range], Iterable[int]]
+ProgressWrapper = Callable[[range], Iterable[int]]
 """Iterates over the numbers of the runs, showing a person how far it has come."""
 
 
 def profile_graph(
     graph: TrainingGraph,
     model: nn.Module,
-    call: Call,
+    call: ModelCall,
     device: torch.device,
     repeats: int = 10,
     ranks: int = 1,
-    show: Show = iter,
+    progress: ProgressWrapper = iter,
 ) -> Profile:
     """Run ``graph``, as it was captured, on the microbatch ``call``, in ``ranks`` copies at a time.
 
@@ -70,19 +79,19 @@ def profile_graph(
     if device.type == "meta":
         raise InputError("the meta device computes nothing: profile on a device like those that will train")
     tensors = _tensors(graph, model, device)
-    graph = PermuteParts()(JoinSlices()(Simplify()(graph)))
+    graph = PermuteBeforeConcat()(MergeSliceGradients()(Simplify()(graph)))
     nodes = _Timer(graph, call.batch_size, device)
-    whole = _Whole(graph, tensors, call, device, ranks)
+    whole = _ModelTimer(graph, tensors, call, device, ranks)
     arguments = list(_arguments(graph, tensors, call, device))
     with torch.no_grad():
-        for number in show(range(WARMUP + repeats)):
-            if number == WARMUP:
+        for number in progress(range(NUM_WARMUP_RUNS + repeats)):
+            if number == NUM_WARMUP_RUNS:
                 nodes.seconds.clear()
                 whole.seconds.clear()
             nodes.measure(*arguments)
             whole.run()
     return Profile(
-        model=fingerprint(graph),
+        fingerprint=graph_fingerprint(graph),
         device=_describe(device),
         torch=torch.__version__,
         microbatch_size=call.batch_size,
@@ -90,21 +99,21 @@ def profile_graph(
     )
 
 
-class _Whole:
+class _ModelTimer:
     """The model as one stage, run by the interpreter that will run its parts, in some copies at a time."""
 
     def __init__(
         self,
         graph: TrainingGraph,
         tensors: Mapping[str, Tensor],
-        call: Call,
+        call: ModelCall,
         device: torch.device,
         ranks: int,
     ) -> None:
         model = default_device_model(device)
-        options = CompilerOptions(model, alike(1, model.link))
+        options = CompilerOptions(model, equal_devices(1, model.link))
         staged = StagedGraph(graph, CutStages(options.topology, call.batch_size), options)
-        artifact = staged.trial(one_f_one_b(1, _MICROBATCHES), call.batch_size).artifact()
+        artifact = staged.evaluate(one_f_one_b(1, _MICROBATCHES), call.batch_size).artifact()
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [
             {fqn: nn.Parameter(tensor, tensor.is_floating_point()) for fqn, tensor in tensors.items()}
@@ -119,7 +128,7 @@ class _Whole:
             )
             for parameters in self._parameters
         ]
-        self._span = Span([call.batch_size] * _MICROBATCHES, call.batch_size * _MICROBATCHES)
+        self._span = BatchSlice([call.batch_size] * _MICROBATCHES, call.batch_size * _MICROBATCHES)
         self._leaves = _repeated(call, device)
 
     def run(self) -> None:
@@ -128,7 +137,7 @@ class _Whole:
             running = [threads.submit(self._step, other) for other in others]
             steps = [self._step(first), *(step.result() for step in running)]
         for step in steps:
-            for event in measured_timeline(step.programs, step.stamps).computes:
+            for event in measured_timeline(step.programs, step.timestamps).computes:
                 assert event.instruction.op.phase
                 self.seconds[event.instruction.op.phase].append(event.end - event.start)
         for parameter in (parameter for copy in self._parameters for parameter in copy.values()):
@@ -149,16 +158,16 @@ class _Timer(fx.Interpreter):
         self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
         self._sizes = {graph.batch: size} if graph.batch is not None else {}
         self._device, self._clock = device, clock_of(device)
-        self._marks: list[Mark] = []
+        self._marks: list[Moment] = []
 
     def measure(self, *arguments: Any) -> None:
         """Run the graph, and note the seconds of each node."""
         self._marks.clear()
         with current_device(self._device), self._clock.recording():
             self.run(*arguments)
-            stamps = self._clock.times(self._marks)
+            timestamps = self._clock.times(self._marks)
         called = [node for node in self._graph.module.graph.nodes if node.op == "call_function"]
-        for node, start, end in zip(called, stamps[::2], stamps[1::2], strict=True):
+        for node, start, end in zip(called, timestamps[::2], timestamps[1::2], strict=True):
             self.seconds[node].append(1e-9 * (end - start))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +222,7 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _arguments(
-    graph: TrainingGraph, tensors: Mapping[str, Tensor], call: Call, device: torch.device
+    graph: TrainingGraph, tensors: Mapping[str, Tensor], call: ModelCall, device: torch.device
 ) -> Iterator[Any]:
     for node in graph.arguments:
         match node.meta["role"]:
@@ -222,12 +231,12 @@ def _arguments(
             case ModelInput(position=position):
                 leaf = call.leaves[position]
                 yield _on(leaf, device) if isinstance(leaf, Tensor) else leaf
-            case LossGradient() | Share() | FirstRow() | OfBatch():
+            case LossGradient() | BatchFraction() | FirstRow() | BatchCount():
                 val = node.meta["val"]  # fake, and what is made like it is fake as well
                 yield torch.ones([int(size) for size in val.shape], dtype=val.dtype, device=device)
 
 
-def _repeated(call: Call, device: torch.device) -> list[Any]:
+def _repeated(call: ModelCall, device: torch.device) -> list[Any]:
     """The leaves of a mini-batch whose microbatches are all ``call``."""
     return [
         torch.cat([_on(leaf, device)] * _MICROBATCHES) if batched else leaf
@@ -243,7 +252,7 @@ def _operators(graph: TrainingGraph, medians: Mapping[fx.Node, float]) -> Iterat
     caused: dict[int, list[ProfiledNode]] = defaultdict(list)
     for node in profiled_nodes(graph):
         caused[node.meta["operator"]].append(
-            ProfiledNode(node.name, calls(node), str(node.meta["phase"]), round(medians[node], 9))
+            ProfiledNode(node.name, target_name(node), str(node.meta["phase"]), round(medians[node], 9))
         )
     for number, operator in enumerate(graph.operators):
         yield ProfiledOperator(operator.name, operator.module, tuple(caused[number]))

@@ -13,7 +13,7 @@ import torch
 from golden_files import compare_golden
 
 from pipec import console
-from pipec.compiler.processor import keep_processor
+from pipec.compiler.calibration_cache import store_calibration
 from pipec.hardware.devices import DEVICES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +23,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # a sum over threads would depend on how many there are
-console.PATIENCE = 3600.0  # what is printed would depend on how fast the machine is
+console.STATUS_DELAY_SECONDS = 3600.0  # what is printed would depend on how fast the machine is
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # empties caches, 20 ms for each capture
 gc.set_threshold(50_000)  # what tracing makes lives short, and a look at all objects takes half a second
 
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give the processor figures for as long as the tests run."""
     if not hasattr(config, "workerinput"):
         os.environ["PIPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="pipec-tests-")
-        keep_processor(DEVICES["cpu"])  # what schedule="auto" takes would depend on the machine
+        store_calibration(DEVICES["cpu"])  # what schedule="auto" takes would depend on the machine
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

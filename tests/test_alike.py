@@ -13,19 +13,35 @@ from hypothesis import strategies as st
 
 import pipec
 from pipec.errors import VerifyError
-from pipec.ir import Compute, Ending, Instruction, Link, Op, Payload, Phase, Program, Schedule, Shard, Value
-from pipec.ir.columns import Instructions
-from pipec.plan.memory import plan_memory
+from pipec.ir import (
+    Compute,
+    Instruction,
+    Link,
+    Op,
+    Payload,
+    Phase,
+    Program,
+    Schedule,
+    ShardingLevel,
+    SyncSpec,
+    Value,
+)
+from pipec.ir.columns import InstructionColumns
+from pipec.plan.memory_needs import plan_memory
 from pipec.plan.predictions import simulate_plan
-from pipec.programs.alike import FewReplicas, ReplicatedPrograms, few_replicas
 from pipec.programs.lower import chain_links, lower
+from pipec.programs.representative_replicas import (
+    ReplicatedPrograms,
+    RepresentativeReplicas,
+    representative_replicas,
+)
 from pipec.programs.verify import verify_programs
-from pipec.schedules import make_schedule, on_ranks
-from pipec.schedules.chain import chain_ending
-from pipec.schedules.replicas import neighbours, replicated, round_robin, side_by_side
-from pipec.timeline.simulate import Costs, simulate
+from pipec.schedules import make_schedule, remap_ranks
+from pipec.schedules.chain_simulation import chain_sync_spec
+from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas, replicate_schedule, round_robin
+from pipec.timeline.simulate import SimulationCosts, simulate
 
-Step = tuple[Schedule, FewReplicas, tuple[Link, ...], Ending]
+Step = tuple[Schedule, RepresentativeReplicas, tuple[Link, ...], SyncSpec]
 
 
 def links_of(num_stages: int) -> tuple[Link, ...]:
@@ -40,15 +56,17 @@ def links_of(num_stages: int) -> tuple[Link, ...]:
 def step(name: str, num_ranks: int, replicas: int, microbatches: int, apart: bool) -> Step:
     """A step with its few replicas, the ranks of a pipeline next to each other or ``apart``."""
     make = functools.partial(make_schedule, name, num_ranks)
-    schedule = replicated(make, microbatches, replicas)
+    schedule = replicate_schedule(make, microbatches, replicas)
     if not apart:
-        members = zip(neighbours(num_ranks, replicas), side_by_side(num_ranks, replicas), strict=True)
+        members = zip(
+            adjacent_replicas(num_ranks, replicas), adjacent_pipelines(num_ranks, replicas), strict=True
+        )
         ranks = {old: new for pair in members for old, new in zip(*pair, strict=True)}
-        schedule = on_ranks(schedule, [ranks[rank] for rank in range(num_ranks * replicas)])
-    few = few_replicas(schedule, most_ranks=0)
+        schedule = remap_ranks(schedule, [ranks[rank] for rank in range(num_ranks * replicas)])
+    few = representative_replicas(schedule, most_ranks=0)
     assert few is not None
-    ending = replace(chain_ending(schedule.placement, 0.5), updates=True, clips=True)
-    return schedule, few, links_of(schedule.num_stages), ending
+    sync_spec = replace(chain_sync_spec(schedule.placement, 0.5), updates=True, clips=True)
+    return schedule, few, links_of(schedule.num_stages), sync_spec
 
 
 @st.composite
@@ -57,11 +75,11 @@ def steps(draw: st.DrawFn) -> Step:
     count = draw(st.integers(1, 3)) * replicas + draw(st.integers(0, replicas - 1))
     names = ["gpipe", "1f1b", "zb-h1", "zb-v", "looped-bfs"]
     name, num_ranks, apart = draw(st.sampled_from(names)), draw(st.integers(2, 3)), draw(st.booleans())
-    schedule, few, links, ending = step(name, num_ranks, replicas, count, apart)
-    shard = draw(st.sampled_from([None, *Shard]))
+    schedule, few, links, sync_spec = step(name, num_ranks, replicas, count, apart)
+    shard = draw(st.sampled_from([None, *ShardingLevel]))
     if shard:  # a tied weight stays whole, and nothing is lent here
         links = tuple(link for link in links if link.payload is not Payload.WEIGHT)
-    return schedule, few, links, replace(ending, shard=shard)
+    return schedule, few, links, replace(sync_spec, shard=shard)
 
 
 def is_result(instruction: Instruction) -> bool:
@@ -71,24 +89,24 @@ def is_result(instruction: Instruction) -> bool:
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(steps())
 def test_a_few_replicas_do_what_all_do(each: Step) -> None:
-    schedule, few, links, ending = each
-    whole = lower(schedule, links, ending=ending)
-    made = lower(few.schedule, links, ending=ending)
-    for program in few.in_step(made):
+    schedule, few, links, sync_spec = each
+    whole = lower(schedule, links, sync_spec=sync_spec)
+    made = lower(few.schedule, links, sync_spec=sync_spec)
+    for program in few.as_in_full_step(made):
         assert list(program.instructions) == list(whole[program.rank].instructions)
-    costs = Costs.uniform(schedule.num_stages, backward_weight=2.0, links=links, message=0.25)
-    costs = replace(costs, endings={(Op.REDUCE_GRAD, stage, stage): 0.5 for stage in range(2)})
+    costs = SimulationCosts.uniform(schedule.num_stages, backward_weight=2.0, links=links, message=0.25)
+    costs = replace(costs, sync_times={(Op.REDUCE_GRAD, stage, stage): 0.5 for stage in range(2)})
     expected, found = simulate(whole, costs), simulate(made, costs, few)
     assert found.makespan == expected.makespan
     assert found.span == expected.span
     assert found.bubble_rate == pytest.approx(expected.bubble_rate)
     for rank in range(schedule.num_ranks):
-        stand_in = few.stand_in(rank)
+        stand_in = few.representative(rank)
         assert found.peak_in_flight[stand_in] == expected.peak_in_flight[rank]
         mine, its = expected.columns.of_rank(rank), found.columns.of_rank(stand_in)
         for times in ("starts", "ends"):
             own, others = (
-                getattr(events, times)[events.is_work | events.is_collective] for events in (mine, its)
+                getattr(events, times)[events.is_blocking | events.is_collective] for events in (mine, its)
             )
             np.testing.assert_array_equal(own, others)
 
@@ -112,9 +130,11 @@ def moved_to_the_end(found: list[Instruction], at: int) -> None:
 Mutation = Callable[[list[Instruction], int], None]
 
 
-def accepted(programs: Sequence[Program], schedule: Schedule, links: Sequence[Link], ending: Ending) -> bool:
+def accepted(
+    programs: Sequence[Program], schedule: Schedule, links: Sequence[Link], sync_spec: SyncSpec
+) -> bool:
     try:
-        verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
+        verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
     except VerifyError:
         return False
     return True
@@ -132,10 +152,10 @@ def test_a_few_replicas_are_refused_if_all_are(
     microbatches: int, name: str, change: Mutation, position: int, data: st.DataObject
 ) -> None:
     """Every replica of a kind is changed alike."""
-    schedule, few, links, ending = step(name, 2, 5, microbatches, apart=False)
+    schedule, few, links, sync_spec = step(name, 2, 5, microbatches, apart=False)
     links = tuple(link for link in links if link.payload is not Payload.RESULT)
-    whole = [list(each.instructions) for each in lower(schedule, links, ending=ending)]
-    made = [list(each.instructions) for each in lower(few.schedule, links, ending=ending)]
+    whole = [list(each.instructions) for each in lower(schedule, links, sync_spec=sync_spec)]
+    made = [list(each.instructions) for each in lower(few.schedule, links, sync_spec=sync_spec)]
     first = data.draw(st.sampled_from(few.firsts))
     at = data.draw(st.integers(0, len(made[few.few_ranks[position][few.kept.index(first)]]) - 1))
     for place, replica in enumerate(few.kept):
@@ -143,27 +163,32 @@ def test_a_few_replicas_are_refused_if_all_are(
             rank = few.few_ranks[position][place]
             change(made[rank], at)
             for other in few.ranks[position]:
-                if few.stand_in(other) == rank:
+                if few.representative(other) == rank:
                     change(whole[other], at)
     programs = [tuple(Program(rank, found) for rank, found in enumerate(each)) for each in (whole, made)]
-    assert accepted(programs[1], few.schedule, links, ending) == accepted(
-        programs[0], schedule, links, ending
+    assert accepted(programs[1], few.schedule, links, sync_spec) == accepted(
+        programs[0], schedule, links, sync_spec
     )
 
 
 def test_what_is_not_alike_is_not_taken_together() -> None:
-    schedule = replicated(functools.partial(make_schedule, "1f1b", 2), 12, 6)
-    assert few_replicas(schedule, most_ranks=11) is not None
-    assert few_replicas(schedule, most_ranks=12) is None
+    schedule = replicate_schedule(functools.partial(make_schedule, "1f1b", 2), 12, 6)
+    assert representative_replicas(schedule, most_ranks=11) is not None
+    assert representative_replicas(schedule, most_ranks=12) is None
     orders = list(schedule.orders)
     orders[3] = (*orders[3][1:], orders[3][0])
-    assert few_replicas(replace(schedule, orders=tuple(orders)), most_ranks=0) is None
+    assert representative_replicas(replace(schedule, orders=tuple(orders)), most_ranks=0) is None
     other = Compute(Phase.FORWARD, 0, 1)
     orders[3] = tuple(other if each == orders[3][0] else each for each in orders[3])
-    assert few_replicas(replace(schedule, orders=tuple(orders)), most_ranks=0) is None
-    assert few_replicas(round_robin(12, (3, 2, 1)), most_ranks=0) is None
-    assert few_replicas(make_schedule("1f1b", 4, 4), most_ranks=0) is None
-    assert few_replicas(replicated(functools.partial(make_schedule, "1f1b", 2), 4, 2), most_ranks=0) is None
+    assert representative_replicas(replace(schedule, orders=tuple(orders)), most_ranks=0) is None
+    assert representative_replicas(round_robin(12, (3, 2, 1)), most_ranks=0) is None
+    assert representative_replicas(make_schedule("1f1b", 4, 4), most_ranks=0) is None
+    assert (
+        representative_replicas(
+            replicate_schedule(functools.partial(make_schedule, "1f1b", 2), 4, 2), most_ranks=0
+        )
+        is None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -183,17 +208,22 @@ def pipe() -> pipec.Pipeline:
 
 def test_every_rank_of_a_plan_holds_what_its_stand_in_holds(pipe: pipec.Pipeline) -> None:
     plan = pipe.plan
-    orders = tuple(Instructions.of(each.instructions, plan.links).cells for each in pipe.programs)
-    few = few_replicas(Schedule("1f1b", 7, plan.placement, orders), most_ranks=0)
+    orders = tuple(InstructionColumns.of(each.instructions, plan.links).cells for each in pipe.programs)
+    few = representative_replicas(Schedule("1f1b", 7, plan.placement, orders), most_ranks=0)
     assert few is not None
     small = few.plan(plan)
-    played = lower(few.schedule, plan.links, (), plan.ending, plan.parts, plan.joins)
+    played = lower(few.schedule, plan.links, (), plan.sync_spec, plan.segments, plan.model_collectives)
     verify_programs(
-        played, small.placement, plan.links, small.num_microbatches, ending=plan.ending, parts=plan.parts
+        played,
+        small.placement,
+        plan.links,
+        small.num_microbatches,
+        sync_spec=plan.sync_spec,
+        segments=plan.segments,
     )
     programs = ReplicatedPrograms(few, played, lambda: tuple(pipe.programs))
     assert list(programs) == list(pipe.programs)
     for found, expected in zip(plan_memory(plan, programs), plan_memory(plan, pipe.programs), strict=True):
         assert found.rank == expected.rank
-        assert found.parts == expected.parts
+        assert found.bytes_by_category == expected.bytes_by_category
     assert simulate_plan(plan, programs).makespan == simulate_plan(plan, pipe.programs).makespan

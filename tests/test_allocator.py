@@ -21,7 +21,7 @@ def of_a_step():
 
 of_a_step()
 before = of_a_step()
-assert runpy.run_path(sys.argv[1])["keep_freed_memory"]()
+assert runpy.run_path(sys.argv[1])["retain_freed_memory"]()
 of_a_step()
 print(before, of_a_step())
 """
@@ -36,10 +36,10 @@ def test_what_one_step_frees_the_next_one_finds() -> None:
 
 def test_ranks_tell_it() -> None:
     Ranks(["cpu"], timeout=60.0)
-    assert allocator.keep_freed_memory.cache_info().currsize == 1
+    assert allocator.retain_freed_memory.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_a_users_own_settings_are_left_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "")
-    assert not allocator.keep_freed_memory.__wrapped__()
+    assert not allocator.retain_freed_memory.__wrapped__()

@@ -49,7 +49,7 @@ ORDER = (
     Package("checkpoint"),
     Package("profiler"),
     Package("pipeline"),
-    Package("arguments"),
+    Package("api_arguments"),
     Package("api"),
     Package("cli", torch=False),
     Package("__main__", torch=False),
@@ -57,10 +57,10 @@ ORDER = (
 """From the top of the data flow to its end. This list is all there is to say about who imports whom."""
 
 RUNTIME = (
-    "randomness",
-    "draws",
+    "random_seeds",
+    "random_operators",
     "branches",
-    "rows",
+    "sparse_gradients",
     "processes",
     "memory",
     "messages",
@@ -75,17 +75,17 @@ OUTSIDE = ("examples", "tests", "benchmarks")
 
 PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.torch_compat": ("torch",),
-    "pipec.capture.step": ("torch._check",),  # documented, for all its underscore
+    "pipec.capture.traced_step": ("torch._check",),  # documented, for all its underscore
     "pipec.runtime.stages.gradients": ("torch._foreach_add_",),
     "pipec.runtime.stages.inductor": (
         "torch._inductor.compile_fx.compile_fx",
         "torch._inductor.codecache.PyCodeCache",
     ),
     "pipec.runtime.processes.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
-    "pipec.runtime.handle": ("torch.utils._pytree",),
-    "pipec.runtime.loaded": ("torch.utils._pytree",),
+    "pipec.runtime.pipeline_base": ("torch.utils._pytree",),
+    "pipec.runtime.loaded_pipeline": ("torch.utils._pytree",),
     "pipec.runtime.memory.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
-    "pipec.runtime.optimizers.stage": ("torch._foreach_mul_",),
+    "pipec.runtime.optimizers.stage_optimizer": ("torch._foreach_mul_",),
     "pipec.runtime.memory.storage": ("torch._C._storage_Use_Count",),
 }
 """Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""
@@ -199,7 +199,7 @@ def test_what_needs_no_torch_loads_none() -> None:
     assert "torch" not in loaded
 
 
-NEED_TORCH = ("pipec.cli.trial", "pipec.__main__")
+NEED_TORCH = ("pipec.cli.artifact_inputs", "pipec.__main__")
 """A command imports the first when it runs; the second runs the command line when it is imported."""
 
 
@@ -236,12 +236,12 @@ def test_the_runtime_loads_without_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "offence"),
     [
-        ("pipec.ir.text", "from pipec import console", "pipec.console"),
-        ("pipec.schedules.gpipe", "x = 1\nimport pipec.plan.build", "pipec.plan.build"),
+        ("pipec.ir.text_format", "from pipec import console", "pipec.console"),
+        ("pipec.schedules.gpipe", "x = 1\nimport pipec.plan.build_plan", "pipec.plan.build_plan"),
         ("pipec.planner.search", "def f():\n    from pipec.passes import Pass", "pipec.passes.Pass"),
-        ("pipec.runtime.processes.launch", "from ...passes import dump", "pipec.passes.dump"),
+        ("pipec.runtime.processes.launch", "from ...passes import pass_dump", "pipec.passes.pass_dump"),
         ("pipec.viz.svg", "import pipec.programs.lower", "pipec.programs.lower"),
-        ("pipec.capture.call", "import tests.conftest", "tests.conftest"),
+        ("pipec.capture.model_call", "import tests.conftest", "tests.conftest"),
     ],
 )
 def test_an_import_in_the_wrong_direction_is_reported_with_its_line(
@@ -262,14 +262,14 @@ def test_an_import_in_the_wrong_direction_is_reported_with_its_line(
     ],
 )
 def test_a_private_name_of_torch_is_reported(source: str) -> None:
-    (message,) = private_torch_violations("pipec.runtime.stages.stage", "pipec.runtime", source)
+    (message,) = private_torch_violations("pipec.runtime.stages.bound_stage", "pipec.runtime", source)
     assert "private names of torch belong in torch_compat" in message
     assert not private_torch_violations("pipec.torch_compat", "pipec", source)
 
 
 def test_public_names_of_torch_are_not_reported() -> None:
     assert not private_torch_violations(
-        "pipec.capture.call", "pipec.capture", "import torch\ntorch.__version__\ntorch.nn.Module"
+        "pipec.capture.model_call", "pipec.capture", "import torch\ntorch.__version__\ntorch.nn.Module"
     )
 
 

@@ -16,9 +16,9 @@ import pipec
 from pipec import api
 from pipec.cli import app
 from pipec.errors import ArtifactError, InputError, PipecError
-from pipec.ir.arguments import Kind
+from pipec.ir.argument_checks import ArgumentRule
 from pipec.pipeline import Pipeline
-from pipec.runtime import loaded
+from pipec.runtime import loaded_pipeline
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
@@ -39,9 +39,13 @@ def pipe() -> Pipeline:
 
 @pytest.mark.parametrize(
     ("function", "kinds"),
-    [(pipec.compile, api.COMPILE), (pipec.profile, api.PROFILE), (pipec.load, loaded.LOAD)],
+    [
+        (pipec.compile, api.COMPILE_ARGUMENTS),
+        (pipec.profile, api.PROFILE_ARGUMENTS),
+        (pipec.load, loaded_pipeline.LOAD),
+    ],
 )
-def test_every_argument_has_a_row(function: Callable[..., Any], kinds: Mapping[str, Kind]) -> None:
+def test_every_argument_has_a_row(function: Callable[..., Any], kinds: Mapping[str, ArgumentRule]) -> None:
     assert list(kinds) == list(inspect.signature(function).parameters)
 
 

@@ -7,16 +7,16 @@ import pytest
 from test_cli import pipec_cli
 from test_pipedream import LOSS, SGD, assert_same, batches, delayed, model
 from test_pipedream_house import MOMENTUM, TARGET
-from test_replica_choice import Wide, replicas_of
+from test_replica_choice import Wide, replica_counts
 from test_replica_choice import prepared as shared
 
 import pipec
-from pipec.compiler.policy import policy_for
+from pipec.compiler.schedule_policy import make_schedule_policy
 from pipec.errors import InputError
 from pipec.hardware.devices import DEVICES, LinkModel
-from pipec.hardware.topology import alike
+from pipec.hardware.topology import equal_devices
 from pipec.ir import HostCost, Plan
-from pipec.schedules import ASYNCHRONOUS
+from pipec.schedules import ASYNCHRONOUS_SCHEDULES
 
 
 def compiled(stages: int = 3, **options: Any) -> pipec.Pipeline:
@@ -36,7 +36,7 @@ def tried(pipe: pipec.Pipeline) -> set[str]:
 def test_the_search_takes_a_schedule_without_a_flush_and_stays_with_it() -> None:
     pipe = prepared()
     assert (pipe.plan.schedule, pipe.plan.num_microbatches) == ("pipedream", 1)
-    assert tried(pipe) > {*ASYNCHRONOUS, "1f1b", "zb-h1"}
+    assert tried(pipe) > {*ASYNCHRONOUS_SCHEDULES, "1f1b", "zb-h1"}
     reference = delayed(pipe, SGD)
     assert list(pipe.stream(batches(10))) == [reference.step(batch) for batch in batches(10)]
     assert_same(pipe, reference)
@@ -50,10 +50,10 @@ def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
     how = {"microbatches": 6, "device_model": replace(DEVICES["cpu"], host=HostCost())}
     pipe, plain = compiled(**how), compiled(**how, asynchronous=False)
     losses = list(pipe.stream(batches(4)))
-    assert pipe.plan.ending.stream is None
+    assert pipe.plan.sync_spec.stream is None
     assert "pipedream-2bw" in tried(pipe)
     assert losses == list(plain.stream(batches(4)))
-    assert tried(plain).isdisjoint(ASYNCHRONOUS)
+    assert tried(plain).isdisjoint(ASYNCHRONOUS_SCHEDULES)
 
 
 def test_double_buffering_has_as_many_microbatches_as_are_fastest() -> None:
@@ -63,21 +63,21 @@ def test_double_buffering_has_as_many_microbatches_as_are_fastest() -> None:
 
 
 def planned(bytes_per_second: float, schedule: str) -> Plan:
-    links = alike(4, LinkModel(bytes_per_second, 0.0))
+    links = equal_devices(4, LinkModel(bytes_per_second, 0.0))
     return shared(Wide(), links, microbatches=None, optimizer=SGD, schedule=schedule, asynchronous=True).plan
 
 
 def test_stages_get_replicas() -> None:
     """Convolutions with few weights are shared; a layer of many, whose gradients are slow to sum, is not."""
     plan = planned(4e7, "pipedream")
-    assert (plan.schedule, replicas_of(plan)) == ("pipedream", [3, 1])
+    assert (plan.schedule, replica_counts(plan)) == ("pipedream", [3, 1])
 
 
 def test_delays_are_not_taken_for_nothing() -> None:
     """With fast links data parallelism has no bubble either."""
     plan = planned(1e12, "auto")
-    assert plan.ending.stream is None
-    told = [each.refused for each in plan.alternatives if each.schedule in ASYNCHRONOUS]
+    assert plan.sync_spec.stream is None
+    told = [each.rejection_reason for each in plan.alternatives if each.schedule in ASYNCHRONOUS_SCHEDULES]
     assert any("about as fast" in each or "0.0% slower" in each for each in told), told
 
 
@@ -97,7 +97,7 @@ def test_what_contradicts_it_is_refused(options: dict[str, Any], message: str) -
 
 
 def test_a_name_may_say_it_as_well() -> None:
-    assert policy_for("pipedream", 3, asynchronous=True).is_asynchronous
+    assert make_schedule_policy("pipedream", 3, asynchronous=True).is_asynchronous
 
 
 def test_the_command_line_has_it() -> None:

@@ -5,20 +5,28 @@ import pytest
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
-from small_endings import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
+from simulated_updates import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
 
 from pipec.ir import Instruction, Link, Op, Payload, Schedule
 from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.timeline.attribution import critical_path, in_flight_over_time, path_times, readers, waits
+from pipec.timeline.attribution import (
+    attribute_waits,
+    critical_path,
+    critical_path_times,
+    in_flight_over_time,
+    message_readers,
+)
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.rank_times import Awaited, RankTime, rank_times
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.rank_times import RankTime, RankWait, rank_times
+from pipec.timeline.simulate import SimulationCosts, simulate
 
 
 def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
     links = (*chain_links(schedule.num_stages), *links)
-    return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
+    return simulate(
+        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
+    )
 
 
 def named(timeline: Timeline, index: int) -> str:
@@ -50,7 +58,7 @@ timelines = endings | st.builds(
 
 def test_a_rank_waits_for_the_message_that_arrives_last() -> None:
     timeline = played(make_schedule("gpipe", 2, 1), message=0.5)
-    found = waits(timeline)
+    found = attribute_waits(timeline)
     told = [
         (
             named(timeline, k),
@@ -90,16 +98,16 @@ def recorded(start: float) -> Timeline:
 def test_idle_time_is_the_rank_s_own_if_a_message_was_there_in_time() -> None:
     """The message left at 2.7, and one of its link took 0.2: what the rank did from 3 to 3.2 is unknown."""
     timeline = recorded(start=3.2)
-    found = waits(timeline)
+    found = attribute_waits(timeline)
     assert (found.idle[-1], found.awaited[-1]) == (pytest.approx(0.2), -1)
-    assert named(timeline, found.causes[-1]) == "forward 1.0"
-    assert rank_times(timeline, found)[1].own == pytest.approx(0.2)
+    assert named(timeline, found.blocking_event[-1]) == "forward 1.0"
+    assert rank_times(timeline, found)[1].unattributed_idle == pytest.approx(0.2)
 
 
 def test_a_recorded_message_that_left_too_late_was_waited_for() -> None:
     timeline = recorded(start=3.4)
-    found = waits(timeline)
-    assert (found.idle[-1], named(timeline, found.causes[-1])) == (pytest.approx(0.4), "send 0.1")
+    found = attribute_waits(timeline)
+    assert (found.idle[-1], named(timeline, found.blocking_event[-1])) == (pytest.approx(0.4), "send 0.1")
 
 
 def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
@@ -110,10 +118,10 @@ def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
         if event.instruction.link and event.instruction.link.payload is Payload.WEIGHT
     ]
     message = timeline.events.index(timeline.messages[lent])
-    found = waits(timeline)
+    found = attribute_waits(timeline)
     waiting = np.flatnonzero(found.awaited == message).tolist()
     assert [named(timeline, k) for k in waiting] == ["forward 0.0"]
-    assert named(timeline, readers(timeline)[message]) == "forward 0.0"
+    assert named(timeline, message_readers(timeline)[message]) == "forward 0.0"
     assert critical_path(timeline, found)[0] == message
 
 
@@ -121,7 +129,7 @@ def test_results_are_read_by_no_compute() -> None:
     timeline = played(make_schedule("1f1b", 2, 2), (result_link(1),), message=0.5)
     unread = [
         event.instruction.link.payload
-        for event, reader in zip(timeline.events, readers(timeline), strict=True)
+        for event, reader in zip(timeline.events, message_readers(timeline), strict=True)
         if reader < 0 and not event.is_compute and event.instruction.link
     ]
     assert unread == [Payload.RESULT]
@@ -129,27 +137,27 @@ def test_results_are_read_by_no_compute() -> None:
 
 def test_a_message_that_queues_waits_for_the_one_before_it_in_its_channel() -> None:
     timeline = played(make_schedule("gpipe", 2, 3), message=3)
-    path = [named(timeline, k) for k in critical_path(timeline, waits(timeline))]
+    path = [named(timeline, k) for k in critical_path(timeline, attribute_waits(timeline))]
     there = ["forward 0.0", "send 0.0", "send 0.1", "send 0.2", "forward 1.2"]
     assert path == [*there, "backward 1.0", "send 1.0", "send 1.1", "send 1.2", "backward 0.2"]
 
 
 def test_an_empty_timeline_has_no_critical_path() -> None:
     timeline = Timeline((), (0,))
-    found = waits(timeline)
+    found = attribute_waits(timeline)
     assert critical_path(timeline, found) == ()
     assert rank_times(timeline, found) == (RankTime(0, (), 0, 0),)
 
 
 def waited(timeline: Timeline, rank: int) -> list[tuple[int, int, str, float]]:
-    times = rank_times(timeline, waits(timeline))[rank]
+    times = rank_times(timeline, attribute_waits(timeline))[rank]
     return [(each.rank, each.stage, each.what, each.time) for each in times.waits]
 
 
 def test_waiting_for_a_sum_is_waiting_for_the_last_rank_that_comes_to_it() -> None:
     """Stage 0 is on ranks 0 and 1; rank 1 has one microbatch of three, and rank 0 comes to the sum at 9."""
     timeline = ended((2, 1), 3, updates=True)
-    found = waits(timeline)
+    found = attribute_waits(timeline)
     (update,) = [
         k for k, event in enumerate(timeline.events) if named(timeline, k) == "update 0.-1" and event.rank
     ]
@@ -170,7 +178,7 @@ def test_waiting_for_a_sum_is_waiting_for_the_last_rank_that_comes_to_it() -> No
 
 def test_the_critical_path_goes_through_the_last_rank_to_come() -> None:
     timeline = ended((2, 1), 3, updates=True)
-    path = critical_path(timeline, waits(timeline))
+    path = critical_path(timeline, attribute_waits(timeline))
     ends = [(timeline.events[k].rank, named(timeline, k)) for k in path[-3:]]
     assert ends == [(0, "backward 0.2"), (0, "reduce_grad 0.-1"), (0, "update 0.-1")]
 
@@ -181,14 +189,14 @@ def test_a_sum_that_no_update_needs_is_waited_for_at_the_end() -> None:
         other = rank ^ 1
         assert {(r, what) for r, _, what, _ in waited(timeline, rank)} >= {(rank, Op.REDUCE_GRAD)}
         assert (other, Op.REDUCE_GRAD) not in {(r, what) for r, _, what, _ in waited(timeline, rank)}
-    assert rank_times(timeline, waits(timeline))[0].after == 0
+    assert rank_times(timeline, attribute_waits(timeline))[0].trailing_idle == 0
 
 
 def test_every_kind_of_collective_is_waited_for() -> None:
     timeline = ended(2, 4, **EVERYTHING)
     told = {(what, time) for rank, _, what, time in waited(timeline, 0) if rank == 0}
-    assert told == {(Op.UNSHARD, GATHER), (Op.REDUCE_GRAD, REDUCE), (Op.NORM, NORM)}
-    assert rank_times(timeline, waits(timeline))[0].busy == 6 + UPDATE
+    assert told == {(Op.UNSHARD, GATHER), (Op.REDUCE_GRAD, REDUCE), (Op.GRAD_NORM, NORM)}
+    assert rank_times(timeline, attribute_waits(timeline))[0].busy == 6 + UPDATE
 
 
 def test_what_overlaps_counts_once_on_the_critical_path() -> None:
@@ -196,13 +204,13 @@ def test_what_overlaps_counts_once_on_the_critical_path() -> None:
     events = (
         Event(0, Instruction(Op.BACKWARD, 0, 0), 0.0, 2.0),
         Event(0, Instruction(Op.REDUCE_GRAD, 0, bucket=0), 2.0, 5.0),
-        Event(0, Instruction(Op.NORM, -1), 2.5, 6.0),
+        Event(0, Instruction(Op.GRAD_NORM, -1), 2.5, 6.0),
         Event(0, Instruction(Op.UPDATE, 0), 6.0, 7.0),
     )
     timeline = Timeline(events, (1,))
-    path = critical_path(timeline, waits(timeline))
+    path = critical_path(timeline, attribute_waits(timeline))
     assert path == (0, 1, 2, 3)
-    assert path_times(timeline, path) == [2.0, 3.0, 1.0, 1.0]
+    assert critical_path_times(timeline, path) == [2.0, 3.0, 1.0, 1.0]
 
 
 def recorded_sum(starts: tuple[float, float]) -> Timeline:
@@ -224,13 +232,13 @@ def test_a_recorded_sum_begins_when_the_last_rank_has_begun_it() -> None:
     timeline = recorded_sum((1.0, 4.0))
     assert waited(timeline, 0) == [(1, 0, Op.REDUCE_GRAD, 3.0), (0, 0, Op.REDUCE_GRAD, 2.0)]
     assert waited(timeline, 1) == [(1, 0, Op.REDUCE_GRAD, 3.0)]
-    assert rank_times(timeline, waits(timeline))[1].own == 3.0
+    assert rank_times(timeline, attribute_waits(timeline))[1].unattributed_idle == 3.0
     assert waited(recorded_sum((2.0, 1.0)), 1) == [(1, 0, Op.REDUCE_GRAD, 5.0), (0, 0, Op.REDUCE_GRAD, 1.0)]
 
 
 @given(timelines)
 def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -> None:
-    events = [timeline.events[index] for index in critical_path(timeline, waits(timeline))]
+    events = [timeline.events[index] for index in critical_path(timeline, attribute_waits(timeline))]
     assert sum(event.end - event.start for event in events) == pytest.approx(timeline.makespan)
     assert events[0].start == 0
     assert [one.end for one in events[:-1]] == pytest.approx([other.start for other in events[1:]])
@@ -238,9 +246,9 @@ def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -
 
 @given(timelines)
 def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> None:
-    found = waits(timeline)
+    found = attribute_waits(timeline)
     for rank in range(timeline.num_ranks):
-        mine = [k for k, event in enumerate(timeline.events) if event.rank == rank and event.is_work]
+        mine = [k for k, event in enumerate(timeline.events) if event.rank == rank and event.is_blocking]
         worked = sum(timeline.events[k].end - timeline.events[k].start for k in mine)
         assert worked + found.idle[mine].sum() == pytest.approx(timeline.events[mine[-1]].end)
         assert all(found.awaited[k] >= 0 for k in mine if found.idle[k])
@@ -258,15 +266,17 @@ def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timelin
 
 def test_the_time_of_a_rank_is_told_by_what_it_waits_for() -> None:
     timeline = played(make_schedule("1f1b", 2, 2), message=0.5)
-    assert rank_times(timeline, waits(timeline)) == (
-        RankTime(6.0, (Awaited(1, 1, Payload.GRADIENT, 4.0),), 0.0, 0.0),
-        RankTime(6.0, (Awaited(0, 0, Payload.ACTIVATION, 1.5),), 0.0, 2.5),
+    assert rank_times(timeline, attribute_waits(timeline)) == (
+        RankTime(6.0, (RankWait(1, 1, Payload.GRADIENT, 4.0),), 0.0, 0.0),
+        RankTime(6.0, (RankWait(0, 0, Payload.ACTIVATION, 1.5),), 0.0, 2.5),
     )
 
 
 @given(timelines)
 def test_the_parts_of_each_rank_s_time_add_up_to_the_makespan(timeline: Timeline) -> None:
-    for time in rank_times(timeline, waits(timeline)):
-        assert time.busy + time.waiting + time.own + time.after == pytest.approx(timeline.makespan)
+    for time in rank_times(timeline, attribute_waits(timeline)):
+        assert time.busy + time.waiting + time.unattributed_idle + time.trailing_idle == pytest.approx(
+            timeline.makespan
+        )
         lengths = [each.time for each in time.waits]
         assert lengths == sorted(lengths, reverse=True)

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from unsplit import relative_error
-from workers import run_ranks
+from unsplit_reference import relative_error
+from worker_processes import run_ranks
 
 import pipec
 from pipec.artifact.plan_rules import check_plan
 from pipec.errors import ArtifactError, InputError
-from pipec.ir.axis import BatchAxis
+from pipec.ir.batch_axis import BatchAxis
 
 TIME, ROWS, WIDTH, WORDS = 7, 5, 8, 11
 BY_TIME = {"x": 1, "target": "(t b)"}
@@ -274,10 +274,19 @@ def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
 
     plan = loaded.plan
     for change, said in (
-        ({"axes": plan.axes[:1]}, "it says of 1 arguments how they are split, and has 2"),
-        ({"axes": (BatchAxis(-1), plan.axes[1])}, r"'args\[0\]' has its rows in BatchAxis\(dim=-1,"),
-        ({"axes": (None, plan.axes[1])}, r"input 'args\[0\]' is split or whole, and its argument is not"),
-        ({"axes": (BatchAxis(2), plan.axes[1])}, r"input 'args\[0\]' .* has no dimension for that"),
+        ({"batch_axes": plan.batch_axes[:1]}, "it says of 1 arguments how they are split, and has 2"),
+        (
+            {"batch_axes": (BatchAxis(-1), plan.batch_axes[1])},
+            r"'args\[0\]' has its rows in BatchAxis\(dim=-1,",
+        ),
+        (
+            {"batch_axes": (None, plan.batch_axes[1])},
+            r"input 'args\[0\]' is split or whole, and its argument is not",
+        ),
+        (
+            {"batch_axes": (BatchAxis(2), plan.batch_axes[1])},
+            r"input 'args\[0\]' .* has no dimension for that",
+        ),
     ):
         with pytest.raises(ArtifactError, match=said):
             check_plan(replace(plan, **change), tmp_path)
@@ -364,12 +373,12 @@ def test_an_axis_and_its_inverse(axis: BatchAxis) -> None:
     rows, shape = 4, [2, 3, 5]
     shape[axis.dim] = rows * (axis.outer or 2) * axis.inner
     tensor = torch.arange(2 * 3 * 5 * 24).view(-1)[: torch.Size(shape).numel()].view(shape)
-    front = axis.to_front(tensor, rows)
+    front = axis.rows_first(tensor, rows)
     assert axis.fits(shape, rows)
     assert axis.rows(shape) == (rows if axis.outer else None)
     assert front._base is not None, "no copy"
     assert torch.equal(axis.restore(front), tensor)
-    assert axis.restored(front.shape) == tuple(shape)
+    assert axis.restored_shape(front.shape) == tuple(shape)
     for index, part in enumerate(tensor.unbind(axis.dim)):
         assert {*part.flatten().tolist()} <= {*front[(index // axis.inner) % rows].flatten().tolist()}
 

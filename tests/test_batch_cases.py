@@ -2,7 +2,7 @@
 
 import pytest
 from batch_cases import CASES
-from batch_judge import BatchCase, judge
+from batch_comparison import BatchCase, compare_with_eager
 
 
 @pytest.mark.parametrize(
@@ -13,5 +13,5 @@ from batch_judge import BatchCase, judge
     ],
 )
 def test_microbatches_make_what_the_batch_would_or_it_is_said(case: BatchCase) -> None:
-    result = judge(case)
+    result = compare_with_eager(case)
     assert result.allowed(case), f"{result.verdict}: {result.message}"

@@ -75,3 +75,18 @@ def test_what_is_another_number_for_the_batch_is_refused(name: str) -> None:
     pipe = pipec.compile(Fixed(WRONG[name]), 2, loss_fn=LOSS, microbatches=4)
     with pytest.raises(PipecError, match="rows"):
         pipe.step(X, target=Y)
+
+
+def test_a_model_that_another_number_of_rows_changes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def reading(h: Tensor, places: nn.Embedding) -> Tensor:
+        return h * 3 if h.shape[0] == 2 else h + 1 + h
+
+    pipe = pipec.compile(Fixed(reading), 2, loss_fn=LOSS, microbatches=4)
+    pipe.step(X, target=Y)
+    assert "captured for 2 rows alone, and differently for 8" in caplog.text
+
+
+def test_outputs_follow_the_same_rule() -> None:
+    pipe = pipec.compile(Fixed(WRONG["one more"]), 2, microbatches=4)
+    with pytest.raises(PipecError, match="rows"):
+        pipe(X)

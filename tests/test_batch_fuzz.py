@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from fuzz_batch import Tally, fault_of, fuzz, fuzz_whole
-from random_programs import Program
+from fuzz_batch_analysis import Tally, fault_of, fuzz, fuzz_whole
+from random_batch_programs import Program
 
 NUM_PROGRAMS, NUM_PIPELINES = 120, 6
 

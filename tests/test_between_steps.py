@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.pipeline import kept
+from pipec.pipeline import program_cache
 
 ROWS, SIZES = 8, (4, 4)
 OFFSET = 0.0
@@ -184,13 +184,13 @@ def test_freezing_and_unfreezing_again_compiles_once(capsys: pytest.CaptureFixtu
             for model in pair.models:
                 model.first.requires_grad_(not frozen)
             pair.step()
-        assert ("compiles anew" in capsys.readouterr().out) == (round_ == 0)
+        assert ("recompiles" in capsys.readouterr().out) == (round_ == 0)
 
 
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kept, "MOST_SIGNATURES", 2)
+    monkeypatch.setattr(program_cache, "MAX_SIGNATURES", 2)
     pair, alive = Pair(), list[weakref.ref[Any]]()
     for number in range(5):
         for loss in pair.losses:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from workers import run_ranks
+from worker_processes import run_ranks
 
 import pipec
 

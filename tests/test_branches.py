@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import asserted_below
+from awkward_modules import asserted_below
 from torch import Tensor, fx, nn
-from unsplit import Outcome, relative_error
-from workers import run_ranks
+from unsplit_reference import StepResult, relative_error
+from worker_processes import run_ranks
 
 import pipec
-from pipec.capture.batch.conditions import is_of_batch
-from pipec.capture.batch.values import Rows, Unproven, Value
+from pipec.capture.batch.branch_conditions import is_batch_condition
+from pipec.capture.batch.dependence import Dependence, PerRow, Unproven
 from pipec.errors import BranchError, CaptureError, ExecutionError
 
 ROWS, WIDTH = 8, 4
@@ -42,16 +42,16 @@ def inputs(masked: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(ROWS, WIDTH, generator=generator), "mask": mask}
 
 
-def trained(model: nn.Module, step: Callable[..., Any], given: dict[str, Any]) -> Outcome:
+def trained(model: nn.Module, step: Callable[..., Any], given: dict[str, Any]) -> StepResult:
     model.zero_grad()
     result = step(**given)
     if not isinstance(result, Tensor) or result.requires_grad:
         result = result if isinstance(result, Tensor) else result.loss
         result.backward()
-    return Outcome.of(result.detach(), model)
+    return StepResult.of(result.detach(), model)
 
 
-def assert_alike(found: Outcome, expected: Outcome, error: float = 1e-5) -> None:
+def assert_alike(found: StepResult, expected: StepResult, error: float = 1e-5) -> None:
     assert relative_error(found.loss, expected.loss) < error
     assert found.gradients.keys() == expected.gradients.keys()
     for fqn, gradient in found.gradients.items():
@@ -136,8 +136,8 @@ def test_the_code_says_what_is_assumed() -> None:
     _, pipe = compiled(clamped)
     pipe.prepare(**inputs())
     source = pipe.source(0) + pipe.source(1)
-    assert "from pipec.runtime.branches import assume\n" in source
-    assert "    assume(all_1, True,\n           'test_branches.py:" in source
+    assert "from pipec.runtime.branch_checks import check_branch\n" in source
+    assert "    check_branch(all_1, True,\n                 'test_branches.py:" in source
 
 
 def test_capture_leaves_buffers_and_random_numbers_alone() -> None:
@@ -181,7 +181,7 @@ def test_what_cannot_be_followed_is_refused(branch: Callable[..., Tensor], messa
 def test_layer_drop_that_is_off_is_no_branch() -> None:
     model, pipe = compiled(lambda h, mask: h if torch.rand([]) < 0.0 else h + 1)
     assert_alike(trained(model, pipe.step, inputs()), trained(model, model, inputs()))
-    assert "assume" not in pipe.source(0) + pipe.source(1)
+    assert "check_branch" not in pipe.source(0) + pipe.source(1)
 
 
 CONDITIONS: list[tuple[Callable[[Tensor], Any], bool]] = [
@@ -225,11 +225,11 @@ def test_rules_of_conditions(condition: Callable[[Tensor], Any], allowed: bool) 
     Valued(fx.GraphModule(nn.Module(), graph)).run(torch.zeros(4, 2))
     reducing = {"any", "all", "max", "amin", "amax", "min", "std", "sum", "mean", "count_nonzero"}
 
-    def value_of(node: fx.Node) -> Value:
+    def dependence_of(node: fx.Node) -> Dependence:
         names = {str(each.target).rpartition(".")[2] for each in [node, *ancestors(node)]}
-        return Unproven("reduces") if names & reducing else Rows(0)
+        return Unproven("reduces") if names & reducing else PerRow(0)
 
-    assert is_of_batch(graph.output_node().args[0], value_of) is allowed  # type: ignore[arg-type]
+    assert is_batch_condition(graph.output_node().args[0], dependence_of) is allowed  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     for _ in range(500 if allowed else 0):
         rows = torch.randint(-2, 4, (4, 2), generator=generator).float()
@@ -326,4 +326,4 @@ def test_real_models(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) ->
         some = {name: value[:rows] for name, value in given.items()}
         found = trained(model, pipe.step, some)
         assert_alike(found, trained(model, model, some))
-    assert "assume(" in pipe.source(0) + pipe.source(1)
+    assert "check_branch(" in pipe.source(0) + pipe.source(1)

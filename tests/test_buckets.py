@@ -9,23 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.hardware.devices import LinkModel
-from pipec.hardware.topology import alike
-from pipec.ir import NOTHING_MORE, Ending, Shard, Value
-from pipec.plan.buckets import Gradients, fuse
-from pipec.plan.ending import priced
+from pipec.hardware.topology import equal_devices
+from pipec.ir import NO_SYNC, ShardingLevel, SyncSpec, Value
+from pipec.plan.buckets import GradientTimes, choose_buckets
+from pipec.plan.sync_spec import with_collective_seconds
 
 KB, PART_SECONDS = 1000, 5e-5
 
 
-def gradients(sizes: Sequence[int], backward_seconds: float = 1.0) -> Gradients:
+def gradients(sizes: Sequence[int], backward_seconds: float = 1.0) -> GradientTimes:
     """Of so many kilobytes each, made in equal times."""
     values = [Value(f"w{k}", "uint8", (size * KB,)) for k, size in enumerate(sizes)]
-    return Gradients(values, [(k + 1) / len(values) for k in range(len(values))], 0.5, backward_seconds)
+    return GradientTimes(values, [(k + 1) / len(values) for k in range(len(values))], 0.5, backward_seconds)
 
 
-def groups(found: Gradients, link: LinkModel, ending: Ending = NOTHING_MORE) -> list[list[str]]:
-    price = functools.partial(priced, ranks=(0, 1), topology=alike(2, link), asked=ending)
-    return [[value.name for value in group] for group in fuse(found, ending, price, PART_SECONDS)]
+def groups(found: GradientTimes, link: LinkModel, sync_spec: SyncSpec = NO_SYNC) -> list[list[str]]:
+    price = functools.partial(
+        with_collective_seconds, ranks=(0, 1), topology=equal_devices(2, link), requested=sync_spec
+    )
+    return [
+        [value.name for value in group] for group in choose_buckets(found, sync_spec, price, PART_SECONDS)
+    ]
 
 
 def test_a_sum_that_takes_long_starts_early() -> None:
@@ -52,10 +56,10 @@ def test_small_gradients_travel_with_large_ones() -> None:
     assert found == [[f"w{k + j}" for j in range(3)] for k in (0, 3, 6, 9)]
 
 
-@pytest.mark.parametrize("shard", [None, *Shard])
-def test_sharded_sums_overlap_too(shard: Shard | None) -> None:
-    ending = Ending(updates=True, shard=shard)
-    assert len(groups(gradients([100] * 8), LinkModel(800 * KB, 1e-6), ending)) > 1
+@pytest.mark.parametrize("shard", [None, *ShardingLevel])
+def test_sharded_sums_overlap_too(shard: ShardingLevel | None) -> None:
+    sync_spec = SyncSpec(updates=True, shard=shard)
+    assert len(groups(gradients([100] * 8), LinkModel(800 * KB, 1e-6), sync_spec)) > 1
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.sampled_from([1e-6, 1e-3, 1e-1]))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from updating import batches, model
+from optimizer_reference import batches, model
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.calls import Calls
+from pipec.runtime.call_guard import CallGuard
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -90,7 +90,7 @@ def test_threads_that_step_at_once_make_whole_steps() -> None:
 
 
 def test_a_fork_waits_for_no_thread() -> None:
-    calls, (there, here) = Calls(), os.pipe()
+    calls, (there, here) = CallGuard(), os.pipe()
     calls.begin("step")
 
     def fork() -> None:

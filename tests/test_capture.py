@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from awkward import (
+from awkward_modules import (
     SIZES,
     WIDTH,
     Autocast,
@@ -33,12 +33,12 @@ from awkward import (
     Unused,
     batch,
 )
-from models import llama
+from huggingface_models import llama
 from torch import Tensor, nn
-from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
+from unsplit_reference import Inputs, StepResult, assert_equal, microbatches, unsplit_step
 
 import pipec
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
 from pipec.errors import CaptureError, InputError
 from pipec.ir import Mode
@@ -56,18 +56,18 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None = mse) -> P
 
 def trained_both_ways(
     model: nn.Module, inputs: Inputs, loss_fn: Callable[..., Tensor] = mse
-) -> tuple[Outcome, Outcome, Pipeline]:
+) -> tuple[StepResult, StepResult, Pipeline]:
     """What one step of the pipeline and of the unsplit model leave; ``inputs`` are ``x`` and ``target``."""
     unsplit, unsplit_loss_fn = copy.deepcopy((model, loss_fn))
     pipe = compiled(model, loss_fn)
-    found = Outcome.of(pipe.step(inputs["x"], target=inputs["target"]), model)
+    found = StepResult.of(pipe.step(inputs["x"], target=inputs["target"]), model)
     loss = unsplit_step(lambda x, target: unsplit_loss_fn(unsplit(x), target), inputs, SIZES)
-    return found, Outcome.of(loss, unsplit), pipe
+    return found, StepResult.of(loss, unsplit), pipe
 
 
 def tied(pipe: Pipeline) -> frozenset[str]:
     """What several stages read."""
-    return frozenset(fqn for stage in pipe.plan.stages for fqn in stage.borrowed)
+    return frozenset(fqn for stage in pipe.plan.stages for fqn in stage.borrowed_parameters)
 
 
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
@@ -202,7 +202,7 @@ def test_nested_arguments_are_split_leaf_by_leaf() -> None:
         one = nested_loss(unsplit(**part), {"wanted": target})
         one.backward(gradient=torch.tensor(size / sum(SIZES)))
         expected = expected + one.detach() * (size / sum(SIZES))
-    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+    assert_equal(StepResult.of(loss, model), StepResult.of(expected, unsplit))
 
 
 def test_nested_outputs_come_back_in_their_own_classes() -> None:
@@ -220,7 +220,7 @@ def test_nested_outputs_come_back_in_their_own_classes() -> None:
 
 def test_the_order_of_keyword_arguments_means_nothing() -> None:
     x, scale = torch.zeros(4, 2), 0.5
-    one, other = Call((), {"x": x, "scale": scale}), Call((), {"scale": scale, "x": x})
+    one, other = ModelCall((), {"x": x, "scale": scale}), ModelCall((), {"scale": scale, "x": x})
     assert one.signature() == other.signature()
     assert one.paths == other.paths == ["kwargs['scale']", "kwargs['x']", "target"]
     assert one.leaves[1] is other.leaves[1] is x
@@ -228,7 +228,7 @@ def test_the_order_of_keyword_arguments_means_nothing() -> None:
 
 def test_a_sample_has_the_layout_of_the_call() -> None:
     images = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    sample = Call((images,), {}).sample(6, None).leaves[0]
+    sample = ModelCall((images,), {}).sample(6, None).leaves[0]
     assert sample.shape == (6, 3, 2, 2)
     assert sample.stride() == images.stride()
 
@@ -243,7 +243,7 @@ def test_a_model_on_meta_is_captured_as_on_its_device() -> None:
     def graph_on(device: str) -> list[str]:
         with torch.device(device):
             model, tokens = _Attending(), torch.zeros(4, 8, dtype=torch.int64)
-        graph = capture(model, _token_loss, Mode.TRAIN, Call((tokens,), {}, tokens))
+        graph = capture(model, _token_loss, Mode.TRAIN, ModelCall((tokens,), {}, tokens))
         assert all(parameter.device.type == device for parameter in model.parameters())
         return [f"{node.name} {node.target} {node.meta['phase']}" for node in graph.nodes]
 
@@ -311,7 +311,7 @@ def test_a_model_on_the_meta_device_is_compiled_and_trains_once_it_has_values() 
     pipe.to_empty(device="cpu").load_state_dict(real.state_dict())
     loss = pipe.step(inputs["x"], target=inputs["target"])
     expected, _, _ = trained_both_ways(real, inputs)
-    assert_equal(Outcome.of(loss, pipe), expected)
+    assert_equal(StepResult.of(loss, pipe), expected)
 
 
 class Turned(nn.Module):
@@ -340,7 +340,7 @@ def test_a_tensor_that_nobody_gave_a_value_is_refused_by_name() -> None:
     pipe.get_buffer("awkward.angles").data.copy_(real.get_buffer("awkward.angles"))
     loss = pipe.step(inputs["x"], target=inputs["target"])
     expected, _, _ = trained_both_ways(real, inputs)
-    assert_equal(Outcome.of(loss, pipe), expected)
+    assert_equal(StepResult.of(loss, pipe), expected)
 
 
 def test_a_llama_on_meta_keeps_rotary_buffers_that_are_real() -> None:

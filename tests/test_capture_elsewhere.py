@@ -30,7 +30,7 @@ def test_fakes_of_the_other_device_stand_for_tensors_without_memory() -> None:
     model = Tied()
     before = dict(model.state_dict(keep_vars=True))
     with torch_compat.unchanged(model):
-        torch_compat.place_fakes(model, GPU)
+        torch_compat.replace_with_fake_tensors(model, GPU)
         now = dict(model.state_dict(keep_vars=True))
         assert all(isinstance(tensor, FakeTensor) and tensor.device == GPU for tensor in now.values())
         assert model.first.weight is model.second.weight
@@ -45,14 +45,14 @@ def test_a_model_on_several_gpus_is_traced_on_one() -> None:
     with FakeTensorMode():
         model.second.bias = nn.Parameter(torch.empty(4, device=torch.device("cuda", 1)))
     with torch_compat.unchanged(model):
-        torch_compat.place_fakes(model, GPU)
+        torch_compat.replace_with_fake_tensors(model, GPU)
         assert {parameter.device for parameter in model.parameters()} == {GPU}
     assert {parameter.device.type for parameter in model.parameters()} == {"cuda", "cpu"}
 
 
 def test_on_the_cpu_a_model_is_traced_as_it_is() -> None:
     model = Tied()
-    torch_compat.place_fakes(model, torch.device("cpu"))
+    torch_compat.replace_with_fake_tensors(model, torch.device("cpu"))
     assert not any(isinstance(tensor, FakeTensor) for tensor in model.state_dict(keep_vars=True).values())
 
 
@@ -68,5 +68,5 @@ def test_constants_of_an_artifact_are_on_the_host(monkeypatch: pytest.MonkeyPatc
         on_gpu = {name: torch.empty(4, device=GPU) for name in graph.constants}
     assert on_gpu
     monkeypatch.setitem(vars(graph), "constants", on_gpu)
-    constants = staged[0].trial(schedule, 2).artifact().constants
+    constants = staged[0].evaluate(schedule, 2).artifact().constants
     assert {x.device.type for x in constants.values()} == {"cpu"}

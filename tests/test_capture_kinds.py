@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import WIDTH, Between, batch
+from awkward_modules import WIDTH, Between, batch
 from torch import Tensor, fx, nn
-from unsplit import Inputs, Outcome, assert_equal, unsplit_step
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
 
 import pipec
-from pipec.capture.call import Call
 from pipec.capture.classify import classify
-from pipec.capture.operators import OPERATOR_ID
+from pipec.capture.model_call import ModelCall
+from pipec.capture.number_operators import OPERATOR_ID
 from pipec.capture.tracer import capture
 from pipec.errors import CaptureError, InputError, PlanError
 from pipec.graph import LossGradient
 from pipec.ir import Mode
-from pipec.passes.follow_owners import FollowOwners
+from pipec.passes.follow_placement import FollowPlacement
 from pipec.pipeline import Pipeline
-from pipec.runtime.draws import draw
+from pipec.runtime.random_operators import call_with_generator
 
 mse = nn.functional.mse_loss
 
@@ -30,14 +30,14 @@ Model = Callable[..., Tensor]
 
 def trained(
     model: nn.Module, inputs: Inputs, microbatches: int, devices: int = 2, **fixed: Any
-) -> tuple[Outcome, Outcome, Pipeline]:
+) -> tuple[StepResult, StepResult, Pipeline]:
     """What a step of the pipeline and of the unsplit model leave; ``fixed`` arguments are not split."""
     unsplit = copy.deepcopy(model)
     pipe = pipec.compile(model, devices=devices, loss_fn=mse, microbatches=microbatches)
     found = pipe.step(inputs["x"], target=inputs["target"], **fixed)
     sizes = [len(rows) for rows in inputs["x"].tensor_split(microbatches)]
     loss = unsplit_step(lambda x, target: mse(unsplit(x, **fixed), target), inputs, sizes)
-    return Outcome.of(found, model), Outcome.of(loss, unsplit), pipe
+    return StepResult.of(found, model), StepResult.of(loss, unsplit), pipe
 
 
 # which arguments are split
@@ -91,7 +91,7 @@ def test_a_backward_node_that_reads_nothing_belongs_to_its_reader() -> None:
 def test_a_draw_may_name_the_default_generator() -> None:
     """``torch.randn(shape, generator=None)`` is an overload of its own, whose ``generator`` must be given."""
     seeded = [torch.Generator().manual_seed(1) for _ in range(2)]
-    found = draw(seeded[0], torch.ops.aten.randn.generator, [3], generator=None)
+    found = call_with_generator(seeded[0], torch.ops.aten.randn.generator, [3], generator=None)
     assert torch.equal(found, torch.randn(3, generator=seeded[1]))
 
 
@@ -213,9 +213,9 @@ class Throughout(nn.Module):
 
 def test_stages_that_were_cut_without_a_change_of_buffers_refuse_one() -> None:
     x, target = batch().values()
-    graph = capture(Throughout(), mse, Mode.TRAIN, Call((x,), {}, target))
+    graph = capture(Throughout(), mse, Mode.TRAIN, ModelCall((x,), {}, target))
     with pytest.raises(PlanError, match=r"uses first\.weight of stage 0, but a buffer .*prepare\(\) it"):
-        FollowOwners(2, {"first.weight": (0,), "last.weight": (1,)})(graph)
+        FollowPlacement(2, {"first.weight": (0,), "last.weight": (1,)})(graph)
 
 
 def test_a_buffer_that_leaves_too_few_parts_is_named() -> None:
@@ -336,7 +336,7 @@ def test_the_loss_of_connectionist_temporal_classification() -> None:
     found = pipe.step(x, target=target)
     inputs = {"x": x, "target": target}
     loss = unsplit_step(lambda x, target: ctc(unsplit(x), target), inputs, (2, 2))
-    assert_equal(Outcome.of(found, model), Outcome.of(loss, unsplit))
+    assert_equal(StepResult.of(found, model), StepResult.of(loss, unsplit))
     assert pipe.plan.dynamic_batch
 
 
@@ -405,7 +405,7 @@ def test_what_the_first_call_sets_up_is_captured_and_undone() -> None:
     assert not model.awkward.seen
     assert not hasattr(model.awkward, "installed")
     expected = unsplit_step(lambda x, target: mse(unsplit(x), target), inputs, [len(inputs["x"])])
-    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+    assert_equal(StepResult.of(loss, model), StepResult.of(expected, unsplit))
 
 
 class ReadOnly(dict[str, int]):
@@ -513,7 +513,7 @@ def test_an_architecture_trains_with_the_bits_of_the_unsplit_model(
     options: dict[str, Any] = {"microbatch_weight": "rows"} if make is qwen2_moe else {}
     loss = pipec.compile(model, 2, microbatches=2, **options).step(**inputs)
     expected = unsplit_step(unsplit, inputs, (2, 2))
-    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+    assert_equal(StepResult.of(loss, model), StepResult.of(expected, unsplit))
 
 
 # buffers that a forward changes

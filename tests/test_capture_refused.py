@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from awkward import SIZES, WIDTH, Between, Branch, batch
+from awkward_modules import SIZES, WIDTH, Between, Branch, batch
 from torch import Tensor, nn
 
 import pipec

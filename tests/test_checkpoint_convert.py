@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from resuming import Net, Run, batches, decayed, start
+from resumable_training import Net, Run, batches, decayed, start
 from torch import optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from typer.testing import CliRunner
 
 import pipec
-from pipec.checkpoint.tensors import TensorFiles
+from pipec.checkpoint.safetensors_files import TensorFiles
 from pipec.cli import app
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing")
@@ -118,7 +118,7 @@ def test_tied_weights_that_differ_are_refused(run: Run, tmp_path: Path) -> None:
     dcp.save({"model": state}, checkpoint_id=tmp_path / "torch", no_dist=True)
     cli("convert", tmp_path / "torch", tmp_path / "made")
     with pytest.raises(pipec.CheckpointError, match=r"head\.weight and words\.weight differ there"):
-        run.pipe.load_checkpoint(tmp_path / "made", weights_alone=True)
+        run.pipe.load_checkpoint(tmp_path / "made", model_only=True)
 
 
 def test_parts_that_processes_wrote_come_together(tmp_path: Path) -> None:

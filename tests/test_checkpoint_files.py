@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from resuming import Run, start
+from resumable_training import Run, start
 
 import pipec
-from pipec.checkpoint.manifest import SummedFile
+from pipec.checkpoint.manifest import ChecksummedFile
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def test_no_checkpoint_and_a_foreign_folder(run: Run, tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.checkpoint.document.FORMAT", "pipec checkpoint 2")
-    with pytest.raises(pipec.CheckpointError, match="has format 'pipec checkpoint 1', and this version"):
+    monkeypatch.setattr("pipec.checkpoint.metadata.FORMAT", "pipec checkpoint 3")
+    with pytest.raises(pipec.CheckpointError, match="has format 'pipec checkpoint 2', and this version"):
         run.load(saved)
 
 
@@ -192,13 +192,13 @@ def watched(call: Callable[[int], None], watch: Callable[[str, object], None]) -
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written in the background until it is set."""
-    event, write = threading.Event(), SummedFile.write
+    event, write = threading.Event(), ChecksummedFile.write
 
-    def wait(file: SummedFile, data: memoryview | bytes) -> None:
+    def wait(file: ChecksummedFile, data: memoryview | bytes) -> None:
         assert threading.current_thread() is threading.main_thread() or event.wait(20)
         write(file, data)
 
-    monkeypatch.setattr(SummedFile, "write", wait)
+    monkeypatch.setattr(ChecksummedFile, "write", wait)
     return event
 
 
@@ -210,7 +210,7 @@ class TestAsynchronous:
         run = start(layout)
         run.train(0, 2)
         saving = run.pipe.save_checkpoint(
-            tmp_path / "saved", **run.companions, extra="then", asynchronous=True
+            tmp_path / "saved", **run.training_state, extra="then", asynchronous=True
         )
         losses = run.train(2, 5)
         assert not saving.done()
@@ -226,37 +226,37 @@ class TestAsynchronous:
     ) -> None:
         run, checkpoints = (
             start("1 stage"),
-            pipec.Checkpoints(tmp_path / "run", every=1, keep=2, asynchronous=True),
+            pipec.CheckpointManager(tmp_path / "run", every=1, keep=2, asynchronous=True),
         )
         run.train(0, 1)
-        checkpoints.step(run.pipe, **run.companions)
+        checkpoints.step(run.pipe, **run.training_state)
         run.train(1, 2)
         threading.Timer(0.1, held.set).start()
-        checkpoints.step(run.pipe, **run.companions)
+        checkpoints.step(run.pipe, **run.training_state)
         assert (tmp_path / "run" / "step-00000001").exists()
         for number in range(2, 5):
             run.train(number, number + 1)
-            checkpoints.step(run.pipe, extra=number, **run.companions)
+            checkpoints.step(run.pipe, extra=number, **run.training_state)
         other = start("1 stage", seed=7)
         run.pipe.finish_saving()
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
             "step-00000004",
             "step-00000005",
         ]
-        assert checkpoints.resume(other.pipe, **other.companions) == 4
+        assert checkpoints.resume(other.pipe, **other.training_state) == 4
 
     def test_what_went_wrong_is_raised_by_the_next_call(
         self, run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = {path.name: path.read_bytes() for path in saved.iterdir()}
         with monkeypatch.context() as patch:
-            patch.setattr(SummedFile, "end", full)
+            patch.setattr(ChecksummedFile, "end", full)
             for call in (run.save, run.load):
-                saving = run.pipe.save_checkpoint(saved, **run.companions, asynchronous=True)
+                saving = run.pipe.save_checkpoint(saved, **run.training_state, asynchronous=True)
                 wait([saving])
                 with pytest.raises(pipec.CheckpointError, match=r"saving to .* failed: its file: No space"):
                     call(saved)
-            saving = run.pipe.save_checkpoint(saved, **run.companions, asynchronous=True)
+            saving = run.pipe.save_checkpoint(saved, **run.training_state, asynchronous=True)
             with pytest.raises(pipec.CheckpointError, match="No space"):
                 saving.result()
         assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
@@ -265,7 +265,7 @@ class TestAsynchronous:
         run.save(saved)
 
 
-def full(file: SummedFile) -> None:
+def full(file: ChecksummedFile) -> None:
     raise OSError(28, "No space left on device", "its file")
 
 
@@ -275,28 +275,28 @@ def threads_of_checkpoints() -> list[threading.Thread]:
 
 class TestARun:
     def test_keeps_the_last_and_goes_on_from_the_newest(self, tmp_path: Path) -> None:
-        run, checkpoints = start("1 stage"), pipec.Checkpoints(tmp_path, every=2, keep=2)
-        assert checkpoints.resume(run.pipe, **run.companions) is None
+        run, checkpoints = start("1 stage"), pipec.CheckpointManager(tmp_path, every=2, keep=2)
+        assert checkpoints.resume(run.pipe, **run.training_state) is None
         losses = []
         for number in range(7):
             losses += run.train(number, number + 1)
-            checkpoints.step(run.pipe, extra=number, **run.companions)
+            checkpoints.step(run.pipe, extra=number, **run.training_state)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
-        again, checkpoints = start("1 stage", seed=7), pipec.Checkpoints(tmp_path, every=2, keep=2)
+        again, checkpoints = start("1 stage", seed=7), pipec.CheckpointManager(tmp_path, every=2, keep=2)
         with pytest.raises(pipec.CheckpointError, match="neither written nor found when it resumed"):
-            checkpoints.save(again.pipe, **again.companions)
-        assert checkpoints.resume(again.pipe, **again.companions) == 5
+            checkpoints.save(again.pipe, **again.training_state)
+        assert checkpoints.resume(again.pipe, **again.training_state) == 5
         assert again.pipe.num_steps == 6
         assert again.train(6, 7) == losses[6:]
 
     def test_finds_one_that_was_being_replaced(self, tmp_path: Path) -> None:
-        run, checkpoints = start("1 stage"), pipec.Checkpoints(tmp_path, every=1)
+        run, checkpoints = start("1 stage"), pipec.CheckpointManager(tmp_path, every=1)
         run.train(0, 1)
-        checkpoints.step(run.pipe, extra="here", **run.companions)
+        checkpoints.step(run.pipe, extra="here", **run.training_state)
         (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.previous")
-        assert checkpoints.resume(run.pipe, **run.companions) == "here"
+        assert checkpoints.resume(run.pipe, **run.training_state) == "here"
 
     @pytest.mark.parametrize("given", [{"every": 0}, {"every": 1, "keep": 0}, {"every": 1.5}])
     def test_wrong_numbers(self, given: dict[str, int], tmp_path: Path) -> None:
         with pytest.raises(pipec.InputError, match="expected a whole number from 1"):
-            pipec.Checkpoints(tmp_path, **given)
+            pipec.CheckpointManager(tmp_path, **given)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resuming import LAYOUTS, Net, Run, decayed, start
+from resumable_training import LAYOUTS, Net, Run, decayed, start
 from torch import nn, optim
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import pipec
-from pipec.checkpoint.values import decoded, encoded
+from pipec.checkpoint.json_values import decode_value, encode_value
 
 STOP, END = 10, 20
 SAME = 1e-9
@@ -245,16 +245,16 @@ class TestHuggingFace:
         assert len(list(tmp_path.glob("*.safetensors"))) > 2
         other = GPT2LMHeadModel(model.config)
         pipe = pipec.compile(other, 2, microbatches=2)
-        with pytest.raises(pipec.CheckpointError, match=r"holds weights alone.* pass weights_alone=True"):
+        with pytest.raises(pipec.CheckpointError, match=r"holds weights alone.* pass model_only=True"):
             pipe.load_checkpoint(tmp_path)
-        pipe.load_checkpoint(tmp_path, weights_alone=True)
+        pipe.load_checkpoint(tmp_path, model_only=True)
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, theirs)
         words = torch.arange(16).view(2, 8)
         loss = pipe.eval().step(input_ids=words, labels=words)
         torch.testing.assert_close(loss, model.eval()(input_ids=words, labels=words).loss.detach())
         with pytest.raises(pipec.CheckpointError, match=r"it has no words\.weight"):
-            start("1 stage").pipe.load_checkpoint(tmp_path, weights_alone=True)
+            start("1 stage").pipe.load_checkpoint(tmp_path, model_only=True)
 
 
 def test_a_state_that_is_no_tensor_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,20 +263,20 @@ def test_a_state_that_is_no_tensor_is_told_of(tmp_path: Path, monkeypatch: pytes
             return 3
 
     said: list[str] = []
-    monkeypatch.setattr("pipec.pipeline.checkpointed.log", said.append)
+    monkeypatch.setattr("pipec.pipeline.checkpointing.log", said.append)
     start("1 stage", model=lambda: nn.Sequential(Counting())).save(tmp_path / "saved")
     assert "without the extra state (get_extra_state) of 0" in said[0]
 
 
 def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:
     run, other = stopped["2 stages"][0], start("1 stage", seed=7)
-    other.pipe.load_checkpoint(stopped["2 stages"][1], weights_alone=True)
+    other.pipe.load_checkpoint(stopped["2 stages"][1], model_only=True)
     run.load(stopped["2 stages"][1])
     assert repr(other.pipe.state_dict()) == repr(run.pipe.state_dict())
     assert other.pipe.num_steps == 0
     assert not other.pipe.optimizer.state_dict()["state"]
     with pytest.raises(pipec.InputError, match="takes neither"):
-        other.pipe.load_checkpoint(stopped["2 stages"][1], weights_alone=True, scheduler=other.scheduler)
+        other.pipe.load_checkpoint(stopped["2 stages"][1], model_only=True, scheduler=other.scheduler)
 
 
 @settings(max_examples=25)
@@ -295,6 +295,6 @@ def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:
     )
 )
 def test_values_come_back_as_they_were(value: Any) -> None:
-    found = decoded(encoded(value, "it"))
+    found = decode_value(encode_value(value, "it"))
     assert repr(found) == repr(value)
     assert type(found) is type(value)

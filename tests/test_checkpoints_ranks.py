@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from resuming import start
+from resumable_training import start
 from transformers import AutoModelForCausalLM
-from workers import run_ranks
+from worker_processes import run_ranks
 
 import pipec
 
@@ -21,7 +21,7 @@ import json, os, sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import torch, pipec
-from resuming import *
+from resumable_training import *
 rank, here = int(os.environ["RANK"]), Path({here!r})
 """
 
@@ -53,7 +53,7 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
             losses[layout] = run.train(3, 6)
             if layout.endswith("parameters"):
                 shapes = {name: x.numel() for name, x in run.pipe.state_dict().items()}
-                assert any(piece.size < shapes[piece.name] for piece in run.pipe._updates.shares())
+                assert any(piece.size < shapes[piece.name] for piece in run.pipe._updates.shards())
             run.save(here / layout, asynchronous=True)
             losses[layout] += run.train(6, 8)
         for layout, run in runs.items():
@@ -109,17 +109,17 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
                 said = " ".join(str(error).split()).replace(str(here), "")
                 print(what, type(error).__name__, time.monotonic() - start < 5, said)
 
-        write, asked = manifest.SummedFile.write, []
+        write, asked = manifest.ChecksummedFile.write, []
         for at in (0, 1, 3):
             def fail(self, data):
                 asked.append(1)
                 if rank == 1 and len(asked) > at:
                     raise OSError(28, "No space left on device", "its file")
                 return write(self, data)
-            manifest.SummedFile.write = fail
+            manifest.ChecksummedFile.write = fail
             attempt("full", in_background if at == 1 else lambda: run.save(here / "saved"))
             asked.clear()
-        manifest.SummedFile.write = write
+        manifest.ChecksummedFile.write = write
         attempt("extra", lambda: run.save(here / "saved", extra=rank))
         attempt("folder", lambda: run.save(here / f"saved{rank}"))
         attempt("extra", lambda: run.save(here / "saved", extra=object() if rank else 1))
@@ -195,11 +195,11 @@ def test_a_rank_that_is_killed_while_it_writes(asynchronous: bool, tmp_path: Pat
                 manifest.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             begun = time.monotonic()
             try:
-                run.save(here / "saved", asynchronous=ASYNCHRONOUS)
+                run.save(here / "saved", asynchronous=ASYNCHRONOUS_SCHEDULES)
                 run.pipe.finish_saving()
             except pipec.TransportError as error:
                 (here / "said").write_text(f"{time.monotonic() - begun < 5} {error}")
-            """.replace("ASYNCHRONOUS", str(asynchronous)),
+            """.replace("ASYNCHRONOUS_SCHEDULES", str(asynchronous)),
         )
     said = (tmp_path / "said").read_text()
     assert said.startswith("True ")
@@ -214,13 +214,13 @@ def test_a_process_waits_for_its_checkpoint_and_ends_with_its_failure(tmp_path: 
         from pipec.checkpoint import manifest
         run = start("2 stages", timeout=30.0)
         run.train(0, 1)
-        end = manifest.SummedFile.end
+        end = manifest.ChecksummedFile.end
         def slow(self):
             time.sleep(0.5)
             if rank == 1 and FAILS:
                 raise OSError(28, "No space left on device", "its file")
             end(self)
-        manifest.SummedFile.end = slow
+        manifest.ChecksummedFile.end = slow
         run.save(here / "saved", extra="whole", asynchronous=True)
         if rank == 1:
             run.pipe._ranks.distributed.fail(RuntimeError("a step"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 import pipec
-from pipec.runtime.processes.stops import STOPS
+from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 ROWS, EPOCHS, STOPPED = 6, 3, (3, 6, 9, 10)
 SCHEDULES = ("1f1b", "pipedream", "pipedream-2bw")
@@ -262,7 +262,7 @@ def test_a_signal_between_two_streams_does_not_repeat_the_first(runs: dict[str, 
     """The script's extra is of the last step of the first one; so is the place."""
     run = runs["1f1b"]
     run.load(run.fresh)
-    checkpoints, losses = pipec.Checkpoints(tmp_path, every=100, asynchronous=True), []
+    checkpoints, losses = pipec.CheckpointManager(tmp_path, every=100, asynchronous=True), []
     for loss in run.losses(Stateful(Noisy())):
         losses.append(loss)
         checkpoints.step(run.pipe, scheduler=run.scheduler, extra="first")
@@ -271,7 +271,7 @@ def test_a_signal_between_two_streams_does_not_repeat_the_first(runs: dict[str, 
         with pytest.raises(SystemExit):
             next(run.losses(Stateful(Noisy())))
     finally:
-        STOPS.ignore()
+        STOP_SIGNALS.uninstall()
     assert checkpoints.resume(run.pipe, scheduler=run.scheduler) == "first"
     assert list(run.losses(Stateful(Noisy()), resume=True)) == []
     assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 5
@@ -282,7 +282,7 @@ def test_a_signal_after_a_loop_was_left_saves_all_that_was_trained_on(
 ) -> None:
     run, seen = runs["pipedream"], 2
     run.load(run.fresh)
-    checkpoints, data = pipec.Checkpoints(tmp_path, every=100), list(Stateful(Noisy()))
+    checkpoints, data = pipec.CheckpointManager(tmp_path, every=100), list(Stateful(Noisy()))
     for number, _ in enumerate(run.losses(data), start=1):
         checkpoints.step(run.pipe, scheduler=run.scheduler, extra=number)
         if number == seen:
@@ -293,7 +293,7 @@ def test_a_signal_after_a_loop_was_left_saves_all_that_was_trained_on(
         with pytest.raises(SystemExit):
             run.pipe.eval_step(data[0][0], target=data[0][1])
     finally:
-        STOPS.ignore()
+        STOP_SIGNALS.uninstall()
     assert checkpoints.resume(run.pipe, scheduler=run.scheduler) == seen
     assert run.pipe.num_steps == trained > seen
     assert len(list(run.losses(data, resume=True))) == len(data) - seen

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from unsplit import Outcome, relative_error
+from unsplit_reference import StepResult, relative_error
 
 import pipec
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
 from pipec.errors import CaptureError, ExecutionError
 from pipec.graph import is_constant, is_forward
@@ -54,7 +54,7 @@ def test_rows_take_their_own_elements_or_the_step_fails(unrolled: bool) -> None:
     expected = unsplit(**inputs(TWO_EACH))
     expected.backward()
     assert relative_error(found, expected.detach()) < 1e-6
-    for fqn, gradient in Outcome.of(found, model).gradients.items():
+    for fqn, gradient in StepResult.of(found, model).gradients.items():
         torch.testing.assert_close(gradient, unsplit.get_parameter(fqn).grad, msg=fqn)
     said = "each is checked as if it were" if unrolled else "the rows of each microbatch must bring along"
     for replaced in (FEWER,) if not unrolled else (FEWER, UNEQUAL):
@@ -96,7 +96,7 @@ class Overwriting(nn.Module):
 
 def test_operators_follow_the_data_where_a_tensor_is_changed() -> None:
     """torch makes views anew behind a change, and says they were of the operator that made the first one."""
-    call = Call((torch.randn(ROWS, WIDTH, WIDTH),), {})
+    call = ModelCall((torch.randn(ROWS, WIDTH, WIDTH),), {})
     graph = capture(Overwriting(), None, Mode.TRAIN, call)
     edges = [(source, node) for node in graph.nodes for source in node.all_input_nodes if _is_placed(source)]
     for source, node in edges:

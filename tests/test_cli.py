@@ -16,15 +16,15 @@ import torch
 from typer.testing import CliRunner, Result
 
 import pipec
-from pipec.artifact.check import check_artifact
-from pipec.artifact.directory import Artifact, read
+from pipec.artifact.artifact import Artifact, read_artifact
+from pipec.artifact.verification import verify_artifact
 from pipec.cli import app
 from pipec.cli.target import load_example
 from pipec.errors import VerifyError
 from pipec.ir import Plan, Program
 
 ROOT = Path(__file__).parent.parent
-MODELS = Path(__file__).parent / "cli_models.py"
+MODELS = Path(__file__).parent / "helpers" / "cli_models.py"
 MLP = f"{MODELS}:mlp"
 COMPILER = (
     "torch._dynamo",
@@ -60,7 +60,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(directory: Path) -> Artifact:
-    return read(directory)[0]
+    return read_artifact(directory)[0]
 
 
 # plan and dump
@@ -81,7 +81,7 @@ def test_plan_as_json_has_the_documented_keys() -> None:
 
 def test_a_target_may_be_a_module_of_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert load_example("tests.cli_models:mlp").args[0].shape == (8, 16)
+    assert load_example("tests.helpers.cli_models:mlp").args[0].shape == (8, 16)
 
 
 def test_dump_prints_what_it_would_write(directory: Path) -> None:
@@ -166,7 +166,14 @@ def test_schedule_draws_a_named_schedule() -> None:
 
 def waits(rank: int, time: float, other: int, payload: str, after: float) -> dict[str, object]:
     awaited = [{"rank": other, "stage": other, "what": payload, "time": time}]
-    return {"rank": rank, "busy": 6.0, "waiting": time, "own": 0.0, "after": after, "for": awaited}
+    return {
+        "rank": rank,
+        "busy": 6.0,
+        "waiting": time,
+        "unattributed_idle": 0.0,
+        "trailing_idle": after,
+        "for": awaited,
+    }
 
 
 def test_schedule_as_json_follows_the_costs() -> None:
@@ -192,7 +199,7 @@ def test_schedule_as_json_follows_the_costs() -> None:
 
 
 def test_a_step_of_very_many_events_is_told_by_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.timeline.facts.MOST_EVENTS", 5)
+    monkeypatch.setattr("pipec.timeline.report.MOST_EVENTS", 5)
     facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1)
     assert (facts["num_events"], len(facts["critical_path"])) == (6, 6)
     assert "events" not in facts
@@ -221,21 +228,21 @@ def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
 
 
 def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
-    both = ("schedule", "gpipe", "--stages", 3, "--beside", "zb-h1")
+    both = ("schedule", "gpipe", "--stages", 3, "--compare", "zb-h1")
     printed = pipec_cli(*both).stdout
     assert printed == "\n".join(
         pipec_cli("schedule", name, "--stages", 3).stdout for name in ("gpipe", "zb-h1")
     )
     page = tmp_path / "both.html"
     facts = pipec_json(*both, "--output", page)
-    assert (facts["makespan"], facts["beside"]["schedule"]) == (30.0, "zb-h1")
-    assert facts["beside"]["makespan"] < facts["makespan"]
+    assert (facts["makespan"], facts["compare"]["schedule"]) == (30.0, "zb-h1")
+    assert facts["compare"]["makespan"] < facts["makespan"]
     assert "gpipe and zb-h1, 8 microbatches" in page.read_text(encoding="utf-8")
 
 
 def test_schedule_of_a_model_beside_another_shows_bytes(tmp_path: Path) -> None:
     trace = tmp_path / "both.json"
-    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--beside", "gpipe", "--output", trace)
+    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--compare", "gpipe", "--output", trace)
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     counted = {(event["pid"], *event["args"]) for event in events if event["ph"] == "C"}
     assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "bytes")}
@@ -268,8 +275,11 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("gpipe", "--devices", 4), "No such option: --devices. It belongs to"),
         ((MLP, "--forward=2.0"), "No such option: --forward. It belongs to"),
         (("gpipe", "--copies", 4), "No such option: --copies"),
-        (("gpipe", "--beside", "gpipe"), "--beside names 'gpipe' again; expected another schedule"),
-        (("gpipe", "--beside", "1f1b", "-o", "a.svg"), "a .svg file shows one step; expected .html or .json"),
+        (("gpipe", "--compare", "gpipe"), "--compare names 'gpipe' again; expected another schedule"),
+        (
+            ("gpipe", "--compare", "1f1b", "-o", "a.svg"),
+            "a .svg file shows one step; expected .html or .json",
+        ),
     ],
 )
 def test_schedule_refuses_what_it_cannot_draw(arguments: tuple[object, ...], message: str) -> None:
@@ -343,15 +353,15 @@ def test_check_refuses_code_that_does_not_fit(
 ) -> None:
     changed = change(artifact.sources[1])
     assert changed != artifact.sources[1]
-    check_artifact(artifact)
+    verify_artifact(artifact)
     with pytest.raises(VerifyError, match=f"(?s){message}.*; save the pipeline anew"):
-        check_artifact(replace(artifact, sources=(artifact.sources[0], changed)))
+        verify_artifact(replace(artifact, sources=(artifact.sources[0], changed)))
 
 
 def test_check_refuses_programs_that_break_a_rule(artifact: Artifact) -> None:
     programs = tuple(map(without_sends, artifact.programs))
     with pytest.raises(VerifyError, match="is there 0 times; expected once"):
-        check_artifact(replace(artifact, programs=programs))
+        verify_artifact(replace(artifact, programs=programs))
 
 
 # run

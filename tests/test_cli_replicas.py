@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import pipec
 from pipec.cli import app
 
-MLP = f"{Path(__file__).parent / 'cli_models.py'}:mlp"
-MOMENTUM = f"{Path(__file__).parent / 'cli_models.py'}:momentum"
+MLP = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:mlp"
+MOMENTUM = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:momentum"
 
 
 def run(*args: str | Path) -> Result:
@@ -100,8 +100,8 @@ def test_a_plan_has_the_replicas_and_the_update_that_were_asked_for() -> None:
     options = ("--replicas", "2-1", "--microbatches", "4", "--optimizer", "adamw", "--clip-grad-norm", "1")
     plan = json.loads(ran("plan", MLP, "--devices", "3", *options, "--shard", "optimizer", "--json"))["plan"]
     assert plan["placement"] == [[0, 1], [2]]
-    ending = plan["ending"]
-    assert (ending["updates"], ending["clips"], ending["shard"]) == (True, True, "optimizer")
+    sync_spec = plan["sync_spec"]
+    assert (sync_spec["updates"], sync_spec["clips"], sync_spec["shard"]) == (True, True, "optimizer")
 
 
 def test_the_timeline_of_a_model_has_its_replicas() -> None:
@@ -109,7 +109,7 @@ def test_the_timeline_of_a_model_has_its_replicas() -> None:
         "schedule", MLP, "--devices", "2", "--stages", "1", "--microbatches", "2", "--optimizer", "SGD"
     )
     assert "rank 1, stage 0, 2 of 2" in drawn
-    assert "Σ sum of gradients" in drawn
+    assert "Σ gradient reduction" in drawn
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_an_artifact_that_updates_is_traced(saved: Path, tmp_path: Path) -> None
     options = ("--optimizer", "SGD", "--clip-grad-norm", "1", "--steps", "1", "--json")
     facts = json.loads(ran("trace", saved, *options, "-o", tmp_path / "step.html"))
     for step in facts.values():
-        assert {"reduce_grad", "norm", "update"} <= {event["op"] for event in step["events"]}
+        assert {"reduce_grad", "grad_norm", "update"} <= {event["op"] for event in step["events"]}
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import encoder
+from huggingface_models import encoder
 from torch import Tensor, nn
 
 import pipec
-from pipec.codegen.held import short_ends
-from pipec.codegen.layout import LINE_LENGTH, statement
-from pipec.codegen.stage import StageSource
+from pipec.codegen.formatting import LINE_LENGTH, format_statement
+from pipec.codegen.stage_source import StageSource
+from pipec.codegen.tensor_names import shortest_suffixes
 from pipec.pipeline import Pipeline
 
 HOSTILE = (
@@ -87,7 +87,7 @@ def hostile_output(pipe: Pipeline, x: Tensor) -> Tensor:
 
 SAVE = """
 import sys
-from models import encoder
+from huggingface_models import encoder
 import pipec
 model, batch = encoder()
 pipec.compile(model, devices=2, microbatches=2).prepare(**batch).save(sys.argv[1])
@@ -100,7 +100,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]
     here, there = (tmp_path_factory.mktemp("artifacts") / name for name in ("here", "there"))
     model, batch = encoder()
     pipec.compile(model, devices=2, microbatches=2).prepare(**batch).save(here)
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parent / "helpers")}
     subprocess.run([sys.executable, "-c", SAVE, str(there)], env=environment, check=True)
     return [{path.name: path.read_bytes() for path in made.iterdir()} for made in (here, there)]
 
@@ -137,7 +137,7 @@ def test_a_parameter_is_called_after_the_end_of_its_name() -> None:
         "2.bias",
         "bias",
     ]
-    assert list(short_ends(names).values()) == [
+    assert list(shortest_suffixes(names).values()) == [
         "fc.weight",
         "h.0.attn.proj.weight",
         "h.1.attn.proj.weight",
@@ -162,7 +162,7 @@ def test_no_line_is_long_that_can_be_broken() -> None:
     """Targets, arguments, and lists among them."""
     items = ", ".join(f"torch.select(scan, 2, {k})" for k in range(6))
     targets = ", ".join(f"batch_norm_new_mean_{k}" for k in range(5))
-    lines = statement(targets, f"torch.stack([{items}], -1)", "f32[b]")
+    lines = format_statement(targets, f"torch.stack([{items}], -1)", "f32[b]")
     assert max(len(line.split("  #")[0].rstrip()) for line in lines) <= LINE_LENGTH
     assert ast.dump(ast.parse(textwrap.dedent("\n".join(lines)))) == ast.dump(
         ast.parse(f"{targets} = torch.stack([{items}], -1)")

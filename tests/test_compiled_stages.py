@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.artifact.directory import stage_module
+from pipec.artifact.artifact import load_stage_module
 from pipec.runtime.step import execution
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
@@ -16,7 +16,7 @@ FUNCTIONS = ("forward", "recompute", "backward", "backward_input", "backward_wei
 
 def compiled_module(stage: int, source: str) -> types.ModuleType:
     """The module with functions that break if they are more than one graph."""
-    module = stage_module(stage, source)
+    module = load_stage_module(stage, source)
     for name in FUNCTIONS:
         if hasattr(module, name):
             setattr(module, name, torch.compile(getattr(module, name), fullgraph=True, backend="eager"))
@@ -41,5 +41,5 @@ def trained(schedule: str, recompute: str) -> tuple[Tensor, list[Tensor | None]]
 def test_each_function_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """They return dicts and empty the lists they are given, and still do so when they are compiled."""
     plain = trained("zb-h1", "full")
-    monkeypatch.setattr(execution, "stage_module", compiled_module)
+    monkeypatch.setattr(execution, "load_stage_module", compiled_module)
     torch.testing.assert_close(trained("zb-h1", "full"), plain, rtol=0, atol=0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pipec
-from pipec.compiler import pass_list, staged
+from pipec.compiler import pass_list, staged_graph
 from pipec.graph import TrainingGraph, stage_of
 from pipec.ir import Schedule
 from pipec.passes.cut_stages import CutStages
@@ -50,9 +50,9 @@ def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
 
     with (
         mock.patch.object(CutStages, "__call__", counting(CutStages.__call__, "cut")),
-        mock.patch.object(staged, "lower", counting(staged.lower, "lower")),
-        mock.patch.object(staged, "verify_plan", counting(staged.verify_plan, "verify")),
-        mock.patch.object(staged, "build_plan", counting(staged.build_plan, "plan")),
+        mock.patch.object(staged_graph, "lower", counting(staged_graph.lower, "lower")),
+        mock.patch.object(staged_graph, "verify_plan", counting(staged_graph.verify_plan, "verify")),
+        mock.patch.object(staged_graph, "build_plan", counting(staged_graph.build_plan, "plan")),
     ):
         yield calls, lowered
 
@@ -98,7 +98,7 @@ class KeepFirstLayers:
         for stage in range(graph.num_stages):
             layers = (node for node in graph.nodes if node.target is torch.ops.aten.addmm.default)
             first = next(node for node in layers if stage_of(node) == stage)
-            first.meta["replay"] = None
+            first.meta["recompute"] = None
         return graph
 
 
@@ -117,20 +117,20 @@ def test_another_batch_is_cut_in_the_same_place_between_parameters() -> None:
 
 def test_a_users_pass_counts_also_where_memory_forces_to_recompute() -> None:
     """Such stages go through the one list of passes again, and not through a part of it."""
-    passes = pass_list.passes
+    passes = pass_list.make_passes
 
     def with_users_pass(*args: Any) -> list[Any]:
-        again = [KeepFirstLayers()] if args[2].replayed else []
+        again = [KeepFirstLayers()] if args[2].recomputed else []
         return [each for step in passes(*args) for each in (step, *again * isinstance(step, MarkRecompute))]
 
     def saved_bytes() -> list[float]:
         ((cut,),) = prepared(microbatches=4)._compiler._captures.staged.values()
         everything = frozenset(name for stage in cut.forward_values(ROWS // 4) for name in stage)
-        plan = cut.recomputing(MarkRecompute(everything)).trial(one_f_one_b(2, 4), ROWS // 4).plan
+        plan = cut.with_recompute(MarkRecompute(everything)).evaluate(one_f_one_b(2, 4), ROWS // 4).plan
         assert all(stage.recompute for stage in plan.stages)
         return [stage.cost.memory.saved for stage in plan.stages]
 
     without = saved_bytes()
-    with mock.patch.object(pass_list, "passes", with_users_pass):
+    with mock.patch.object(pass_list, "make_passes", with_users_pass):
         kept = saved_bytes()
     assert all(more > less for more, less in zip(kept, without, strict=True))

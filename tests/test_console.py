@@ -67,12 +67,12 @@ def test_a_notice_appears_once_patience_is_over(in_terminal: bool, monkeypatch: 
     monkeypatch.setattr(sys, "stderr", out)
     screen = Console(file=out, force_terminal=in_terminal, width=80)
     monkeypatch.setattr(console, "terminal", lambda: screen)
-    monkeypatch.setattr(console, "PATIENCE", 0.05)
-    with console.notice("compiles, for a reason"):
+    monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.05)
+    with console.delayed_status("compiles, for a reason"):
         pass
     time.sleep(0.1)
     assert out.getvalue() == ""
-    with console.notice("compiles, for a reason") as told:
+    with console.delayed_status("compiles, for a reason") as told:
         told.now("search")
         deadline = time.monotonic() + 20
         while "search" not in out.getvalue() and time.monotonic() < deadline:
@@ -87,8 +87,8 @@ def test_a_notice_beside_a_bar_is_a_line(monkeypatch: pytest.MonkeyPatch) -> Non
     out = io.StringIO()
     screen = Console(file=out, force_terminal=True, width=80)
     monkeypatch.setattr(console, "terminal", lambda: screen)
-    monkeypatch.setattr(console, "PATIENCE", 0.0)
+    monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
     for _ in console.progress(["a"], "training"):
-        with console.notice("compiles, for a reason"):
+        with console.delayed_status("compiles, for a reason"):
             time.sleep(0.3)
     assert "compiles, for a reason" in out.getvalue()

@@ -1,4 +1,4 @@
-"""Costs: FLOPs against known counts, symbolic against concrete shapes, bytes touched, devices."""
+"""SimulationCosts: FLOPs against known counts, symbolic against concrete shapes, bytes touched, devices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import pipec
-from pipec.cost import tables
+from pipec.cost import operator_tables
 from pipec.cost.formulas import OperatorCost, operator_name
-from pipec.cost.symbols import MICROBATCH as b
-from pipec.cost.symbols import evaluate
+from pipec.cost.symbolic_sizes import MICROBATCH as b
+from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.errors import PlanError
 from pipec.graph import Gradient, Output, TrainingGraph
 from pipec.hardware.calibration import FALLBACK_GPU, calibrate, default_device_model
@@ -88,7 +88,7 @@ def unknown_operators(graph: TrainingGraph) -> set[str]:
 
 
 def costs(graph: TrainingGraph, *targets: object) -> list[OperatorCost]:
-    """Costs of the nodes that call one of ``targets``, or of all nodes."""
+    """SimulationCosts of the nodes that call one of ``targets``, or of all nodes."""
     nodes = graph.module.graph.nodes
     return [node.meta["cost"] for node in nodes if not targets or node.target in targets]
 
@@ -204,7 +204,7 @@ def test_costs_in_b_equal_those_of_concrete_shapes(name: str) -> None:
     for size in (2, 7):
         concrete = costs(annotated(with_gradients(function), *inputs(size), batched=0))
         for field in ("flops", "bytes_moved", "output_bytes"):
-            found = [evaluate(getattr(item, field), size) for item in symbolic]
+            found = [evaluate_cost(getattr(item, field), size) for item in symbolic]
             # Sizes are nodes of the symbolic graph only: they cost nothing and have no tensor.
             assert [n for n in found if n] == [
                 getattr(item, field) for item in concrete if getattr(item, field)
@@ -222,7 +222,7 @@ def test_counts_of_registered_operators_equal_torch_s_own(name: str) -> None:
         for node in symbolic_graph(name).nodes
         if getattr(node.target, "overloadpacket", None) in flop_registry
     ]
-    assert sum(evaluate(node.meta["cost"].flops, 4) for node in registered) == counter.get_total_flops()
+    assert sum(evaluate_cost(node.meta["cost"].flops, 4) for node in registered) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -360,20 +360,23 @@ def test_formulas_registered_for_raw_tensors_get_tensors() -> None:
 
 def test_tables_name_operators_that_exist_once() -> None:
     groups: Sequence[Any] = (
-        tables.ALLOCATIONS,
-        tables.MOVES,
-        tables.FLOPS_PER_INPUT,
-        tables.FLOPS_PER_OUTPUT,
+        operator_tables.ALLOCATIONS,
+        operator_tables.DATA_MOVEMENT,
+        operator_tables.FLOPS_PER_INPUT,
+        operator_tables.FLOPS_PER_OUTPUT,
     )
     names = [name for group in groups for name in group]
     assert len(names) == len(set(names))
-    touched = {*tables.GATHERED, *tables.SCATTERED, *tables.UNREAD}
+    touched = {*operator_tables.GATHER_SOURCES, *operator_tables.SCATTER_SOURCES, *operator_tables.SHAPE_ONLY}
     assert [name for name in {*names, *touched} if not hasattr(aten, name)] == []
 
 
 def test_tables_name_arguments_that_exist() -> None:
     """Each argument is one of every overload's that computes a fresh result."""
-    touched = [*tables.GATHERED.items(), *((name, "self") for name in tables.UNREAD - {"zeros_like"})]
+    touched = [
+        *operator_tables.GATHER_SOURCES.items(),
+        *((name, "self") for name in operator_tables.SHAPE_ONLY - {"zeros_like"}),
+    ]
     for name, argument in touched:
         packet = getattr(aten, name)
         schema = getattr(packet, packet.overloads()[0])._schema
@@ -401,7 +404,7 @@ def test_half_precision_products_are_timed_as_such() -> None:
 
 def test_a_cost_that_depends_on_another_dimension_cannot_be_evaluated() -> None:
     with pytest.raises(PlanError, match=r"the cost \d\*b\*s\d+ depends on s\d+, not on .* b alone"):
-        evaluate(4 * b * sympy.Symbol("s7"), 2)
+        evaluate_cost(4 * b * sympy.Symbol("s7"), 2)
 
 
 def test_a_message_takes_latency_and_its_bytes() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError, InputError, VerifyError
-from pipec.ir import Compute, Op, Phase, Program, Schedule, unreplicated
+from pipec.ir import Compute, Op, Phase, Program, Schedule, one_rank_per_stage
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import (
@@ -22,7 +22,7 @@ from pipec.schedules import (
     one_f_one_b,
     parse_orders,
 )
-from pipec.schedules.chain import simulate_schedule
+from pipec.schedules.chain_simulation import simulate_schedule
 
 
 def verified(schedule: Schedule, **options: int) -> None:
@@ -40,7 +40,11 @@ placement: 0 1 1 0
 
 def test_orders_are_read_and_written() -> None:
     schedule = parse_orders("# mine\n0: F0 F1 B0 W0 B1  # whole\n\n1: F0 B0 F1 B1", "mine")
-    assert (schedule.name, schedule.placement, schedule.num_microbatches) == ("mine", unreplicated((0, 1)), 2)
+    assert (schedule.name, schedule.placement, schedule.num_microbatches) == (
+        "mine",
+        one_rank_per_stage((0, 1)),
+        2,
+    )
     assert [cell.phase for cell in schedule.orders[0]][2:] == [
         Phase.BACKWARD_INPUT,
         Phase.BACKWARD_WEIGHT,
@@ -115,13 +119,13 @@ def test_auto_is_never_worse_than_the_best_named_schedule_that_fits(
     )
     found = make_schedule("auto", p, m, work)
     verified(found)
-    assert work.fits(found)
+    assert work.fits_memory(found)
     for name in SCHEDULES:
         try:
             named = make_schedule(name, p, m)
         except InputError:
             continue
-        assert not work.fits(named) or makespan(found, work) <= makespan(named, work)
+        assert not work.fits_memory(named) or makespan(found, work) <= makespan(named, work)
 
 
 @pytest.mark.parametrize(("chunks", "optimum"), [(4, 59), (5, 56), (6, 53), (7, 52), (8, 51)])

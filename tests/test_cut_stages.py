@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
 from pipec.errors import InfeasibleError
 from pipec.graph import Parameter, TrainingGraph, copy_graph
 from pipec.hardware.devices import DEVICES
-from pipec.hardware.topology import alike
-from pipec.ir import Mode, Versions
+from pipec.hardware.topology import equal_devices
+from pipec.ir import Mode, VersionPolicy
 from pipec.passes import run_passes
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.simplify import Simplify
-from pipec.passes.stage_updates import StageUpdates
+from pipec.passes.update_cost import UpdateCost
 
 ROWS, WIDTH = 4, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -29,12 +29,12 @@ def graph() -> TrainingGraph:
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
     layers[0].weight.requires_grad_(False)
     x = torch.randn(ROWS, WIDTH)
-    captured = capture(nn.Sequential(*layers), nn.functional.mse_loss, Mode.TRAIN, Call((x,), {}, x))
+    captured = capture(nn.Sequential(*layers), nn.functional.mse_loss, Mode.TRAIN, ModelCall((x,), {}, x))
     return run_passes(captured, [Simplify(), AnnotateCost(DEVICES["cpu"])])
 
 
 def cut(graph: TrainingGraph, memory_bytes: float, in_flight: tuple[int, ...] = (0, 0)) -> TrainingGraph:
-    devices = alike(2, DEVICES["cpu"].link, memory_bytes)
+    devices = equal_devices(2, DEVICES["cpu"].link, memory_bytes)
     return CutStages(devices, ROWS, in_flight)(copy_graph(graph))
 
 
@@ -58,32 +58,32 @@ def test_a_rank_holds_what_is_saved_for_each_microbatch_in_flight(graph: Trainin
 def test_updates_after_each_mini_batch_count(graph: TrainingGraph) -> None:
     """The optimizer's state of the second layer takes longer to read and write than all else."""
     state = {"1.weight": 100 * LAYER_BYTES}
-    updates = StageUpdates(state, DEVICES["cpu"].memory_bytes_per_second, Versions.STASHED)
+    updates = UpdateCost(state, DEVICES["cpu"].memory_bytes_per_second, VersionPolicy.STASHED)
     assert [stages_with(graph, each) for each in (None, updates)] == [[0, 0, 0, 1], [0, 0, 1, 1]]
 
 
-def stages_with(graph: TrainingGraph, updates: StageUpdates | None) -> list[int]:
+def stages_with(graph: TrainingGraph, updates: UpdateCost | None) -> list[int]:
     """The stage of each layer."""
-    made = CutStages(alike(2, DEVICES["cpu"].link), ROWS, updates=updates)(copy_graph(graph))
+    made = CutStages(equal_devices(2, DEVICES["cpu"].link), ROWS, updates=updates)(copy_graph(graph))
     layers = [node for node in made.arguments if isinstance(node.meta["role"], Parameter)]
     return [min(user.meta["stage"] for user in node.users) for node in layers]
 
 
 @pytest.mark.parametrize(
     ("versions", "resident", "in_flight"),
-    [(Versions.STASHED, -3, 3), (Versions.VERTICAL, 3, 0), (Versions.DOUBLE, 3, 0)],
+    [(VersionPolicy.STASHED, -3, 3), (VersionPolicy.VERTICAL, 3, 0), (VersionPolicy.DOUBLE, 3, 0)],
 )
 def test_versions_of_what_is_trained_count(
-    graph: TrainingGraph, versions: Versions, resident: int, in_flight: int
+    graph: TrainingGraph, versions: VersionPolicy, resident: int, in_flight: int
 ) -> None:
     """Beside what is counted without them, in layers: where they are stashed, one for each in flight."""
-    none, some = (needed(graph, each) for each in (None, StageUpdates({}, 1e9, versions)))
+    none, some = (needed(graph, each) for each in (None, UpdateCost({}, 1e9, versions)))
     assert [(new - old) / LAYER_BYTES for old, new in zip(none, some, strict=True)] == [resident, in_flight]
 
 
-def needed(graph: TrainingGraph, updates: StageUpdates | None) -> list[int]:
+def needed(graph: TrainingGraph, updates: UpdateCost | None) -> list[int]:
     """The bytes that two stages hold together once, and for each microbatch in flight."""
-    devices = alike(2, DEVICES["cpu"].link, 1)
+    devices = equal_devices(2, DEVICES["cpu"].link, 1)
     with pytest.raises(InfeasibleError) as told:
         CutStages(devices, ROWS, (2, 1), updates)(copy_graph(graph))
     found = re.findall(r"(\d+) bytes resident \+ (\d+) saved", str(told.value))

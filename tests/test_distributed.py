@@ -5,27 +5,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import handwritten_stages
 import pytest
-import runtime_stages
 import torch
 import torch.distributed as dist
-from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
-from workers import new_store, start_ranks
+from handwritten_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
+from worker_processes import new_store, start_ranks
 
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Mode, Op, Plan, Program, Stage
-from pipec.runtime import Interpreter, TorchDistributed, World, world
-from pipec.runtime.messages.distributed import _check_equal
-from pipec.runtime.step.span import Span
+from pipec.runtime import DistributedTransport, Interpreter, World, world
+from pipec.runtime.messages.distributed_transport import _check_equal
+from pipec.runtime.step.batch_slice import BatchSlice
 
 pytestmark = pytest.mark.slow
 
-Outcome = dict[str, Any]
+StepResult = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """What each scenario of ``runtime_stages.main`` led to on each rank."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepResult]]:
+    """What each scenario of ``handwritten_stages.main`` led to on each rank."""
     directory = tmp_path_factory.mktemp("outcomes")
     run_processes(directory)
     by_rank = [torch.load(directory / f"{rank}.pt") for rank in range(NUM_RANKS)]
@@ -35,7 +35,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
 
 def run_processes(directory: Path) -> None:
     store = new_store()
-    processes = start_ranks(runtime_stages.main, [(directory,)] * NUM_RANKS, directory, store.port)
+    processes = start_ranks(handwritten_stages.main, [(directory,)] * NUM_RANKS, directory, store.port)
     try:
         for process in processes:
             process.join(120)
@@ -49,7 +49,7 @@ def run_processes(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["training", "aftermath"])
-def test_steps_have_the_bits_of_autograd(outcomes: dict[str, list[Outcome]], scenario: str) -> None:
+def test_steps_have_the_bits_of_autograd(outcomes: dict[str, list[StepResult]], scenario: str) -> None:
     """Every rank has the results; the owner of a parameter, its gradient."""
     model = make_model()
     expected = [reference_step(model, SIZES, step) for step in range(2)]
@@ -64,21 +64,25 @@ def test_steps_have_the_bits_of_autograd(outcomes: dict[str, list[Outcome]], sce
     assert torch.equal(outcomes[scenario][1]["buffers"]["mean"], model.buffers["mean"])
 
 
-def test_ranks_of_one_host_share_memory_unless_one_of_them_cannot(outcomes: dict[str, list[Outcome]]) -> None:
+def test_ranks_of_one_host_share_memory_unless_one_of_them_cannot(
+    outcomes: dict[str, list[StepResult]],
+) -> None:
     shared = {name: [each["shares with"] for each in outcomes[name]] for name in ("training", "aftermath")}
     assert shared == {"training": [[1, 2], [0, 2], [0, 1]], "aftermath": [[1], [0], []]}
 
 
-def test_a_lent_parameter_arrives_in_the_same_memory_every_step(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_lent_parameter_arrives_in_the_same_memory_every_step(
+    outcomes: dict[str, list[StepResult]],
+) -> None:
     addresses = outcomes["training"][2]["lent"]
     assert addresses == [addresses[0]] * 2 * len(SIZES)
 
 
-def test_the_process_group_survives_the_transports_that_failed(outcomes: dict[str, list[Outcome]]) -> None:
+def test_the_process_group_survives_the_transports_that_failed(outcomes: dict[str, list[StepResult]]) -> None:
     assert [outcome["sum of ranks"] for outcome in outcomes["aftermath"]] == [3, 3, 3]
 
 
-def test_a_failing_rank_fails_the_others_with_its_error(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_failing_rank_fails_the_others_with_its_error(outcomes: dict[str, list[StepResult]]) -> None:
     """At once, though its process lives on."""
     first, failed, last = outcomes["failure"]
     assert failed["type"] == "ExecutionError"
@@ -95,7 +99,7 @@ def test_a_failing_rank_fails_the_others_with_its_error(outcomes: dict[str, list
     assert "  rank 1, stage 1, microbatch 0, backward: ValueError: the backward" in last["text"]
 
 
-def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[StepResult]]) -> None:
     hung, waiting, _ = outcomes["hang"]
     assert waiting["type"] == "TransportError"
     assert waiting["text"].startswith("rank 1, stage 1, microbatch 0, forward: ")
@@ -106,14 +110,14 @@ def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[Outcome
     assert "rank 0 lives, but waits for no other rank" in waiting["text"]
 
 
-def test_a_rank_that_dies_is_noticed_by_all(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_rank_that_dies_is_noticed_by_all(outcomes: dict[str, list[StepResult]]) -> None:
     for outcome in outcomes["death"]:
         assert outcome["type"] == "TransportError"
         assert "another rank failed while this one was" in outcome["text"]
         assert "rank 1: its process died; its own output may say why" in outcome["text"]
 
 
-def test_different_plans_are_refused_on_every_rank(outcomes: dict[str, list[Outcome]]) -> None:
+def test_different_plans_are_refused_on_every_rank(outcomes: dict[str, list[StepResult]]) -> None:
     texts = {outcome["text"] for outcome in outcomes["disagreement"]}
     assert len(texts) == 1
     assert "the ranks do not hold the same plan, programs and stage sources: " in texts.pop()
@@ -131,30 +135,30 @@ def test_a_disagreement_names_the_ranks() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[TorchDistributed]:
+def alone() -> Iterator[DistributedTransport]:
     """The transport of a process group of one, which waits a tenth of a second for anybody."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield TorchDistributed(torch.device("cpu"), timeout=0.1)
+    yield DistributedTransport(torch.device("cpu"), timeout=0.1)
     dist.destroy_process_group()
 
 
-def test_a_rank_alone_answers_itself(alone: TorchDistributed) -> None:
-    assert alone.gather("here") == ["here"]
+def test_a_rank_alone_answers_itself(alone: DistributedTransport) -> None:
+    assert alone.all_gather_text("here") == ["here"]
 
 
-def test_what_rank_0_makes_or_raises_is_everybodys(alone: TorchDistributed) -> None:
+def test_what_rank_0_makes_or_raises_is_everybodys(alone: DistributedTransport) -> None:
     def refuse() -> None:
         raise InputError("the batch is too small")
 
-    assert alone.once("make", lambda: [1, 2]) == [1, 2]
+    assert alone.call_on_rank_0("make", lambda: [1, 2]) == [1, 2]
     with pytest.raises(InputError, match="the batch is too small"):
-        alone.once("refuse", refuse)
+        alone.call_on_rank_0("refuse", refuse)
     with pytest.raises(PipecError, match="rank 0: ZeroDivisionError: division by zero"):
-        alone.once("divide", lambda: 1 / 0)
+        alone.call_on_rank_0("divide", lambda: 1 / 0)
 
 
 def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
-    alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
+    alone: DistributedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages that are aborted leave garbage, on which the next instruction may fail."""
 
@@ -163,7 +167,7 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
 
         @staticmethod
         def forward() -> None:
-            alone._lifelines.fail("rank 1: out of memory")
+            alone._heartbeats.fail("rank 1: out of memory")
             monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
             raise ValueError("garbage")
 
@@ -173,11 +177,11 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
     with pytest.raises(
         TransportError, match="another rank failed while this one was computing:\n  rank 1: out"
     ):
-        rank.run([{}], Span([1], 1))
+        rank.run([{}], BatchSlice([1], 1))
 
 
 def test_a_connection_that_cannot_be_opened_fails_every_rank(
-    alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
+    alone: DistributedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: object) -> None:
         raise TimeoutError
@@ -185,15 +189,17 @@ def test_a_connection_that_cannot_be_opened_fails_every_rank(
     monkeypatch.setattr(alone._connections, "open", refuse)
     with pytest.raises(TransportError, match="the connections of the programs together with all ranks, took"):
         alone.connect([], (), "text")
-    assert "making the connections" in str(alone._lifelines.reason())
+    assert "making the connections" in str(alone._heartbeats.reason())
 
 
-def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(alone: TorchDistributed) -> None:
+def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(
+    alone: DistributedTransport,
+) -> None:
     """gloo closes the connections of a rank that times out before the rank can say that it did."""
-    threading.Timer(0.05, alone._lifelines.fail, ("rank 1: out of time",)).start()
-    with pytest.raises(TransportError, match="rank 1: out of time"), alone.explaining("sending"):
+    threading.Timer(0.05, alone._heartbeats.fail, ("rank 1: out of time",)).start()
+    with pytest.raises(TransportError, match="rank 1: out of time"), alone.error_context("sending"):
         raise ConnectionError
 
 
-def test_a_process_group_says_which_rank_this_is(alone: TorchDistributed) -> None:
+def test_a_process_group_says_which_rank_this_is(alone: DistributedTransport) -> None:
     assert world() == World(rank=0, size=1)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from updating import batches, model, pair
+from optimizer_reference import batches, model, pair
 
 import pipec
-from pipec.artifact.check import check_artifact
-from pipec.artifact.directory import read
+from pipec.artifact.artifact import read_artifact
+from pipec.artifact.verification import verify_artifact
 from pipec.errors import ArtifactError, PipecError, VerifyError
 
 Json = dict[str, Any]
@@ -26,18 +26,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipe.prepare(**next(batches(1)))
     directory = tmp_path_factory.mktemp("saved") / "artifact"
     pipe.save(directory, tensors=True)
-    assert read(directory)[0].plan.ending == pipe.plan.ending
+    assert read_artifact(directory)[0].plan.sync_spec == pipe.plan.sync_spec
     return directory
 
 
 def test_an_ending_is_read_back_as_it_was(saved: Path) -> None:
-    artifact, _ = read(saved)
-    check_artifact(artifact)
-    ending = artifact.plan.ending
-    assert (ending.updates, ending.clips, str(ending.shard)) == (True, True, "parameters")
-    assert {bucket.lent for bucket in ending.buckets} == {True, False}
+    artifact, _ = read_artifact(saved)
+    verify_artifact(artifact)
+    sync_spec = artifact.plan.sync_spec
+    assert (sync_spec.updates, sync_spec.clips, str(sync_spec.shard)) == (True, True, "parameters")
+    assert {bucket.is_tied for bucket in sync_spec.buckets} == {True, False}
     text = (saved / "rank_0.txt").read_text()
-    for op in ("unshard", "reshard", "reduce_grad", "norm", "update"):
+    for op in ("unshard", "reshard", "reduce_grad", "grad_norm", "update"):
         assert f"  {op} " in text or f"  {op}\n" in text
 
 
@@ -60,24 +60,24 @@ def rewritten(saved: Path, directory: Path, edit: Callable[[Path, Json], None]) 
 
 
 def drop_bucket(directory: Path, header: Json) -> None:
-    header["plan"]["ending"]["buckets"].pop()
+    header["plan"]["sync_spec"]["buckets"].pop()
 
 
 def unlend(directory: Path, header: Json) -> None:
-    for bucket in header["plan"]["ending"]["buckets"]:
-        bucket["lent"] = False
+    for bucket in header["plan"]["sync_spec"]["buckets"]:
+        bucket["is_tied"] = False
 
 
 def rename(directory: Path, header: Json) -> None:
-    header["plan"]["ending"]["buckets"][0]["parameters"][0]["name"] = "elsewhere"
+    header["plan"]["sync_spec"]["buckets"][0]["parameters"][0]["name"] = "elsewhere"
 
 
 def unclip(directory: Path, header: Json) -> None:
-    header["plan"]["ending"]["clips"] = False
+    header["plan"]["sync_spec"]["clips"] = False
 
 
 def unshard(directory: Path, header: Json) -> None:
-    header["plan"]["ending"]["shard"] = "optimizer"
+    header["plan"]["sync_spec"]["shard"] = "optimizer"
 
 
 def without(op: str) -> Callable[[Path, Json], None]:
@@ -98,13 +98,13 @@ def without(op: str) -> Callable[[Path, Json], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (drop_bucket, "is no part of the plan for rank"),
-        (unlend, "is not lent, but weight"),
+        (drop_bucket, "is not in the plan for rank"),
+        (unlend, "is not tied, but weight"),
         (rename, "a bucket of stage 0 has .elsewhere., which is not among its parameters"),
-        (unclip, "norm is no part of the plan for rank 0"),
-        (unshard, "is no part of the plan for rank|is there"),
+        (unclip, "grad_norm is not in the plan for rank 0"),
+        (unshard, "is not in the plan for rank|is there"),
         (without("update"), "is there 0 times on rank 0; expected once"),
-        (without("norm"), "norm is there 0 times on rank 0; expected once"),
+        (without("grad_norm"), "grad_norm is there 0 times on rank 0; expected once"),
         (without("reduce_grad"), "on rank 0; expected"),
         (without("unshard"), "expected one after the other"),
         (without("reshard"), "expected one after the other"),
@@ -115,7 +115,7 @@ def test_a_changed_ending_is_refused_even_if_its_checksums_fit(
 ) -> None:
     directory = rewritten(saved, tmp_path / "changed", edit)
     with pytest.raises((ArtifactError, VerifyError), match=message):
-        check_artifact(read(directory)[0])
+        verify_artifact(read_artifact(directory)[0])
 
 
 def test_a_line_with_a_foreign_bucket_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -123,17 +123,17 @@ def test_a_line_with_a_foreign_bucket_is_refused(saved: Path, tmp_path: Path) ->
         path = directory / "rank_0.txt"
         path.write_text(path.read_text().replace("bucket 0", "bucket 77", 1))
 
-    artifact, _ = read(rewritten(saved, tmp_path / "changed", edit))
-    with pytest.raises(VerifyError, match="bucket 77 is no part of the plan for rank 0"):
-        check_artifact(artifact)
+    artifact, _ = read_artifact(rewritten(saved, tmp_path / "changed", edit))
+    with pytest.raises(VerifyError, match="bucket 77 is not in the plan for rank 0"):
+        verify_artifact(artifact)
 
 
 def test_an_unknown_level_of_sharding_is_named(saved: Path, tmp_path: Path) -> None:
     def edit(directory: Path, header: Json) -> None:
-        header["plan"]["ending"]["shard"] = "everything"
+        header["plan"]["sync_spec"]["shard"] = "everything"
 
     with pytest.raises(ArtifactError, match="shard"):
-        read(rewritten(saved, tmp_path / "changed", edit))
+        read_artifact(rewritten(saved, tmp_path / "changed", edit))
 
 
 def test_an_artifact_without_an_optimizer_loads_and_sums_over_replicas(tmp_path: Path) -> None:

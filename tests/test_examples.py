@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from workers import run_script
+from worker_processes import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -364,7 +364,7 @@ def test_the_form_of_an_expression(make: Callable[[fx.Graph, fx.Node], fx.Node],
 def random_node(target: OpOverload, *args: Any) -> str:
     def make(graph: fx.Graph, x: fx.Node) -> fx.Node:
         node = graph.call_function(target, (x, *args))
-        node.meta["draw"] = 3
+        node.meta["random_seed"] = 3
         return node
 
     return on_graph(make)
@@ -372,7 +372,10 @@ def random_node(target: OpOverload, *args: Any) -> str:
 
 def test_random_operators_draw_from_a_generator_of_their_own() -> None:
     assert random_node(aten.native_dropout.default, 0.1, True) == "dropout(x, 0.1, rng(3))"
-    assert random_node(aten.bernoulli.default) == "draw(rng(3), torch.ops.aten.bernoulli.default, x)"
+    assert (
+        random_node(aten.bernoulli.default)
+        == "call_with_generator(rng(3), torch.ops.aten.bernoulli.default, x)"
+    )
 
 
 LITERALS = [

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_stages import CPU, LINKS, NUM_RANKS, SIZES, make_batch, make_interpreter, make_model
-from workers import forks, free_port
+from handwritten_stages import CPU, LINKS, NUM_RANKS, SIZES, make_batch, make_interpreter, make_model
+from worker_processes import forks, free_port
 
 from pipec.errors import TransportError
 from pipec.programs.lower import lower
-from pipec.runtime import Interpreter, TorchDistributed
-from pipec.runtime.processes.lifelines import Lifelines
-from pipec.runtime.step.span import Span
+from pipec.runtime import DistributedTransport, Interpreter
+from pipec.runtime.processes.heartbeat import HeartbeatConnections
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.schedules import make_schedule
 
 pytestmark = pytest.mark.slow
@@ -109,17 +109,17 @@ def live(rank: int, port: int, blow: Blow) -> None:
 
 
 def work(rank: int, blow: Blow) -> None:
-    before(Lifelines, "wait_for_all", lambda: blow.strike("rendezvous", rank))
-    transport = TorchDistributed(CPU, TIMEOUT)
+    before(HeartbeatConnections, "wait_for_all", lambda: blow.strike("rendezvous", rank))
+    transport = DistributedTransport(CPU, TIMEOUT)
     if rank > 0:
         threading.Timer(0.5, blow.strike, ("compilation", rank)).start()
-    transport.once("compile", lambda: compile_slowly(blow))
+    transport.call_on_rank_0("compile", lambda: compile_slowly(blow))
     schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
     transport.connect(lower(schedule, LINKS), (), "the same text")
     interpreter = make_interpreter(schedule, rank, transport, make_model())
     before(Interpreter, "_execute", lambda: blow.strike("first step", rank))
     for step in range(10**9):
-        interpreter.run(make_batch(SIZES, step), Span(SIZES, sum(SIZES)), 5 + step)
+        interpreter.run(make_batch(SIZES, step), BatchSlice(SIZES, sum(SIZES)), 5 + step)
         if step == 5:
             blow.strike("steady state", rank)
 

@@ -16,22 +16,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resuming import Run, start
+from resumable_training import Run, start
 from torch import nn
 
 import pipec
 from pipec import api
-from pipec.arguments import parse_bytes
-from pipec.artifact.check import read_verified
-from pipec.checkpoint.convert import convert, opened
-from pipec.checkpoint.manifest import sum_of, write_manifest
+from pipec.api_arguments import parse_bytes
+from pipec.artifact.verification import read_verified
+from pipec.checkpoint.convert import convert, open_checkpoint
+from pipec.checkpoint.manifest import checksum_of, write_manifest
 from pipec.cli.target import load_example
 from pipec.cost.profile import load_profile
 from pipec.errors import PipecError
 from pipec.hardware.topology import read_topology
 from pipec.ir import Compute, Phase
 from pipec.schedules import Workload, custom_schedule, make_schedule
-from pipec.schedules.chain import simulate_schedule
+from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.schedules.custom import format_orders
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
@@ -186,10 +186,10 @@ def test_a_checkpoint_with_new_sums_is_refused_or_as_good(
     file.write_bytes(data.draw(damaged(text) | rewritten(text)))
     manifest = place / "manifest.json"
     if file != manifest:
-        sums = {name: sum_of(place / name) for name in json.loads(manifest.read_bytes())["files"]}
+        sums = {name: checksum_of(place / name) for name in json.loads(manifest.read_bytes())["files"]}
         manifest.unlink()
         write_manifest(place, sums)
-    refused_or_fine(lambda: opened(place))
+    refused_or_fine(lambda: open_checkpoint(place))
     refused_or_fine(lambda: run.load(place))
     refused_or_fine(lambda: convert(place, converted, None, None))
 
@@ -272,7 +272,7 @@ odd = (
 
 
 @often
-@given(name=st.sampled_from(list(api.COMPILE)), value=odd)
+@given(name=st.sampled_from(list(api.COMPILE_ARGUMENTS)), value=odd)
 def test_any_argument_of_compile(name: str, value: object) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     arguments: dict[str, Any] = {"model": model, "devices": 2, "loss_fn": nn.functional.mse_loss}

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replayed import ReplayedGraphs
-from runtime_stages import make_plan
+from handwritten_stages import make_plan
+from replayed_cuda_graphs import ReplayedGraphs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipec
-from pipec.ir import Ending, Link, Payload, Shard, Value, Variable
-from pipec.ir.ending import Stream
+from pipec.ir import Link, Payload, ShardingLevel, SyncSpec, Value, Variable
+from pipec.ir.sync_spec import Stream
 from pipec.programs.lower import lower
-from pipec.runtime.stages.graphs import require_recordable, slots_of
+from pipec.runtime.stages.cuda_graphs import graph_slots, require_recordable
 from pipec.runtime.step import execution
 from pipec.schedules import make_schedule
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ReplayedGraphs]]:
     """Graphs on CPUs, and memory that is NaN, or the largest number, until something is written there."""
-    monkeypatch.setattr(execution, "CudaGraphs", ReplayedGraphs)
+    monkeypatch.setattr(execution, "CudaGraphRecorder", ReplayedGraphs)
     monkeypatch.setattr(execution, "require_gpus", lambda devices: None)
     ReplayedGraphs.num_recorded = ReplayedGraphs.num_replayed = 0
     torch.use_deterministic_algorithms(True)
@@ -147,8 +147,8 @@ class Branches(nn.Module):
 PLAN = make_plan(make_schedule("1f1b", 3, 4))
 CUDA = {rank: torch.device("cuda", rank) for rank in range(4)}
 MOVING = {
-    "there is no flush": replace(PLAN, ending=Ending(stream=Stream(1, 1))),
-    "gathered for use": replace(PLAN, ending=Ending(shard=Shard.PARAMETERS)),
+    "there is no flush": replace(PLAN, sync_spec=SyncSpec(stream=Stream(1, 1))),
+    "gathered for use": replace(PLAN, sync_spec=SyncSpec(shard=ShardingLevel.PARAMETERS)),
     "wait in host memory": replace(PLAN, stages=(replace(PLAN.stages[0], offloaded=(0,)),)),
     "another number in each call": replace(PLAN, variables=(Variable("alpha", 1, "args[1]", None),)),
     "replicas of stage 1 in one process": replace(PLAN, placement=((0,), (1, 2))),
@@ -164,7 +164,9 @@ def test_plans_that_move_memory_are_refused(why: str) -> None:
 
 def test_what_values_tell_is_refused(replayed: type[ReplayedGraphs]) -> None:
     pipe = pipec.compile(Branches(), ["cpu"] * 2, loss_fn=F.mse_loss, kernels="cudagraphs")
-    with pytest.raises(pipec.InputError, match=r"stage 0 computes what values tell \(assume in stage_0.py\)"):
+    with pytest.raises(
+        pipec.InputError, match=r"stage 0 computes what values tell \(check_branch in stage_0.py\)"
+    ):
         pipe.step(X, target=Y)
 
 
@@ -177,6 +179,6 @@ def test_slots_are_as_many_as_microbatches_in_flight() -> None:
     """One is taken again only when the microbatch that had it is through."""
     link = (Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),)),)
     programs = lower(make_schedule("1f1b", 2, 4), link)
-    found = [slots_of(program) for program in programs]
+    found = [graph_slots(program) for program in programs]
     assert found[0] == {(0, 0): 0, (0, 1): 1, (0, 2): 0, (0, 3): 1}
     assert found[1] == {(1, microbatch): 0 for microbatch in range(4)}

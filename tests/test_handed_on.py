@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
-from unsplit import Outcome, assert_equal
+from unsplit_reference import StepResult, assert_equal
 
 import pipec
-from pipec.compiler.policy import ScheduleChoice
-from pipec.ir import Compute, Op, Phase, Program, Schedule, unreplicated
-from pipec.ir.text import format_link
+from pipec.compiler.schedule_policy import ScheduleSource
+from pipec.ir import Compute, Op, Phase, Program, Schedule, one_rank_per_stage
+from pipec.ir.text_format import format_link
 from pipec.pipeline import Pipeline
 
 WIDTH = 256
@@ -57,7 +57,7 @@ class Sums(Skips):
 
 
 def compiled(
-    make: type[nn.Module], schedule: ScheduleChoice, devices: int = 2, **options: int
+    make: type[nn.Module], schedule: ScheduleSource, devices: int = 2, **options: int
 ) -> tuple[Pipeline, nn.Module]:
     """A pipeline after a step, and the model that autograd has given the same gradients."""
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def compiled(
     parts = [LOSS(unsplit(x), y) * (rows / 16) for x, y in zip(X.split(rows), Y.split(rows), strict=True)]
     for part in parts:
         part.backward()
-    found, expected = Outcome.of(loss, model), Outcome.of(sum(parts).detach(), unsplit)
+    found, expected = StepResult.of(loss, model), StepResult.of(sum(parts).detach(), unsplit)
     if "replicas" in options:  # which add up in another order
         torch.testing.assert_close(vars(found), vars(expected))
     else:
@@ -135,7 +135,7 @@ def out_of_order(num_ranks: int, num_microbatches: int) -> Schedule:
         return tuple(Compute(*cell, mb) for mb in range(num_microbatches) for cell in cells)
 
     orders = order((0, 2, 4), (4, 2, 0)), order((3, 1, 5), (5, 3, 1))
-    return Schedule("out-of-order", num_microbatches, unreplicated((0, 1) * 3), orders)
+    return Schedule("out-of-order", num_microbatches, one_rank_per_stage((0, 1) * 3), orders)
 
 
 def test_a_schedule_that_runs_the_stages_of_a_rank_out_of_order_sends_to_each() -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts_script import LEVELS, ODD, RANKS, ROWS, SGD, STEPS, batch, model
 from torch import nn
-from unsplit import unsplit_step
-from workers import run_ranks
+from two_level_topology_script import LEVELS, ODD, RANKS, ROWS, SGD, STEPS, batch, model
+from unsplit_reference import unsplit_step
+from worker_processes import run_ranks
 
-from pipec.hardware.collectives import all_reduce_seconds, fastest_num_hosts, gather_seconds
-from pipec.hardware.topology import Device, Level, Topology, uniform
+from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
+from pipec.hardware.topology import Device, Level, Topology, uniform_topology
 
 Facts = dict[str, dict[str, Any]]
 
@@ -20,7 +20,7 @@ Facts = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     """What each of four ranks has found."""
-    script = Path(__file__).with_name("hosts_script.py")
+    script = Path(__file__).parent / "helpers" / "two_level_topology_script.py"
     printed = run_ranks(script, RANKS, tmp_path_factory.mktemp("ranks"))
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
@@ -99,15 +99,15 @@ def test_the_faster_way_is_taken_and_priced() -> None:
     size = 1e8
     inside, between = 7 * (1e-6 + size / 8 / 1e10), 1e-5 + size / 2 / 1e9
     assert fastest_num_hosts(hosts, range(16), size) == 2
-    assert gather_seconds(hosts, range(16), size, 2) == pytest.approx(inside + between)
+    assert unshard_seconds(hosts, range(16), size, 2) == pytest.approx(inside + between)
     assert all_reduce_seconds(hosts, range(16), size) == pytest.approx(30 * (1e-5 + size / 16 / 1e9))
     assert fastest_num_hosts(hosts, range(8), size) == 1
     assert fastest_num_hosts(hosts, (0, 1, 8), size) == 1
-    assert fastest_num_hosts(uniform((8, 2), (1e9, 1e9)), range(16), size) == 1
+    assert fastest_num_hosts(uniform_topology((8, 2), (1e9, 1e9)), range(16), size) == 1
 
 
 def test_every_level_may_be_that_of_the_hosts() -> None:
-    racks = uniform((2, 2, 2), (1e10, 1e10, 1e8))
+    racks = uniform_topology((2, 2, 2), (1e10, 1e10, 1e8))
     assert fastest_num_hosts(racks, range(8), 1e8) == 2
-    hosts = uniform((2, 4, 1), (1e10, 1e8, 1e8))
+    hosts = uniform_topology((2, 4, 1), (1e10, 1e8, 1e8))
     assert fastest_num_hosts(hosts, range(8), 1e8) == 4

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 import pipec
 from pipec.graph import Parameter, recv, send
-from pipec.graph.functions import Function
-from pipec.graph.in_place import BY_ROWS, ELEMENTWISE, out_variant, readers, written_in_place
+from pipec.graph.in_place import ELEMENTWISE, ROWWISE, in_place_operands, out_variant, storage_readers
+from pipec.graph.phase_functions import PhaseFunction
 from pipec.ir import Phase
 from pipec.primitives import cross_entropy_gradient
 
@@ -48,8 +48,8 @@ def written(make: Make) -> str | None:
     body.output((last, *body.saved))
     nodes = tuple(node for node in body.nodes if node.op == "call_function")
     results = (("result", last), *((f"saved {k}", node) for k, node in enumerate(body.saved)))
-    function = Function(0, Phase.FORWARD, nodes, (), (), (), (), (), gradients=results)
-    found = written_in_place(function).get(last)
+    function = PhaseFunction(0, Phase.FORWARD, nodes, (), (), (), (), (), gradients=results)
+    found = in_place_operands(function).get(last)
     return found and found.name.removesuffix("_default")
 
 
@@ -160,16 +160,16 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("target", [*BY_ROWS, *ELEMENTWISE], ids=str)
+@pytest.mark.parametrize("target", [*ROWWISE, *ELEMENTWISE], ids=str)
 def test_kernels_read_a_row_before_they_write_it(target: Any, dtype: torch.dtype) -> None:
-    """What ``BY_ROWS`` takes for granted of each operand. So do kernels that take element by element."""
+    """What ``ROWWISE`` takes for granted of each operand. So do kernels that take element by element."""
     variant = out_variant(target)
     assert variant is not None
     place = variant._schema.arguments[-1].name
     num_operands = sum(str(argument.type) == "Tensor" for argument in target._schema.arguments)
     for sizes in SIZES:
         others: list[tuple[object, ...]] = [()]
-        if target in BY_ROWS:
+        if target in ROWWISE:
             others = [(dim, dtype if num_operands == 2 else False) for dim in range(len(sizes))]
         elif target is aten.threshold_backward.default:
             others = [(0,)]
@@ -229,10 +229,10 @@ def saved_for(*shared_by: Callable[[Body, fx.Node], object], read_after: bool = 
     after = [body.call(aten.exp.default, body.call(aten.t.default, lp))] if read_after else []
     body.output((gradient, *body.saved))
     results = tuple((f"result {k}", node) for k, node in enumerate((gradient, *body.saved)))
-    function = Function(
+    function = PhaseFunction(
         0, Phase.BACKWARD, (number, gradient, *after), (), (), (target, lp), (), (), gradients=results
     )
-    found = written_in_place(function).get(gradient)
+    found = in_place_operands(function).get(gradient)
     return found and found.name
 
 
@@ -276,7 +276,7 @@ def gradients_of(read_again: bool, **options: Any) -> tuple[bool, str]:
 
 
 def test_fast_gradients_make_that_of_cross_entropy_of_probabilities() -> None:
-    _, source = gradients_of(read_again=False, fast_gradients=True)
+    _, source = gradients_of(read_again=False, fused_gradients=True)
     assert "out=shown, exact=False" in source or "exact=False, out=shown" in source
 
 
@@ -316,7 +316,7 @@ class Aliases(nn.Module):
         return x.square().mean()
 
 
-def step_of(recompute: str) -> tuple[bool, str]:
+def make_traced_step(recompute: str) -> tuple[bool, str]:
     """Whether a step has the bits of eager torch, and the code of both stages."""
     torch.manual_seed(0)
     model, x = Aliases(), torch.randn(4, 4)
@@ -331,7 +331,7 @@ def step_of(recompute: str) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_step_keeps_its_bits(recompute: str) -> None:
-    is_equal, source = step_of(recompute)
+    is_equal, source = make_traced_step(recompute)
     assert is_equal
     assert "_(" in source
 
@@ -339,9 +339,9 @@ def test_a_step_keeps_its_bits(recompute: str) -> None:
 def test_the_rule_about_readers_matters() -> None:
     def first_reader(owner: fx.Node) -> list[fx.Node]:
         order = list(owner.graph.nodes)
-        return [min(readers(owner), key=order.index)]
+        return [min(storage_readers(owner), key=order.index)]
 
-    with mock.patch("pipec.graph.in_place.readers", first_reader):
-        is_equal, source = step_of("none")
+    with mock.patch("pipec.graph.in_place.storage_readers", first_reader):
+        is_equal, source = make_traced_step("none")
     assert ".sigmoid_()" in source
     assert not is_equal

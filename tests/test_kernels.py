@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.draws import dropout
-from pipec.runtime.randomness import Streams
-from pipec.runtime.stages import direct, kernels
+from pipec.runtime.random_operators import dropout
+from pipec.runtime.random_seeds import OperatorGenerators
+from pipec.runtime.stages import direct_calls, kernels
 from pipec.runtime.stages.kernels import load_kernels
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def train(
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """Let a stage's functions be compiled by another backend, which keeps the source's bits or fails."""
-    monkeypatch.setattr(direct, "compile_graph", backend)
+    monkeypatch.setattr(direct_calls, "compile_graph", backend)
 
 
 aot_eager = torch._dynamo.lookup_backend("aot_eager")
@@ -109,7 +109,7 @@ calls = 0
 """How often the source of ``forward`` ran."""
 
 
-def forward(saved: list[Tensor], rng: Streams) -> Tensor:
+def forward(saved: list[Tensor], rng: OperatorGenerators) -> Tensor:
     global calls
     (x,) = saved
     saved.clear()
@@ -122,7 +122,7 @@ def test_auto_takes_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only calls of the source take time, by this clock."""
     monkeypatch.setattr(kernels, "_now", lambda: float(calls))
     use_backend(monkeypatch, aot_eager)
-    x, streams = torch.ones(64), Streams(torch.device("cpu"), (1, 2))
+    x, streams = torch.ones(64), OperatorGenerators(torch.device("cpu"), (1, 2))
     loaded = load_kernels(sys.modules[__name__], ["forward"], "auto")
     outputs = [loaded.forward([x], streams) for _ in range(8)]
     assert all(torch.equal(each, outputs[0]) for each in outputs)

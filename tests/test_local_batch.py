@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from workers import run_ranks
+from worker_processes import run_ranks
 
 import pipec
-from pipec.ir.batch import sizes_of_replicas
-from pipec.plan.local_batch import check_local_batch
+from pipec.ir.batch_split import replica_microbatch_sizes
+from pipec.plan.local_batch_check import check_local_batch
 
 DOCS = (Path(__file__).parent.parent / "docs" / "replicas.md").read_text(encoding="utf-8")
 
@@ -23,7 +23,7 @@ import copy, functools, os, sys
 sys.path.insert(0, {tests!r})
 import torch, pipec
 from torch import nn
-from unsplit import relative_error
+from unsplit_reference import relative_error
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 cross_entropy = nn.functional.cross_entropy
@@ -129,7 +129,7 @@ def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path:
     printed = told(
         tmp_path,
         """
-        from models import gpt2
+        from huggingface_models import gpt2
         net, inputs = gpt2()
         ids, labels = inputs["input_ids"], inputs["labels"].clone()
         for row, padding in enumerate([0, 9, 3, 7, 1, 8, 5, 2]):
@@ -465,4 +465,4 @@ def test_join_needs_parts() -> None:
     ],
 )
 def test_each_replica_splits_its_own_rows(rows: Sequence[int], count: int, sizes: list[int]) -> None:
-    assert sizes_of_replicas(rows, count) == sizes
+    assert replica_microbatch_sizes(rows, count) == sizes

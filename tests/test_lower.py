@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
-from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, unreplicated
-from pipec.ir.text import format_program
+from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
+from pipec.ir.text_format import format_program
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import SCHEDULES, dualpipe_v, forward_only, interleaved_1f1b, make_schedule, zb_h1
@@ -240,4 +240,4 @@ def test_cells_that_wait_for_each_other_are_named() -> None:
     backward = [Compute(Phase.BACKWARD, stage, 0) for stage in range(2)]
     orders = ((backward[0], forward[0]), (forward[1], backward[1]))
     with pytest.raises(VerifyError, match=r"rank 0 at backward 0 of mb 0; rank 1 at forward 1 of mb 0"):
-        lower(Schedule("broken", 1, unreplicated((0, 1)), orders), chain_links(2))
+        lower(Schedule("broken", 1, one_rank_per_stage((0, 1)), orders), chain_links(2))

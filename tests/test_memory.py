@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import pipec
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import plan_memory
+from pipec.plan.memory_needs import plan_memory
 from pipec.timeline.attribution import rank_memory_over_time
 
 
@@ -45,11 +45,11 @@ def peaks(pipe: Pipeline) -> list[int]:
 @pytest.mark.slow
 def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
     unlimited = prepared(None)
-    assert not any(stage.replays for stage in unlimited.plan.stages)
+    assert not any(stage.has_recompute for stage in unlimited.plan.stages)
     free = peaks(unlimited)
     assert free[0] > free[1]  # the first rank has more microbatches in flight
     pipe = prepared((free[0] + free[1]) // 2)
-    assert [stage.replays for stage in pipe.plan.stages] == [True, False]
+    assert [stage.has_recompute for stage in pipe.plan.stages] == [True, False]
     assert max(peaks(pipe)) <= (free[0] + free[1]) // 2
     assert "*" in str(pipe.plan)
 
@@ -67,7 +67,7 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_that_one_is_enough() -
     smallest = smallest_of(message)
     pipe = prepared(smallest)
     assert max(peaks(pipe)) <= smallest
-    assert any(stage.replays for stage in pipe.plan.stages)
+    assert any(stage.has_recompute for stage in pipe.plan.stages)
 
 
 def smallest_of(message: str) -> int:
@@ -81,13 +81,13 @@ def test_a_later_call_that_does_not_fit_names_the_limit_that_is_enough_for_it() 
     x, target = (torch.cat([each] * 4) for each in batch())
     pipe = prepared(max(peaks(prepared(None))))
     before = peaks(pipe)
-    with pytest.raises(InfeasibleError, match="on the stages that the first call has settled") as caught:
+    with pytest.raises(InfeasibleError, match="on the stages that the first call has fixed") as caught:
         pipe.prepare(x, target=target)
     assert peaks(pipe) == before
     smallest = smallest_of(str(caught.value))
     again = prepared(smallest).prepare(x, target=target)
     assert max(peaks(again)) <= smallest
-    with pytest.raises(InfeasibleError, match="on the stages that the first call has settled") as caught:
+    with pytest.raises(InfeasibleError, match="on the stages that the first call has fixed") as caught:
         pipe.eval_step(torch.cat([x] * 64), target=torch.cat([target] * 64))
     assert smallest_of(str(caught.value)) > smallest
 
@@ -105,7 +105,7 @@ def test_other_cuts_are_tried_for_a_smaller_limit() -> None:
 def test_what_replaying_everything_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the integer program makes of the limit: here, nothing that fits."""
     limit = max(peaks(prepared(None, recompute="full")))
-    monkeypatch.setattr("pipec.compiler.recompute._fitted", lambda trial, offloads: trial)
+    monkeypatch.setattr("pipec.compiler.memory_budget._fitted", lambda trial, offloads: trial)
     assert max(peaks(prepared(limit))) <= limit
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_in_the_model_is_overruled_and_the_user_is_told(
     x, y = batch()
     pipe = pipec.compile(Checkpointed(), 1, loss_fn=nn.functional.mse_loss, microbatches=4, dynamic=False)
     pipe.prepare(x, target=y)
-    assert not any(stage.replays for stage in pipe.plan.stages)
+    assert not any(stage.has_recompute for stage in pipe.plan.stages)
     assert "torch.utils.checkpoint at test_memory.py:" in caplog.text
     assert "is not followed" in caplog.text
 

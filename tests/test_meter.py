@@ -11,7 +11,7 @@ import pipec
 from pipec.errors import InputError
 from pipec.ir import Phase
 from pipec.pipeline import Pipeline
-from pipec.runtime.memory.meter import TensorMeter
+from pipec.runtime.memory.meter import TensorMemoryMeter
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 
@@ -102,7 +102,7 @@ def test_each_part_of_a_backward_holds_what_is_predicted() -> None:
     x, y, loss = torch.randn(512, 256), torch.randn(512, 256), nn.functional.mse_loss
     pipe = pipec.compile(net, 2, loss_fn=loss, microbatches=4, stages=1, replicas=2, optimizer=ADAM)
     pipe.step(x, target=y)
-    assert pipe.plan.parts == {(0, Phase.BACKWARD): 2}
+    assert pipe.plan.segments == {(0, Phase.BACKWARD): 2}
     found, said = pipe.measure_memory(x, target=y)[0], pipe.memory()[0]
     assert said.most == pytest.approx(found.most, rel=0.001)
     assert said.after == pytest.approx(found.after, rel=0.001)
@@ -117,7 +117,7 @@ def test_a_measured_step_is_a_step() -> None:
     memory = measured.measure_memory(x, target=y)
     for (name, one), (_, other) in zip(plain.named_parameters(), measured.named_parameters(), strict=True):
         assert torch.equal(one, other), name
-    assert memory[0].parts["optimizer"] > 2 * memory[0].parts["parameters"]
+    assert memory[0].bytes_by_category["optimizer"] > 2 * memory[0].bytes_by_category["parameters"]
     assert "forward of stage 0 of microbatch 2" in str(memory)
     assert len(memory.curve(1).splitlines()) == len(measured.programs[1].instructions)
     assert "running" in str(measured.memory())
@@ -129,7 +129,7 @@ def test_a_stream_has_no_end_to_be_measured_at() -> None:
         trained(2, schedule="pipedream-2bw").measure_memory(x, target=y)
 
 
-def readings(meter: TensorMeter) -> tuple[float, float]:
+def readings(meter: TensorMemoryMeter) -> tuple[float, float]:
     meter.note()
     memory = meter.memory(0)
     return float(memory.most[-1]), float(memory.after[-1])
@@ -137,7 +137,7 @@ def readings(meter: TensorMeter) -> tuple[float, float]:
 
 def test_the_meter_counts_memory_once_and_until_nobody_has_it() -> None:
     given = torch.zeros(100)
-    with TensorMeter() as meter:
+    with TensorMemoryMeter() as meter:
         meter.begin({"parameters": [given, given.view(10, 10)]})
         assert readings(meter) == (400, 400)
         made = given + 1
@@ -157,7 +157,7 @@ def test_the_meter_counts_memory_once_and_until_nobody_has_it() -> None:
 
 def test_the_meter_counts_what_its_own_thread_makes() -> None:
     made: list[Tensor] = []
-    with TensorMeter() as meter:
+    with TensorMemoryMeter() as meter:
         meter.begin({})
         other = threading.Thread(target=lambda: made.append(torch.zeros(100)))
         other.start()

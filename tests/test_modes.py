@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import SIZES, Combination, TrainingRun, captured, compiled, pipeline, tied_parameters
-from models import Factory, bert, each, gpt2, gpt2_with_dropout, resnet
+from compile_variants import SIZES, TrainingRun, Variant, captured, compiled, pipeline, tied_parameters
+from huggingface_models import Factory, bert, each, gpt2, gpt2_with_dropout, resnet
 from torch import nn
 from torch.utils import _pytree as pytree
-from unsplit import Inputs, Outcome, assert_equal, unsplit_output
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_output
 
 pytestmark = pytest.mark.slow
 
@@ -53,12 +53,12 @@ def test_plain_forward_returns_what_the_unsplit_model_returns(factory: Factory, 
 # dropout
 
 
-def run_steps(combination: Combination) -> list[Outcome]:
+def run_steps(combination: Variant) -> list[StepResult]:
     """What each of two steps leaves."""
     model = captured(gpt2_with_dropout)
     run, outcomes = TrainingRun(compiled(model, combination), model.model), []
     for _ in range(2):
-        outcomes.append(Outcome.of(run.step(model.inputs), run.model))
+        outcomes.append(StepResult.of(run.step(model.inputs), run.model))
         run.model.zero_grad()
     return outcomes
 
@@ -66,13 +66,13 @@ def run_steps(combination: Combination) -> list[Outcome]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_dropout_does_not_depend_on_the_cut(num_stages: int, recompute: str) -> None:
-    combination = Combination(num_stages, "1f1b", recompute)
+    combination = Variant(num_stages, "1f1b", recompute)
     tied = tied_parameters(compiled(captured(gpt2_with_dropout), combination))
-    whole = run_steps(Combination(1, "gpipe", "none"))
+    whole = run_steps(Variant(1, "gpipe", "none"))
     for found, expected in zip(run_steps(combination), whole, strict=True):
         assert_equal(found, expected, tied)
 
 
 def test_every_step_drops_something_else() -> None:
-    first, second = run_steps(Combination(2, "1f1b", "none"))
+    first, second = run_steps(Variant(2, "1f1b", "none"))
     assert first.loss != second.loss

@@ -10,34 +10,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from combinations import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
-from models import Factory, perceptron
+from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
+from huggingface_models import Factory, perceptron
 from torch import Tensor, nn
-from unsplit import Outcome, assert_equal, unsplit_step
-from workers import read_outcome, train
+from unsplit_reference import StepResult, assert_equal, unsplit_step
+from worker_processes import read_outcome, train
 
 import pipec
-from pipec.artifact.directory import Artifact
+from pipec.artifact.artifact import Artifact
 from pipec.artifact.plan_rules import check_plan
-from pipec.compiler.staged import StagedGraph
+from pipec.compiler.staged_graph import StagedGraph
 from pipec.errors import ArtifactError, InfeasibleError, InputError, VerifyError
 from pipec.hardware.devices import DEVICES
-from pipec.hardware.topology import alike
+from pipec.hardware.topology import equal_devices
 from pipec.ir import HostCost, Instruction, Op, Program, Schedule
-from pipec.ir.batch import split_sizes
-from pipec.ir.columns import OP_CODE, Instructions
-from pipec.ir.text import format_program, parse_program
+from pipec.ir.batch_split import split_sizes
+from pipec.ir.columns import OP_CODE, InstructionColumns
+from pipec.ir.text_format import format_program, parse_program
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.offloads import away
+from pipec.programs.offload_intervals import num_offloaded
 from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
-from pipec.schedules.replicas import replicated
-from pipec.timeline.attribution import waits
+from pipec.schedules.replicated import replicate_schedule
+from pipec.timeline.attribution import attribute_waits
 from pipec.timeline.rank_times import rank_times
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz import timeline_text
 
 ROWS = 16
@@ -47,7 +47,7 @@ SCHEDULES = {
     "1f1b": make_schedule("1f1b", 4, 6),
     "zb-h1": make_schedule("zb-h1", 4, 6),
     "two stages on a rank": make_schedule("zb-v", 2, 6),
-    "replicas": replicated(functools.partial(make_schedule, "gpipe", 2), 8, 2),
+    "replicas": replicate_schedule(functools.partial(make_schedule, "gpipe", 2), 8, 2),
 }
 
 # programs
@@ -87,7 +87,7 @@ def test_what_is_away_is_told_beforehand(name: str) -> None:
     schedule = SCHEDULES[name]
     stages = range(schedule.num_stages)
     for bare, program in zip(lowered(schedule, ()), lowered(schedule, stages), strict=True):
-        columns = Instructions.of(program.instructions, chain_links(schedule.num_stages))
+        columns = InstructionColumns.of(program.instructions, chain_links(schedule.num_stages))
         for stage in stages:
             own, computes = columns.stages == stage, columns.is_compute
             out = (columns.ops == OP_CODE[Op.OFFLOAD]) & own
@@ -95,8 +95,11 @@ def test_what_is_away_is_told_beforehand(name: str) -> None:
             for number in np.flatnonzero(out):
                 gone[np.flatnonzero(computes & (np.arange(len(columns)) > number))[0] + 1] += 1
             gone -= (columns.ops == OP_CODE[Op.PREFETCH]) & own
-            without = Instructions.of(bare.instructions, columns.links)
-            assert np.cumsum(gone)[computes].tolist() == away(without, stage)[without.is_compute].tolist()
+            without = InstructionColumns.of(bare.instructions, columns.links)
+            assert (
+                np.cumsum(gone)[computes].tolist()
+                == num_offloaded(without, stage)[without.is_compute].tolist()
+            )
 
 
 Edit = Callable[[list[Instruction]], None]
@@ -156,7 +159,7 @@ def test_a_stage_that_keeps_what_it_saves_has_no_copies() -> None:
 
 def played(seconds: float) -> Any:
     schedule = make_schedule("gpipe", 1, 6)
-    costs = replace(Costs.uniform(1), copies={0: seconds})
+    costs = replace(SimulationCosts.uniform(1), copy_times={0: seconds})
     return simulate(lowered(schedule, [0]), costs)
 
 
@@ -164,10 +167,12 @@ def test_copies_that_are_no_longer_than_computes_take_no_time() -> None:
     assert played(1.0).makespan == played(0.0).makespan == 6 * 3
     timeline = played(1.5)
     assert timeline.makespan > 6 * 3
-    (time,) = rank_times(timeline, waits(timeline))
+    (time,) = rank_times(timeline, attribute_waits(timeline))
     assert {wait.what for wait in time.waits} >= {Op.OFFLOAD}
-    assert time.busy + time.waiting + time.own + time.after == pytest.approx(timeline.makespan)
-    assert "H copy to the host  D copy back" in timeline_text(timeline)
+    assert time.busy + time.waiting + time.unattributed_idle + time.trailing_idle == pytest.approx(
+        timeline.makespan
+    )
+    assert "H offload  D prefetch" in timeline_text(timeline)
 
 
 # bits
@@ -194,34 +199,34 @@ def blocks() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def staged(schedule: Schedule, factory: Factory = blocks) -> StagedGraph:
     graph, link = captured(factory).graph, OPTIONS.device_model.link
-    options = replace(OPTIONS, topology=alike(schedule.num_ranks, link))
-    return StagedGraph(graph, CutStages(alike(schedule.num_stages, link), graph.batch_size), options)
+    options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, link))
+    return StagedGraph(graph, CutStages(equal_devices(schedule.num_stages, link), graph.batch_size), options)
 
 
 def offloading(schedule: Schedule, replays: bool = False, factory: Factory = blocks) -> Artifact:
-    """All that is saved and may wait on the host does so; activations are replayed if it ``replays``."""
+    """All that is saved and may wait on the host does so; activations are recomputed if it ``replays``."""
     cut = staged(schedule, factory)
     names = [name for values in cut.forward_values(3) for name in values]
-    replayed = frozenset(name for name in names if replays and name.startswith("gelu"))
-    marks = MarkRecompute(replayed), MarkOffload(frozenset(names) - replayed)
-    return cut.recomputing(*marks).trial(schedule, 3).artifact()
+    recomputed = frozenset(name for name in names if replays and name.startswith("gelu"))
+    marks = MarkRecompute(recomputed), MarkOffload(frozenset(names) - recomputed)
+    return cut.with_recompute(*marks).evaluate(schedule, 3).artifact()
 
 
-def outcome(artifact: Artifact, model: Captured) -> Outcome:
+def outcome(artifact: Artifact, model: Captured) -> StepResult:
     run = TrainingRun(artifact, model.model)
     sizes = split_sizes(ROWS, artifact.plan.num_microbatches)
-    return Outcome.of(run.step(model.inputs, sizes), run.model)
+    return StepResult.of(run.step(model.inputs, sizes), run.model)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_bit_stays(name: str) -> None:
     """Dropout is on, and BatchNorm changes buffers. Microbatches have two sizes."""
     schedule, model = SCHEDULES[name], captured(blocks)
-    expected = outcome(staged(schedule).trial(schedule, 3).artifact(), model)
+    expected = outcome(staged(schedule).evaluate(schedule, 3).artifact(), model)
     for replays in (False, True):
         artifact = offloading(schedule, replays)
-        assert artifact.plan.offloading
-        assert any(stage.replays for stage in artifact.plan.stages) == replays
+        assert artifact.plan.offloading_stages
+        assert any(stage.has_recompute for stage in artifact.plan.stages) == replays
         assert any(each.op is Op.PREFETCH for program in artifact.programs for each in program.instructions)
         assert_equal(outcome(artifact, model), expected)
 
@@ -235,7 +240,7 @@ def test_every_bit_stays_over_gloo_and_in_an_artifact_that_was_saved(tmp_path: P
     assert train([saved] * 2, model.inputs, tmp_path) == ["", ""]
     unsplit = copy.deepcopy(model.model)
     sizes = split_sizes(len(model.inputs["x"]), artifact.plan.num_microbatches)
-    expected = Outcome.of(unsplit_step(unsplit, model.inputs, sizes), unsplit)
+    expected = StepResult.of(unsplit_step(unsplit, model.inputs, sizes), unsplit)
     assert_equal(read_outcome(tmp_path, 2), expected)
 
 
@@ -332,8 +337,8 @@ def test_state_on_the_host_leaves_every_bit(replicas: int) -> None:
     x = torch.randn(16, 8)
     predicted, measured = pipe.memory(), pipe.measure_memory(x, target=x)
     for one, other, before in zip(predicted, measured, plain.memory(), strict=True):
-        assert one.parts["optimizer"] == other.parts.get("optimizer", 0) == 0
-        assert one.host_bytes == other.host_bytes == before.parts["optimizer"] > 0
+        assert one.bytes_by_category["optimizer"] == other.bytes_by_category.get("optimizer", 0) == 0
+        assert one.host_bytes == other.host_bytes == before.bytes_by_category["optimizer"] > 0
         if replicas == 1:  # those of one process leave the update to the first
             assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.03)
 
@@ -346,4 +351,4 @@ def test_state_that_was_loaded_goes_to_the_host_as_well() -> None:
     x = torch.randn(16, 8)
     assert torch.equal(pipe.step(x, target=x), plain.step(x, target=x))
     assert all(map(torch.equal, pipe.state_dict().values(), plain.state_dict().values()))
-    assert pipe.measure_memory(x, target=x)[0].parts.get("optimizer", 0) == 0
+    assert pipe.measure_memory(x, target=x)[0].bytes_by_category.get("optimizer", 0) == 0

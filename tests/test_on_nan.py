@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_reference import SAME, Plain, difference, pair
 from test_pipedream import batches as async_batches
 from test_pipedream import pipeline
 from torch import Tensor, nn
-from updating import SAME, Plain, difference, pair
 
 import pipec
 from pipec.errors import ExecutionError, InputError, NonFiniteError

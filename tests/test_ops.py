@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from unsplit import Outcome, relative_error
-from workers import read_outcome, run_ranks, train
+from unsplit_reference import StepResult, relative_error
+from worker_processes import read_outcome, run_ranks, train
 
 import pipec
 from pipec import ops
-from pipec.artifact.check import check_artifact
-from pipec.artifact.directory import read
+from pipec.artifact.artifact import read_artifact
 from pipec.artifact.plan_rules import check_plan
+from pipec.artifact.verification import verify_artifact
 from pipec.capture import tracer
 from pipec.errors import ArtifactError, CaptureError, InputError, MixedRowsError, VerifyError
 from pipec.ir import Op, Value
@@ -104,7 +104,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def reference(loss_fn: Loss, rounds: int = 1, make: Factory = model) -> Outcome:
+def reference(loss_fn: Loss, rounds: int = 1, make: Factory = model) -> StepResult:
     """What the plain script computes of one round after the other."""
     unsplit, (x, y) = make(), batch()
     total = torch.zeros((), dtype=torch.float64)
@@ -112,16 +112,16 @@ def reference(loss_fn: Loss, rounds: int = 1, make: Factory = model) -> Outcome:
         loss = loss_fn(unsplit(inputs), targets) / rounds
         loss.backward()
         total += loss.detach()
-    return Outcome.of(total, unsplit)
+    return StepResult.of(total, unsplit)
 
 
-def step(loss_fn: Loss, make: Factory = model, **options: Any) -> Outcome:
+def step(loss_fn: Loss, make: Factory = model, **options: Any) -> StepResult:
     trained, (x, y) = make(), batch()
     pipe = pipec.compile(trained, loss_fn=loss_fn, **options)
-    return Outcome.of(pipe.step(x, target=y), trained)
+    return StepResult.of(pipe.step(x, target=y), trained)
 
 
-def check(found: Outcome, wanted: Outcome) -> None:
+def check(found: StepResult, wanted: StepResult) -> None:
     assert relative_error(found.loss, wanted.loss) < ROUNDING
     assert found.gradients.keys() == wanted.gradients.keys()
     for name, gradient in wanted.gradients.items():
@@ -170,8 +170,8 @@ def test_a_checkpointed_batch_norm_sees_the_round() -> None:
     for wrap in (nn.Sequential, Checkpointed):
         trained, (x, y) = wrap(model()), batch()
         pipe = pipec.compile(trained, devices=2, stages=1, loss_fn=F.cross_entropy, microbatches=2)
-        found.append(Outcome.of(pipe.step(x, target=y), trained))
-        assert any(join.op is Op.ALL_GATHER for join in pipe.plan.stages[0].joins)
+        found.append(StepResult.of(pipe.step(x, target=y), trained))
+        assert any(join.op is Op.ALL_GATHER for join in pipe.plan.stages[0].model_collectives)
     assert torch.equal(found[0].loss, found[1].loss)
     gradients = [list(each.gradients.values()) for each in found]
     assert all(map(torch.equal, *gradients))
@@ -211,11 +211,11 @@ def test_plans_make_the_gradients_of_the_rounds_and_the_same_bits_again(name: st
     replicas = options.get("replicas", options["devices"])
     trained, (x, y) = model(), batch()
     pipe = pipec.compile(trained, loss_fn=contrastive, **options)
-    found = Outcome.of(pipe.step(x, target=y), trained)
+    found = StepResult.of(pipe.step(x, target=y), trained)
     check(found, reference(contrastive, options.get("microbatches", replicas) // replicas))
     gradients = {name: gradient.clone() for name, gradient in found.gradients.items()}
     trained.zero_grad()
-    again = Outcome.of(pipe.step(x, target=y), trained)
+    again = StepResult.of(pipe.step(x, target=y), trained)
     assert torch.equal(again.loss, found.loss)
     assert all(torch.equal(again.gradients[name], each) for name, each in gradients.items())
 
@@ -249,11 +249,11 @@ def test_alone_they_are_the_identity_and_cost_nothing() -> None:
     """One replica: the bits of the plain script, and programs without collectives."""
     trained, (x, y) = model(), batch()
     pipe = pipec.compile(trained, devices=2, loss_fn=contrastive)
-    found, wanted = Outcome.of(pipe.step(x, target=y), trained), reference(contrastive)
+    found, wanted = StepResult.of(pipe.step(x, target=y), trained), reference(contrastive)
     assert torch.equal(found.loss, wanted.loss)
     assert all(torch.equal(found.gradients[name], each) for name, each in wanted.gradients.items())
     assert pipe.plan.num_microbatches == 1
-    assert not any(stage.joins for stage in pipe.plan.stages)
+    assert not any(stage.model_collectives for stage in pipe.plan.stages)
 
 
 def test_a_function_hands_over_what_the_next_one_takes_joined() -> None:
@@ -266,7 +266,8 @@ def test_a_function_hands_over_what_the_next_one_takes_joined() -> None:
     ]
     assert any(line.startswith('    return {"all_gather": target, "all_gather_1": ') for line in lines)
     assert [
-        (each.op, each.microbatch, each.part, each.join) for each in pipe.programs[1].instructions[:4]
+        (each.op, each.microbatch, each.segment, each.model_collective)
+        for each in pipe.programs[1].instructions[:4]
     ] == [
         (Op.FORWARD, 1, 0, -1),
         (Op.ALL_GATHER, 1, -1, 0),
@@ -285,7 +286,7 @@ def test_more_rounds_than_one_are_told_once(caplog: pytest.LogCaptureFixture) ->
         pipe.step(x, target=y)
     said = [record.getMessage() for record in caplog.records if "rounds" in record.getMessage()]
     assert len(said) == 1
-    assert "joins rounds of 2 of the 4 microbatches, and not the whole batch" in said[0]
+    assert "reduces rounds of 2 of the 4 microbatches, not the whole batch" in said[0]
     assert "all_gather at test_ops.py" in said[0]
 
 
@@ -394,11 +395,11 @@ class _WithLoss(nn.Module):
         return contrastive(self.model(x), y)
 
 
-def _expected() -> Outcome:
+def _expected() -> StepResult:
     whole, (x, y) = _WithLoss(), batch()
     loss = whole(x, y)
     loss.backward()
-    return Outcome.of(loss.detach(), whole)
+    return StepResult.of(loss.detach(), whole)
 
 
 def test_an_artifact_joins_as_the_pipeline_does(saved: Path) -> None:
@@ -407,7 +408,7 @@ def test_an_artifact_joins_as_the_pipeline_does(saved: Path) -> None:
     assert relative_error(loaded.step(x=x, y=y), _expected().loss) < ROUNDING
     with pytest.raises(InputError, match="2 microbatches share 15 rows"):
         loaded.step(x=x[:15], y=y[:15])
-    joins = read(saved)[0].plan.stages[0].joins
+    joins = read_artifact(saved)[0].plan.stages[0].model_collectives
     assert [join.op for join in joins] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
 
 
@@ -419,26 +420,26 @@ DAMAGED = {
 
 @pytest.mark.parametrize("found", DAMAGED)
 def test_code_that_does_not_join_what_the_plan_says_is_refused(saved: Path, found: str) -> None:
-    artifact, (other, message) = read(saved)[0], DAMAGED[found]
+    artifact, (other, message) = read_artifact(saved)[0], DAMAGED[found]
     assert found in artifact.sources[0]
     with pytest.raises(VerifyError, match=message):
-        check_artifact(replace(artifact, sources=(artifact.sources[0].replace(found, other),)))
+        verify_artifact(replace(artifact, sources=(artifact.sources[0].replace(found, other),)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"part": 9}, "joins 'all_gather' before part 9 of forward, of 4 parts"),
-        ({"op": Op.NORM}, "joins 'all_gather' by norm, which does not join"),
+        ({"segment": 9}, "the model collective 'all_gather' is before segment 9 of forward, of 4 segments"),
+        ({"op": Op.GRAD_NORM}, "the model collective 'all_gather' is a grad_norm, which no model has"),
         ({"value": Value("all_gather", "float33", ())}, "dtype 'float33'"),
     ],
 )
 def test_a_plan_that_joins_what_cannot_be_is_refused(
     saved: Path, change: dict[str, Any], message: str
 ) -> None:
-    plan = read(saved)[0].plan
-    first, *others = plan.stages[0].joins
-    stage = replace(plan.stages[0], joins=(replace(first, **change), *others))
+    plan = read_artifact(saved)[0].plan
+    first, *others = plan.stages[0].model_collectives
+    stage = replace(plan.stages[0], model_collectives=(replace(first, **change), *others))
     with pytest.raises(ArtifactError, match=message):
         check_plan(replace(plan, stages=(stage,)), saved / "plan.json")
 
@@ -451,7 +452,7 @@ def test_replicas_in_two_processes_have_the_same_gradients(saved: Path, tmp_path
 
 def test_replicas_with_batches_of_their_own_join_them(tmp_path: Path) -> None:
     """Of parts with different numbers of rows, every rank says that they cannot be joined."""
-    printed = run_ranks(Path(__file__).with_name("contrastive_parts.py"), 2, tmp_path)
+    printed = run_ranks(Path(__file__).parent / "helpers" / "contrastive_local_batch_script.py", 2, tmp_path)
     for each in printed:
         (loss,) = re.findall(r"^loss (\S+)$", each, re.MULTILINE)
         assert float(loss) == pytest.approx(float(reference(contrastive).loss))

@@ -13,10 +13,10 @@ from split_optimizers import EVERY, Plain, Split, alone, by_group, require_same,
 from torch import Tensor, nn
 
 from pipec.errors import InputError
-from pipec.ir import Piece
-from pipec.runtime.optimizers import StatePart
+from pipec.ir import ParameterShard
+from pipec.runtime.optimizers import StateShard
 from pipec.runtime.optimizers.factory import Factory
-from pipec.runtime.optimizers.state import cut, merge
+from pipec.runtime.optimizers.state_shards import cut, merge
 
 SINGLE = {name: factory for name, factory in EVERY.items() if factory is not two}
 single = pytest.mark.parametrize("factory", SINGLE.values(), ids=SINGLE.keys())
@@ -43,7 +43,7 @@ def copy_values(source: Split | Plain, target: Split | Plain) -> None:
             parameter.copy_(source.parameters[name])
 
 
-def parts(process: Split) -> list[StatePart]:
+def parts(process: Split) -> list[StateShard]:
     return [part for stage in process.stages for part in stage.parts()]
 
 
@@ -178,8 +178,8 @@ def test_what_is_loaded_shares_no_memory_with_the_state_dict() -> None:
 def test_state_that_was_cut_merges_into_what_it_was(shape: torch.Size, places: set[int]) -> None:
     whole = {"step": torch.tensor(3.0), "sum": torch.arange(shape.numel()).view(shape), "calls": 7}
     bounds = [0, *sorted(place for place in places if place < shape.numel()), shape.numel()]
-    pieces = [Piece("w", start, stop) for start, stop in itertools.pairwise(bounds)]
-    parts = [StatePart(piece, cut(whole, shape, piece)) for piece in pieces]
+    pieces = [ParameterShard("w", start, stop) for start, stop in itertools.pairwise(bounds)]
+    parts = [StateShard(piece, cut(whole, shape, piece)) for piece in pieces]
     merged = merge([parts[1::2], parts[::2]], {"w": shape})
     require_equal(merged, {"w": whole})
 

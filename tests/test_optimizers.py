@@ -27,7 +27,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipec.errors import InputError
-from pipec.ir import Piece
+from pipec.ir import ParameterShard
 from pipec.runtime.optimizers import (
     PipelineOptimizer,
     clip_factor,
@@ -35,7 +35,7 @@ from pipec.runtime.optimizers import (
     state_bytes,
     sum_of_squares,
 )
-from pipec.runtime.optimizers.factory import Factory, Named, stand_in
+from pipec.runtime.optimizers.factory import Factory, Named, dummy_parameter
 
 every_factory = pytest.mark.parametrize("factory", EVERY.values(), ids=EVERY.keys())
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -189,8 +189,8 @@ def test_a_factory_sees_the_whole_model_wherever_it_is_called() -> None:
     parameters["a.weight"].mark = "large"
     optimizer = PipelineOptimizer(make, parameters)
     sliced = parameters["a.weight"].detach().view(-1)[:64]
-    stage = optimizer.on_stage(
-        {Piece("a.weight", 0, 64): sliced, Piece("b.bias", 0, 5): parameters["b.bias"]}
+    stage = optimizer.for_stage(
+        {ParameterShard("a.weight", 0, 64): sliced, ParameterShard("b.bias", 0, 5): parameters["b.bias"]}
     )
     assert seen[0] == seen[1]
     assert seen[0][0] == ("a.weight", (13, 79), torch.float32, "large")
@@ -203,17 +203,17 @@ def test_a_factory_sees_the_whole_model_wherever_it_is_called() -> None:
 def test_stand_ins_take_no_memory() -> None:
     huge = {"w": nn.Parameter(torch.empty(1 << 20, 1 << 20, device="meta"))}  # 4 TiB
     optimizer = PipelineOptimizer(optim.AdamW, huge)
-    stage = optimizer.on_stage({Piece("w", 0, 64): torch.zeros(64)})
+    stage = optimizer.for_stage({ParameterShard("w", 0, 64): torch.zeros(64)})
     stage.update({"w": torch.ones(64)})
     assert state_bytes(optim.AdamW, huge) == {"w": 2 * 4 * (1 << 40) + 4}
 
 
 def test_a_stand_in_has_no_values_to_go_by() -> None:
     """An optimizer that is made of values and is given pieces then has NaN, and not the wrong numbers."""
-    made = stand_in(torch.ones(3, 4, dtype=torch.bfloat16), "cpu")
+    made = dummy_parameter(torch.ones(3, 4, dtype=torch.bfloat16), "cpu")
     assert made.isnan().all()
     assert (made.shape, made.dtype, made.untyped_storage().nbytes()) == ((3, 4), torch.bfloat16, 2)
-    assert stand_in(torch.ones(3, dtype=torch.int8), "cpu").shape == (3,)
+    assert dummy_parameter(torch.ones(3, dtype=torch.int8), "cpu").shape == (3,)
 
 
 @pytest.mark.parametrize("factory", [two, EVERY["Adafactor"], Anchored])
@@ -221,8 +221,8 @@ def test_whole_parameters_may_lie_in_a_flat_buffer(factory: Factory) -> None:
     split, plain = Split(factory), Plain(factory)
     buffer = torch.cat([each.detach().view(-1) for each in split.parameters.values()])
     parts = buffer.split([each.numel() for each in split.parameters.values()])
-    owned = {Piece(name, 0, part.numel()): part for name, part in zip(SHAPES, parts, strict=True)}
-    split.stages = [split.optimizer.on_stage(owned)]
+    owned = {ParameterShard(name, 0, part.numel()): part for name, part in zip(SHAPES, parts, strict=True)}
+    split.stages = [split.optimizer.for_stage(owned)]
     split.optimizer.attach(split.stages, split.parameters, alone)
     for number in range(3):
         split.step(number)
@@ -238,18 +238,18 @@ def test_sparse_gradients_of_whole_parameters(factory: Factory) -> None:
     gradient = torch.sparse_coo_tensor([[1, 3]], [[3.0, 1.0], [1.0, 1.0]], (4, 2), check_invariants=True)
     plain.grad = gradient * 0.5
     expected.step()  # type: ignore[union-attr]
-    optimizer.on_stage({Piece("table", 0, 8): table}).update({"table": gradient}, torch.tensor(0.5))
+    optimizer.for_stage({ParameterShard("table", 0, 8): table}).update({"table": gradient}, torch.tensor(0.5))
     assert torch.equal(table, plain)
     assert not torch.equal(table, torch.ones(4, 2))
 
 
 def test_processes_can_tell_whether_they_have_the_same_optimizer() -> None:
-    facts = [Split(each).optimizer.facts() for each in (by_group, by_group, two, EVERY["SGD"])]
+    facts = [Split(each).optimizer.call_description() for each in (by_group, by_group, two, EVERY["SGD"])]
     assert facts[0] == facts[1]
     assert facts[2]["group 0 of the optimizer"].startswith("Muon, 2 parameters, adjust_lr_fn=None")
     other = Split(by_group).optimizer
     other.param_groups[1]["lr"] = 0.5
-    assert len({str(each) for each in [*facts, other.facts()]}) == 4
+    assert len({str(each) for each in [*facts, other.call_description()]}) == 4
 
 
 def test_hooks_after_the_step_run_once_per_step() -> None:
@@ -338,7 +338,7 @@ def test_an_optimizer_that_is_not_known_gets_whole_tensors() -> None:
     split = Split(Undeclared, 3)
     assert split.optimizer.elementwise == set()
     with pytest.raises(InputError, match=r"Undeclared would get part of a.weight.*pipec_elementwise = True"):
-        split.optimizer.on_stage({Piece("a.weight", 0, 64): torch.zeros(64)})
+        split.optimizer.for_stage({ParameterShard("a.weight", 0, 64): torch.zeros(64)})
     assert not is_elementwise(optim.Adafactor([FOREIGN]))
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pipec.errors import PlanError
 from pipec.hardware.devices import LinkModel
-from pipec.hardware.topology import Device, Level, Topology, alike
+from pipec.hardware.topology import Device, Level, Topology, equal_devices
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import OperatorGraph, Transfer
-from pipec.planner.placement import TOLERANCE, Partition, place
+from pipec.planner.partition import TOLERANCE, Partition, partition_graph
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class Line:
         return OperatorGraph(names, self.seconds, idle, idle, idle, self.transfers, before)
 
     def cut(self, num_stages: int, tolerance: float = 0.0) -> Partition:
-        devices = alike(num_stages, LinkModel(self.bytes_per_second, self.latency_seconds))
-        return place(self.graph, devices, PIPEC, max_replicas=1, every_device=True, tolerance=tolerance)
+        devices = equal_devices(num_stages, LinkModel(self.bytes_per_second, self.latency_seconds))
+        return partition_graph(
+            self.graph, devices, PIPEC, max_replicas=1, use_all_devices=True, tolerance=tolerance
+        )
 
     def crossing(self, cut: int) -> float:
         """Seconds of the values that cross a cut, there and back at the same time."""
@@ -99,7 +101,7 @@ def test_equals_brute_force_for_every_number_of_stages(line: Line, tolerance: fl
         assert (found.seconds, cuts_of(found)) == (slowest, cuts)
         assert sum(stage.communication_seconds for stage in found.stages) == communication
         assert [stage.devices for stage in found.stages] == [(k,) for k in range(num_stages)]
-        assert found.least_seconds == fastest
+        assert found.lower_bound_seconds == fastest
 
 
 @settings(max_examples=30, deadline=None)
@@ -210,7 +212,7 @@ def test_a_link_that_is_slower_between_groups_is_crossed_where_little_does() -> 
     """Devices alike, but not their links: the stages still visit them in order."""
     line = Line([4.0] * 4, [Transfer(k, (k + 1,), size, 0) for k, size in enumerate((8, 2, 8))])
     topology = Topology((Device(),) * 4, (Level(2, 2.0), Level(2, 0.5)))
-    found = place(line.graph, topology, PIPEC, max_replicas=1, every_device=True)
+    found = partition_graph(line.graph, topology, PIPEC, max_replicas=1, use_all_devices=True)
     assert [stage.devices for stage in found.stages] == [(0,), (1,), (2,), (3,)]
     assert [stage.seconds for stage in found.stages] == [4, 4, 4, 4]
 

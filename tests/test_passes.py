@@ -11,32 +11,32 @@ import torch
 from torch import Tensor, fx, nn
 
 import pipec
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
-from pipec.cost.symbols import MICROBATCH
+from pipec.cost.symbolic_sizes import MICROBATCH
 from pipec.errors import VerifyError
 from pipec.graph import (
-    Form,
     Gradient,
+    LoweringLevel,
     Operator,
     TrainingGraph,
+    depends_on_inputs_only,
     is_forward,
-    needs_only_inputs,
     recv,
     send,
     stage_of,
 )
 from pipec.hardware.devices import DEVICES, LinkModel
-from pipec.hardware.topology import alike
+from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode, Phase
 from pipec.passes import Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.insert_communication import InsertCommunication
-from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.passes.permute_parts import PermuteParts
-from pipec.passes.simplify import OF_TENSORS, Simplify
+from pipec.passes.merge_slice_gradients import MergeSliceGradients
+from pipec.passes.permute_before_concat import PermuteBeforeConcat
+from pipec.passes.simplify import SCALAR_OVERLOADS, Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
 
@@ -70,7 +70,7 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def captured() -> TrainingGraph:
     ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
-    return capture(Tied(), loss, Mode.TRAIN, Call((ids,), {}, ids))
+    return capture(Tied(), loss, Mode.TRAIN, ModelCall((ids,), {}, ids))
 
 
 def through(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
@@ -85,7 +85,7 @@ def costed(captured: TrainingGraph) -> TrainingGraph:
 
 @pytest.fixture(scope="module")
 def cut(costed: TrainingGraph) -> TrainingGraph:
-    return through(costed, CutStages(alike(3, LINK), ROWS))
+    return through(costed, CutStages(equal_devices(3, LINK), ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ class Idle(nn.Module):
 
 
 def test_simplify_removes_what_computes_nothing() -> None:
-    before = capture(Idle(), None, Mode.TRAIN, Call((torch.randn(ROWS, TOKENS, WIDTH),), {}, None))
+    before = capture(Idle(), None, Mode.TRAIN, ModelCall((torch.randn(ROWS, TOKENS, WIDTH),), {}, None))
     after = through(before, Simplify())
     removed = {
         aten.clone.default,
@@ -147,8 +147,8 @@ def test_simplify_removes_what_computes_nothing() -> None:
     powers = [node.args[1] for node in after.nodes if node.target is aten.pow.Tensor_Scalar]
     assert 1.0 not in powers
     assert 2 in powers
-    assert count(before, lambda node: node.target in OF_TENSORS) > 0
-    assert count(after, lambda node: node.target in OF_TENSORS) == 0
+    assert count(before, lambda node: node.target in SCALAR_OVERLOADS) > 0
+    assert count(after, lambda node: node.target in SCALAR_OVERLOADS) == 0
     sums = [node for node in after.nodes if node.target is aten.add.Tensor]
     zeros = [node.meta["val"].dtype for node in sums if node.args[1:] == (0.0,)]
     assert zeros == [torch.float32], "-0.0 + 0.0 is 0.0"
@@ -181,7 +181,7 @@ def test_cut_stages_gives_each_stage_consecutive_operators(cut: TrainingGraph) -
     ]
     assert {stage for _, stage in forward} == {0, 1, 2}
     assert [stage for _, stage in sorted(forward)] == sorted(stage for _, stage in forward)
-    assert cut.form is Form.CUT
+    assert cut.level is LoweringLevel.CUT
 
 
 def test_a_backward_node_runs_on_the_stage_of_its_operator(cut: TrainingGraph) -> None:
@@ -235,7 +235,9 @@ def test_a_mask_is_made_again_where_that_costs_less_than_sending(
     link = LinkModel(math.inf if latency == 0 else 1e9, latency)
     after = through(cut, UntieGradients(), InsertCommunication(link))
     made = {
-        stage_of(node) for node in after.nodes if node.target is aten.ne.Scalar and needs_only_inputs(node)
+        stage_of(node)
+        for node in after.nodes
+        if node.target is aten.ne.Scalar and depends_on_inputs_only(node)
     }
     assert made == stages
 
@@ -244,14 +246,14 @@ def test_mark_recompute_replays_what_the_stage_did_not_receive(communicating: Tr
     after = through(communicating, MarkRecompute(None))
     forward = (node for node in after.nodes if is_forward(node) and not node.meta.get("constant"))
     for node in forward:
-        assert (node.meta["replay"] is Phase.RECOMPUTE) == (node.target not in (send, recv)), node
+        assert (node.meta["recompute"] is Phase.RECOMPUTE) == (node.target not in (send, recv)), node
 
 
 def test_mark_recompute_replays_the_values_of_these_names(communicating: TrainingGraph) -> None:
     names = [node.name for node in communicating.nodes if is_forward(node) and stage_of(node) == 1]
     after = through(communicating, MarkRecompute(frozenset(names[::2])))
     able = {node.name for node in communicating.nodes if node.target not in (send, recv)}
-    assert {node.name for node in after.nodes if node.meta.get("replay")} == able & {*names[::2]}
+    assert {node.name for node in after.nodes if node.meta.get("recompute")} == able & {*names[::2]}
 
 
 def test_split_backward_defers_what_only_weights_await(communicating: TrainingGraph) -> None:
@@ -302,23 +304,23 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
     files = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert files == [
         "00_simplify.txt",
-        "01_join_slices.txt",
-        "02_permute_parts.txt",
+        "01_merge_slice_gradients.txt",
+        "02_permute_before_concat.txt",
         "03_annotate_cost.txt",
-        "04_add_rows.txt",
-        "05_take_apart.txt",
-        "06_prepare_weights.txt",
-        "07_cut_in_time.txt",
+        "04_make_row_sparse_gradients.txt",
+        "05_split_operators.txt",
+        "06_precompute_weights.txt",
+        "07_cut_recurrent_layers.txt",
         "08_untie_gradients.txt",
-        "09_add_rows.txt",
+        "09_make_row_sparse_gradients.txt",
         "10_insert_communication.txt",
         "11_mark_recompute.txt",
         "12_mark_offload.txt",
-        "13_divide_phases.txt",
+        "13_split_at_collectives.txt",
         "14_split_backward.txt",
         "15_reuse_memory.txt",
-        "16_call_linear.txt",
-        "17_join_cross_entropy.txt",
+        "16_recompose_linear.txt",
+        "17_fuse_cross_entropy.txt",
     ]
     before, after = ((tmp_path / "dump" / name).read_text() for name in files[9:11])
     assert after.startswith("# InsertCommunication(link=")
@@ -345,10 +347,10 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
     """Of all slices of a dimension. That of one slice alone stays as it was."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     model = Unbound()
-    graph = capture(model, None, Mode.TRAIN, Call((x,), {}, None))
+    graph = capture(model, None, Mode.TRAIN, ModelCall((x,), {}, None))
     selects = [node for node in graph.nodes if node.target is aten.select_backward.default]
     assert len(selects) == 4
-    joined = through(graph, JoinSlices())
+    joined = through(graph, MergeSliceGradients())
     (stack,) = (node for node in joined.nodes if node.target is aten.stack.default)
     (alone,) = (node for node in joined.nodes if node.target is aten.select_backward.default)
     joint = sorted((s for s in selects if s.name != alone.name), key=lambda select: select.args[3])
@@ -364,7 +366,7 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
 
 def test_a_sum_is_made_in_the_shape_that_its_reader_wants() -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    graph = capture(Rotated(), None, Mode.TRAIN, Call((x,), {}, None))
+    graph = capture(Rotated(), None, Mode.TRAIN, ModelCall((x,), {}, None))
     (before,), (after,) = (
         [node for node in each.nodes if node.target is aten.sum.dim_IntList]
         for each in (graph, through(graph, Simplify()))
@@ -389,7 +391,9 @@ class Rotated(nn.Module):
 def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     model = Rotated()
-    joined = through(capture(model, None, Mode.TRAIN, Call((x,), {}, None)), Simplify(), JoinSlices())
+    joined = through(
+        capture(model, None, Mode.TRAIN, ModelCall((x,), {}, None)), Simplify(), MergeSliceGradients()
+    )
     assert count(joined, lambda node: node.target is aten.cat.default and not is_forward(node)) == 1
     assert count(joined, lambda node: node.target is aten.slice_backward.default) == 2
     pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=1)
@@ -424,8 +428,10 @@ def test_parts_are_permuted_before_they_are_joined() -> None:
         (model(part) / 2).backward()
     for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
         assert torch.equal(found.grad, wanted.grad)
-    graph = through(capture(model, None, Mode.TRAIN, Call((x,), {}, None)), Simplify(), JoinSlices())
-    before, after = (joins_and_copies(each) for each in (graph, through(graph, PermuteParts())))
+    graph = through(
+        capture(model, None, Mode.TRAIN, ModelCall((x,), {}, None)), Simplify(), MergeSliceGradients()
+    )
+    before, after = (joins_and_copies(each) for each in (graph, through(graph, PermuteBeforeConcat())))
     assert before == ["cat", "clone", "cat", "clone", "stack", "clone"]
     assert after == ["cat", "clone", "cat", "stack"]
 

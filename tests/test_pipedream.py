@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from delayed import Delayed, Lag, double, stages_of, stashed, vertical
+from delayed_gradients import Delayed, Lag, double, stages_of, stashed, vertical
 from torch import Tensor, nn
 
 import pipec
-from pipec.ir.batch import split_sizes
-from pipec.runtime.stages.versions import WeightVersions
+from pipec.ir.batch_split import split_sizes
+from pipec.runtime.stages.weight_versions import WeightVersions
 
 LOSS = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -371,8 +371,8 @@ def test_what_needs_a_flush_is_refused() -> None:
 
 
 def test_tied_weights_are_refused_with_a_remedy() -> None:
-    from updating import batches as words
-    from updating import model as tied
+    from optimizer_reference import batches as words
+    from optimizer_reference import model as tied
 
     pipe = pipec.compile(tied(), 2, schedule="pipedream", optimizer=SGD)
     with pytest.raises(pipec.errors.InputError, match=r"words.weight is tied: stages 0 and 1 use it.*1f1b"):
@@ -454,7 +454,7 @@ def test_views_of_weights_that_travel_keep_their_values() -> None:
 
 def test_a_language_model_trains_with_delayed_gradients() -> None:
     """Llama, which ties nothing: attention, masks and positions that several stages read."""
-    from models import llama
+    from huggingface_models import llama
 
     own, batch = llama()
     generator = torch.Generator().manual_seed(3)

@@ -13,7 +13,7 @@ import torch
 from test_pipedream import SGD, assert_same, batches, delayed, pipeline, restart
 from test_pipedream_ranks import told
 from torch import Tensor, nn
-from workers import run_script
+from worker_processes import run_script
 
 import pipec
 from pipec.errors import ExecutionError, InputError

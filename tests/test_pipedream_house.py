@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from delayed import double
+from delayed_gradients import double
 from test_cli import pipec_cli, pipec_json
 from test_pipedream import ADAM, SGD, batches, delayed, pipeline
 
 import pipec
-from pipec.artifact.check import check_artifact
-from pipec.cli.trial import load_filled, random_batches
+from pipec.artifact.verification import verify_artifact
+from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
 from pipec.errors import InfeasibleError, InputError, VerifyError
-from pipec.ir.text import parse_program
-from pipec.plan.memory import plan_memory
+from pipec.ir.text_format import parse_program
+from pipec.plan.memory_needs import plan_memory
 from pipec.timeline.attribution import rank_memory_over_time
 from pipec.viz.html import timeline_html
 
-TARGET = f"{Path(__file__).parent / 'cli_models.py'}:mlp"
-MOMENTUM = f"{Path(__file__).parent / 'cli_models.py'}:momentum"
+TARGET = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:mlp"
+MOMENTUM = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:momentum"
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
@@ -43,13 +43,13 @@ def test_an_edited_artifact_is_refused(tmp_path: Path) -> None:
     pipe = pipeline(2)
     pipe.save(tmp_path / "saved")
     artifact = pipe._artifact
-    check_artifact(artifact)
+    verify_artifact(artifact)
     text = (tmp_path / "saved" / "rank_0.txt").read_text()
     assert text.startswith("rank 0: 7 instructions, again every 1 mb\n")
     edited = text.replace("version 0", "version 1")
     first = parse_program(edited, artifact.plan.links)
     with pytest.raises(VerifyError, match="reads version 1; expected 0"):
-        check_artifact(replace(artifact, programs=(first, artifact.programs[1])))
+        verify_artifact(replace(artifact, programs=(first, artifact.programs[1])))
 
 
 def test_the_command_line_draws_several_periods(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_the_command_line_runs_a_model_without_a_flush(tmp_path: Path) -> None:
     pipec_cli("dump", TARGET, *options, "-o", tmp_path / "saved")
     assert "is sound: 2 stages, 2 ranks" in pipec_cli("check", tmp_path / "saved").stdout
     facts = pipec_json("run", tmp_path / "saved", "--optimizer", MOMENTUM, "--steps", 5)
-    pipes = [load_filled(tmp_path / "saved", 0, MOMENTUM)[0] for _ in range(2)]
+    pipes = [load_with_random_tensors(tmp_path / "saved", 0, MOMENTUM)[0] for _ in range(2)]
     given = list(islice(random_batches(pipes[0].plan, 2), 5))
-    streamed, drained = list(pipes[0].stream_on(given)), list(map(pipes[1].step_on, given))
+    streamed, drained = list(pipes[0].stream_of_leaves(given)), list(map(pipes[1].step_with_leaves, given))
     assert streamed != drained
     assert facts["losses"] == [loss.item() for loss in streamed]
     failed = pipec_cli("plan", TARGET, "--devices", 2, "--schedule", "pipedream", status=2)

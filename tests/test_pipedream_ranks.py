@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from workers import run_ranks
+from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from delayed import Delayed, Lag, double, round_robin, stashed
+from delayed_gradients import Delayed, Lag, double, round_robin, stashed
 from test_pipedream import ADAM, LOSS, SGD, assert_same, batches, delayed, losses_in, model, pipeline, restart
 from torch import Tensor, nn
 

@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from workers import run_ranks
+from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -204,7 +204,7 @@ def test_clipping_counts_a_parameter_of_two_stages_once(tmp_path: Path) -> None:
     net = tied()
     pipe = compiled(net)
     pipe.step(x, target=x)
-    assert [stage.borrowed for stage in pipe.plan.stages] == [(), ("0.weight",)]
+    assert [stage.borrowed_parameters for stage in pipe.plan.stages] == [(), ("0.weight",)]
     state = pipe.full_state_dict(all_ranks=True)
     norm = pipe.clip_grad_norm_(0.1)
     plain = tied()

@@ -20,7 +20,7 @@ import pipec
 from pipec.errors import InputError, NonFiniteError
 from pipec.pipeline import Pipeline
 from pipec.runtime.step.execution import Execution
-from pipec.runtime.step.loss_scale import INTERVAL, LossScale
+from pipec.runtime.step.loss_scale import GROWTH_INTERVAL, LossScale
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 CPU = torch.device("cpu")
@@ -177,22 +177,22 @@ def test_the_scale_grows_and_shrinks_as_that_of_grad_scaler() -> None:
     scale, scaler = LossScale(), torch.amp.GradScaler("cpu")
     weight = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    for number in range(2 * INTERVAL + 50):
+    for number in range(2 * GROWTH_INTERVAL + 50):
         overflows = number in (3, 4, 2000, 4040)
         weight.grad = torch.full((), torch.inf if overflows else 0.0)
         scaler.scale(weight)  # makes its state
         scaler.step(optimizer)
         scaler.update()
-        scale.follow(overflows)
+        scale.update(overflows)
         assert (scale.scale, scale.growth_tracker) == (scaler.get_scale(), scaler._get_growth_tracker())
 
 
 def test_a_scale_that_never_fits_is_an_error() -> None:
     scale = LossScale()
     for _ in range(32):
-        scale.follow(overflowed=True)
+        scale.update(overflowed=True)
     with pytest.raises(NonFiniteError, match="another reason than the range of float16"):
-        scale.follow(overflowed=True)
+        scale.update(overflowed=True)
 
 
 def test_a_loss_that_is_nan_is_not_the_scales_doing() -> None:
@@ -211,12 +211,12 @@ def _counted(prepare: Any, number: int, found: list[int]) -> Any:
 
 
 def counted_prepares(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by a stage's number whenever its weights are prepared."""
+    """Grows by a stage's number whenever its weights are precomputed."""
     found: list[int] = []
     execution = pipe._execution(pipe._artifact)
     for interpreter in execution._interpreters if isinstance(execution, Execution) else ():
         for stage in interpreter._stages.values():
-            monkeypatch.setattr(stage, "_prepare", _counted(stage._prepare, stage.index, found))
+            monkeypatch.setattr(stage, "_precompute", _counted(stage._precompute, stage.index, found))
     return found
 
 
@@ -232,7 +232,7 @@ def test_weights_are_cast_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for stage in (0, 1):
         _, phases = pipe.source(stage).split("def forward")
         assert not re.search(r"(weight|bias)\w*\.to\(dtype=torch\.bfloat16", phases)
-        assert re.search(r" = prepared\n", phases)
+        assert re.search(r" = precomputed\n", phases)
         assert "weight_norm_interface.default" not in phases
     assert "weight_norm_interface.default" in pipe.source(0) + pipe.source(1)
 
@@ -248,7 +248,7 @@ def test_every_version_of_a_stream_has_its_casts() -> None:
     reference = delayed(pipe, FAST, losses=losses)
     assert list(pipe.stream(stream_batches(10))) == [reference.step(each) for each in stream_batches(10)]
     assert_same(pipe, reference)
-    assert re.search(r"_bf16.* = prepared\n", pipe.source(0))
+    assert re.search(r"_bf16.* = precomputed\n", pipe.source(0))
 
 
 class Early(nn.Module):
@@ -293,7 +293,7 @@ def test_memory_is_what_the_plan_says() -> None:
     )
     pipe.step(x, target=x)
     for said, found in zip(pipe.memory(), pipe.measure_memory(x, target=x), strict=True):
-        assert said.parts["prepared"] == said.parts["parameters"] / 2
+        assert said.bytes_by_category["precomputed"] == said.bytes_by_category["parameters"] / 2
         assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.03)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import pipec
-from pipec.compiler import processor
-from pipec.compiler.processor import keep_processor, measured_processor
+from pipec.compiler import calibration_cache
+from pipec.compiler.calibration_cache import cached_calibration, store_calibration
 from pipec.hardware.devices import DEVICES, DeviceModel
 
 MADE_UP = replace(
@@ -19,7 +19,7 @@ MADE_UP = replace(
     flops_per_second={"float32": 3e9, "bfloat16": 2e9},
     memory_bytes_per_second=1e9,
     launch_seconds=1e-5,
-    attention_share=0.5,
+    attention_efficiency=0.5,
     other_flops_per_second=1e9,
 )
 
@@ -27,17 +27,17 @@ MADE_UP = replace(
 @pytest.fixture
 def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A folder of its own, and one entry for each time that the processor is measured."""
-    monkeypatch.setenv(processor.CACHE_DIR, str(tmp_path))
+    monkeypatch.setenv(calibration_cache.CACHE_DIR, str(tmp_path))
     made: list[str] = []
 
     def calibrate(device: str) -> DeviceModel:
         made.append(device)
         return MADE_UP
 
-    monkeypatch.setattr(processor, "calibrate", calibrate)
-    processor._measured.cache_clear()
+    monkeypatch.setattr(calibration_cache, "calibrate", calibrate)
+    calibration_cache._measured.cache_clear()
     yield made
-    processor._measured.cache_clear()
+    calibration_cache._measured.cache_clear()
 
 
 def file_in(path: Path) -> Path:
@@ -48,10 +48,10 @@ def file_in(path: Path) -> Path:
 def test_processor_is_measured_once_and_kept(
     measurements: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = measured_processor()
-    assert "measured this processor, for schedule='auto': 3 GFLOP/s" in capsys.readouterr().err
-    processor._measured.cache_clear()  # as in another process
-    assert measured_processor() == first
+    first = cached_calibration()
+    assert "calibrated this CPU, for schedule='auto': 3 GFLOP/s" in capsys.readouterr().err
+    calibration_cache._measured.cache_clear()  # as in another process
+    assert cached_calibration() == first
     assert measurements == ["cpu"]
     assert not capsys.readouterr().err
     assert first.link == DEVICES["cpu"].link
@@ -64,15 +64,15 @@ def test_processor_is_measured_once_and_kept(
         lambda figures: figures | {"launch_seconds": -1.0},
         lambda figures: figures | {"launch_seconds": "fast"},
         lambda figures: figures | {"launch_seconds": float("inf")},
-        lambda figures: {name: x for name, x in figures.items() if name != "attention_share"},
+        lambda figures: {name: x for name, x in figures.items() if name != "attention_efficiency"},
         lambda figures: figures | {"flops_per_second": {"bfloat16": 1.0}},
     ],
 )
 def test_figures_that_cannot_be_are_measured_anew(change, measurements: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    keep_processor(MADE_UP)
+    store_calibration(MADE_UP)
     path = file_in(tmp_path)
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    assert measured_processor().flops_per_second == MADE_UP.flops_per_second
+    assert cached_calibration().flops_per_second == MADE_UP.flops_per_second
     assert measurements == ["cpu"]
 
 
@@ -80,20 +80,20 @@ def test_figures_that_cannot_be_are_measured_anew(change, measurements: list[str
 def test_a_file_that_holds_no_figures_is_measured_anew(
     content: bytes, measurements: list[str], tmp_path: Path
 ) -> None:
-    keep_processor(MADE_UP)
+    store_calibration(MADE_UP)
     file_in(tmp_path).write_bytes(content)
-    assert measured_processor().flops_per_second == MADE_UP.flops_per_second
+    assert cached_calibration().flops_per_second == MADE_UP.flops_per_second
     assert measurements == ["cpu"]
 
 
 def test_another_torch_or_number_of_threads_is_measured_anew(
     measurements: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_processor(MADE_UP)
+    store_calibration(MADE_UP)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    measured_processor()
+    cached_calibration()
     monkeypatch.setattr(torch, "__version__", "9.0")
-    measured_processor()
+    cached_calibration()
     assert len(measurements) == 2
     assert len([*tmp_path.iterdir()]) == 3
 
@@ -101,8 +101,8 @@ def test_another_torch_or_number_of_threads_is_measured_anew(
 def test_nothing_is_kept_where_nothing_may_be(
     measurements: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(processor.CACHE_DIR, "")
-    assert measured_processor() is measured_processor()
+    monkeypatch.setenv(calibration_cache.CACHE_DIR, "")
+    assert cached_calibration() is cached_calibration()
     assert measurements == ["cpu"]
     assert not [*tmp_path.iterdir()]
 
@@ -119,6 +119,6 @@ def test_auto_goes_by_the_processor_and_a_named_schedule_by_the_table(measuremen
     assert not measurements
     auto = planned(schedule="auto")
     assert measurements == ["cpu"]
-    told = [pipe.plan.costs for pipe in (named, given, auto)]
+    told = [pipe.plan.cost_source for pipe in (named, given, auto)]
     assert told == [f"the device model {name}" for name in ("cpu", "a100", "cpu-calibrated")]
     assert "seconds are those of the device model cpu-calibrated" in str(auto.plan)

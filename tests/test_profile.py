@@ -145,7 +145,7 @@ def test_a_model_on_meta_is_profiled_with_values_made_up() -> None:
     with torch.device("meta"):
         model = Uneven()
     profile = measure(model)
-    assert profile.model == measure(Uneven()).model
+    assert profile.fingerprint == measure(Uneven()).fingerprint
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -209,7 +209,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 
 
 def test_the_command_line_measures_and_plans(tmp_path: Path) -> None:
-    target, path = f"{Path(__file__).parent / 'cli_models.py'}:mlp", tmp_path / "profile.json"
+    target, path = f"{Path(__file__).parent / 'helpers' / 'cli_models.py'}:mlp", tmp_path / "profile.json"
     options = ["-o", str(path), "--repeats", "1", "--ranks", "2", "--json"]
     made = CliRunner().invoke(app, ["profile", target, *options])
     assert made.exit_code == 0, made.output
@@ -224,10 +224,10 @@ def test_the_command_line_measures_and_plans(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_keeps_the_profile_for_stages_on_other_devices(profile: Profile, tmp_path: Path) -> None:
-    checkpoints = pipec.Checkpoints(tmp_path / "run", every=1)
+    checkpoints = pipec.CheckpointManager(tmp_path / "run", every=1)
     assert checkpoints.profile() is None
     checkpoints.save(compiled(Uneven(), profile))
-    assert pipec.Checkpoints(tmp_path / "run", every=1).profile() == profile
+    assert pipec.CheckpointManager(tmp_path / "run", every=1).profile() == profile
     kept = tmp_path / "run" / "step-00000000" / "profile.json"
     kept.write_text(kept.read_text().replace("linear", "linnar", 1))
     with pytest.raises(pipec.CheckpointError, match=r"profile\.json is not what was written"):

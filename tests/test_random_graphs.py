@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from combinations import Captured, TrainingRun, cut, generated, tied_parameters
+from compile_variants import Captured, TrainingRun, cut, generated, tied_parameters
 from example_schedules import v_gpipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from unsplit import Outcome, assert_equal, unsplit_step
+from unsplit_reference import StepResult, assert_equal, unsplit_step
 
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
-from pipec.graph import Form, TrainingGraph, is_constant
+from pipec.graph import LoweringLevel, TrainingGraph, is_constant
 from pipec.ir import Mode, Schedule
 from pipec.schedules import make_schedule, zb_h1, zb_v
 
@@ -83,7 +83,7 @@ def batch(num_rows: int) -> dict[str, Tensor]:
 def captured(seed: int) -> Captured:
     """In double precision, in which another order of a sum cannot be taken for an error."""
     model, inputs = RandomModel(seed).double(), batch(2)
-    return Captured(model, inputs, capture(model, None, Mode.TRAIN, Call((), inputs)))
+    return Captured(model, inputs, capture(model, None, Mode.TRAIN, ModelCall((), inputs)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class CutBefore:
                 node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
             if not is_constant(node):
                 node.meta["stage"] = bisect.bisect_right(self.operators, node.meta["operator"])
-        return replace(graph, form=Form.CUT, num_stages=len(self.operators) + 1)
+        return replace(graph, level=LoweringLevel.CUT, num_stages=len(self.operators) + 1)
 
 
 def schedules(num_stages: int, num_microbatches: int) -> list[Schedule]:
@@ -141,8 +141,8 @@ def test_any_cut_under_any_schedule_has_the_bits_of_the_unsplit_model(case: Case
     artifact = generated(cut(model, CutBefore(case.cuts), case.recompute), case.schedule)
     run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
     inputs = batch(sum(case.sizes))
-    found = Outcome.of(run.step(inputs, case.sizes), run.model)
-    expected = Outcome.of(unsplit_step(unsplit, inputs, case.sizes), unsplit)
+    found = StepResult.of(run.step(inputs, case.sizes), run.model)
+    expected = StepResult.of(unsplit_step(unsplit, inputs, case.sizes), unsplit)
     assert_equal(found, expected, tied_parameters(artifact))
 
 

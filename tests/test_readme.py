@@ -19,7 +19,7 @@ from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, one_f_one_b
-from pipec.schedules.chain import simulate_schedule
+from pipec.schedules.chain_simulation import simulate_schedule
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -98,7 +98,7 @@ def test_the_plan_and_its_alternatives_are_real() -> None:
 
 
 def test_the_capture_error_is_real() -> None:
-    target = ROOT / "tests" / "cli_models.py"
+    target = ROOT / "tests" / "helpers" / "cli_models.py"
     output = pipec_cli("plan", f"{target}:undecided", "--devices", "2", status=1)
     assert_excerpt(CAPTURE_ERROR.replace("model.py", target.name, 1), output)
 
@@ -123,7 +123,7 @@ def test_the_files_it_names_are_there() -> None:
 
 def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = run_block(ADD_PASS).KeepProducts()
-    example = load_example(f"{ROOT / 'tests' / 'cli_models.py'}:mlp")
+    example = load_example(f"{ROOT / 'tests' / 'helpers' / 'cli_models.py'}:mlp")
 
     def step() -> tuple[int, list[torch.Tensor | None]]:
         example.model.zero_grad()
@@ -132,7 +132,7 @@ def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.Mon
         return pipe.plan.stages[1].cost.memory.saved, [parameter.grad for parameter in pipe.parameters()]
 
     saved_bytes, gradients = step()
-    original = pass_list.passes
+    original = pass_list.make_passes
 
     def with_keep(*args: Any) -> list[Any]:
         return [
@@ -141,7 +141,7 @@ def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.Mon
             for step in ([each, keep] if type(each) is MarkRecompute else [each])
         ]
 
-    monkeypatch.setattr(pass_list, "passes", with_keep)
+    monkeypatch.setattr(pass_list, "make_passes", with_keep)
     more_bytes, same = step()
     assert more_bytes > saved_bytes
     assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))

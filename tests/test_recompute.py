@@ -4,45 +4,45 @@ import functools
 from dataclasses import replace
 
 import pytest
-from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured, tied_parameters
-from models import gpt2_with_dropout
-from unsplit import Outcome, assert_equal
+from compile_variants import OPTIONS, SIZES, Captured, TrainingRun, captured, tied_parameters
+from huggingface_models import gpt2_with_dropout
+from unsplit_reference import StepResult, assert_equal
 
-from pipec.compiler.recompute import within_memory
-from pipec.compiler.staged import StagedGraph, Trial
-from pipec.hardware.topology import alike
+from pipec.compiler.memory_budget import fit_into_memory
+from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
+from pipec.hardware.topology import equal_devices
 from pipec.ir import Phase, Schedule
 from pipec.passes.cut_stages import CutStages
 from pipec.schedules import make_schedule
-from pipec.schedules.replicas import replicated
+from pipec.schedules.replicated import replicate_schedule
 
 SCHEDULES = {
     "1f1b": make_schedule("1f1b", 2, 3),
     "zb-h1": make_schedule("zb-h1", 2, 3),
     "two stages on a rank": make_schedule("zb-v", 1, 3),
-    "replicas": replicated(functools.partial(make_schedule, "1f1b", 2), 4, 2),
+    "replicas": replicate_schedule(functools.partial(make_schedule, "1f1b", 2), 4, 2),
 }
 
 
 def staged(schedule: Schedule, limit: float) -> StagedGraph:
     graph = captured(gpt2_with_dropout).graph
     link = OPTIONS.device_model.link
-    options = replace(OPTIONS, topology=alike(schedule.num_ranks, link, limit))
-    return StagedGraph(graph, CutStages(alike(schedule.num_stages, link), graph.batch_size), options)
+    options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, link, limit))
+    return StagedGraph(graph, CutStages(equal_devices(schedule.num_stages, link), graph.batch_size), options)
 
 
-def fitted(schedule: Schedule, limit: float) -> Trial:
-    return within_memory(staged(schedule, limit).trial(schedule, max(SIZES)))
+def fitted(schedule: Schedule, limit: float) -> EvaluatedPlan:
+    return fit_into_memory(staged(schedule, limit).evaluate(schedule, max(SIZES)))
 
 
-def replays(trial: Trial, phase: Phase) -> bool:
-    return any(node.meta.get("replay") is phase for node in trial.staged.graph.nodes)
+def replays(evaluated: EvaluatedPlan, phase: Phase) -> bool:
+    return any(node.meta.get("recompute") is phase for node in evaluated.staged.graph.nodes)
 
 
-def outcome(trial: Trial, model: Captured) -> Outcome:
-    sizes = (*SIZES, 2)[: trial.plan.num_microbatches]
-    run = TrainingRun(trial.artifact(), model.model)
-    return Outcome.of(run.step(model.inputs, SIZES if len(sizes) == 3 else (3, 2, 2, 1)), run.model)
+def outcome(evaluated: EvaluatedPlan, model: Captured) -> StepResult:
+    sizes = (*SIZES, 2)[: evaluated.plan.num_microbatches]
+    run = TrainingRun(evaluated.artifact(), model.model)
+    return StepResult.of(run.step(model.inputs, SIZES if len(sizes) == 3 else (3, 2, 2, 1)), run.model)
 
 
 @pytest.mark.slow
@@ -50,17 +50,17 @@ def outcome(trial: Trial, model: Captured) -> Outcome:
 def test_every_budget_is_kept_and_leaves_every_bit(name: str) -> None:
     """Dropout is on: what is drawn again is the same. The budgets ask for replays of both kinds."""
     schedule, model = SCHEDULES[name], captured(gpt2_with_dropout)
-    everything = staged(schedule, 1e12).trial(schedule, max(SIZES))
+    everything = staged(schedule, 1e12).evaluate(schedule, max(SIZES))
     least = fitted(schedule, 1.0)
     assert replays(least, Phase.BACKWARD)
     assert not replays(least, Phase.RECOMPUTE)
     expected, kinds = outcome(everything, model), set[Phase]()
     for share in (0.6, 0.0):
         limit = least.peak_bytes + share * (everything.peak_bytes - least.peak_bytes)
-        trial = fitted(schedule, limit)
-        assert trial.peak_bytes <= limit
-        kinds |= {phase for phase in (Phase.RECOMPUTE, Phase.BACKWARD) if replays(trial, phase)}
-        assert_equal(outcome(trial, model), expected, tied_parameters(trial.artifact()))
+        evaluated = fitted(schedule, limit)
+        assert evaluated.peak_bytes <= limit
+        kinds |= {phase for phase in (Phase.RECOMPUTE, Phase.BACKWARD) if replays(evaluated, phase)}
+        assert_equal(outcome(evaluated, model), expected, tied_parameters(evaluated.artifact()))
     assert kinds == {Phase.RECOMPUTE, Phase.BACKWARD}
 
 
@@ -68,8 +68,8 @@ def test_every_budget_is_kept_and_leaves_every_bit(name: str) -> None:
 def test_a_late_replay_is_told_what_the_backward_has_let_go_of() -> None:
     """So it replays no more than the limit asks for. Without that, replays took 3.5% of the step here."""
     schedule = make_schedule("1f1b", 1, 1)
-    everything = staged(schedule, 1e12).trial(schedule, max(SIZES))
-    trial = fitted(schedule, 0.888 * everything.peak_bytes)
-    assert replays(trial, Phase.BACKWARD)
-    assert trial.peak_bytes <= 0.888 * everything.peak_bytes
-    assert trial.seconds <= 1.025 * everything.seconds
+    everything = staged(schedule, 1e12).evaluate(schedule, max(SIZES))
+    evaluated = fitted(schedule, 0.888 * everything.peak_bytes)
+    assert replays(evaluated, Phase.BACKWARD)
+    assert evaluated.peak_bytes <= 0.888 * everything.peak_bytes
+    assert evaluated.seconds <= 1.025 * everything.seconds

@@ -125,7 +125,7 @@ def test_one_compilation_serves_any_length(make: type[nn.Module]) -> None:
     for name, parameter in unsplit.named_parameters():
         torch.testing.assert_close(gradients[name].grad, parameter.grad, atol=1e-6, rtol=1e-4)
     assert {variable.name for variable in pipe.plan.variables} == {"t"}
-    assert not pipe.plan.fixed
+    assert not pipe.plan.fixed_sizes
 
 
 def test_dropout_between_layers_draws_the_same_wherever_layers_are() -> None:

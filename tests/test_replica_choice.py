@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import pipec
 from pipec.compiler.autotuner import Autotuner
 from pipec.hardware.devices import DeviceModel, LinkModel
-from pipec.hardware.topology import Device, Level, Topology, alike
+from pipec.hardware.topology import Device, Level, Topology, equal_devices
 from pipec.ir import Placement, Plan
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import plan_memory
+from pipec.plan.memory_needs import plan_memory
 
 ROWS, MICROBATCHES = 16, 8
 
@@ -55,7 +55,7 @@ def prepared(model: nn.Module, topology: Topology, **options: object) -> Pipelin
     return pipe.prepare(x, target=y)
 
 
-def replicas_of(plan: Plan) -> list[int]:
+def replica_counts(plan: Plan) -> list[int]:
     return [len(ranks) for ranks in plan.placement]
 
 
@@ -63,8 +63,8 @@ def replicas_of(plan: Plan) -> list[int]:
     ("bytes_per_second", "expected"), [(1e12, [4]), (4e7, [3, 1])], ids=["fast links", "slow links"]
 )
 def test_weights_that_are_slow_to_sum_get_one_rank(bytes_per_second: float, expected: list[int]) -> None:
-    pipe = prepared(Wide(), alike(4, LinkModel(bytes_per_second, 0.0)))
-    assert replicas_of(pipe.plan) == expected
+    pipe = prepared(Wide(), equal_devices(4, LinkModel(bytes_per_second, 0.0)))
+    assert replica_counts(pipe.plan) == expected
 
 
 def assert_steps_as(alone: nn.Module, pipe: Pipeline) -> None:
@@ -82,18 +82,18 @@ def test_a_step_on_the_planners_replicas_is_that_of_the_model() -> None:
     torch.manual_seed(1)
     model = Wide()
     alone = copy.deepcopy(model)
-    pipe = prepared(model, alike(4, LinkModel(4e7, 0.0)))
-    assert replicas_of(pipe.plan) == [3, 1]
+    pipe = prepared(model, equal_devices(4, LinkModel(4e7, 0.0)))
+    assert replica_counts(pipe.plan) == [3, 1]
     assert_steps_as(alone, pipe)
 
 
 def test_what_the_planner_would_gain_is_told() -> None:
-    links = alike(4, LinkModel(4e7, 0.0))
+    links = equal_devices(4, LinkModel(4e7, 0.0))
     pipe = prepared(Wide(), links, microbatches=None, replicas=1)
     taken = pipe.simulate().makespan
-    assert replicas_of(pipe.plan) == [1] * 4
+    assert replica_counts(pipe.plan) == [1] * 4
     said = next(each for each in pipe.plan.alternatives if each.replicas == (3, 1))
-    assert said.refused == f"{1 - said.seconds / taken:.1%} faster, tried by replicas='auto'"
+    assert said.rejection_reason == f"{1 - said.seconds / taken:.1%} faster, tried by replicas='auto'"
     assert "  3-1  " in str(pipe.plan)
     auto = prepared(Wide(), links, microbatches=said.num_microbatches)
     assert auto.simulate().makespan == pytest.approx(said.seconds)
@@ -101,11 +101,11 @@ def test_what_the_planner_would_gain_is_told() -> None:
 
 
 def test_the_planner_is_asked_again_when_its_plan_does_not_fit() -> None:
-    links = alike(4, LinkModel(4e7, 0.0))
+    links = equal_devices(4, LinkModel(4e7, 0.0))
     first = prepared(Wide(), links, recompute="none")
     limit = int(max(need.peak_bytes for need in plan_memory(first.plan, first.programs))) - 1
     pipe = prepared(Wide(), links, recompute="none", memory_limit=limit)
-    assert replicas_of(pipe.plan) == [3, 1]
+    assert replica_counts(pipe.plan) == [3, 1]
     assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= limit
     assert pipe.simulate().makespan >= first.simulate().makespan
 
@@ -137,10 +137,10 @@ def test_what_travels_most_stays_inside_a_host(
 ) -> None:
     pipe = prepared(make(), hosts(), replicas=2)
     assert pipe.plan.placement == expected
-    arrangements = Autotuner.arrangements
-    monkeypatch.setattr(Autotuner, "arrangements", lambda *given: arrangements(*given)[:1])
+    replica_arrangements = Autotuner.replica_arrangements
+    monkeypatch.setattr(Autotuner, "replica_arrangements", lambda *given: replica_arrangements(*given)[:1])
     usual = prepared(make(), hosts(), replicas=2)
-    monkeypatch.setattr(Autotuner, "arrangements", lambda *given: arrangements(*given)[1:])
+    monkeypatch.setattr(Autotuner, "replica_arrangements", lambda *given: replica_arrangements(*given)[1:])
     other = prepared(make(), hosts(), replicas=2)
     assert (usual.plan.placement, other.plan.placement) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     times = usual.simulate().makespan, other.simulate().makespan
@@ -149,9 +149,9 @@ def test_what_travels_most_stays_inside_a_host(
 
 
 def test_links_that_are_alike_leave_nothing_to_arrange() -> None:
-    tuner = prepared(heavy_weights(), alike(4, LinkModel(1e9, 0.0)), replicas=2)._compiler.autotuner
-    assert tuner.arrangements(alike(4, LinkModel(1e9, 0.0))) == [tuner]
-    assert len(tuner.arrangements(hosts())) == 2
+    tuner = prepared(heavy_weights(), equal_devices(4, LinkModel(1e9, 0.0)), replicas=2)._compiler.autotuner
+    assert tuner.replica_arrangements(equal_devices(4, LinkModel(1e9, 0.0))) == [tuner]
+    assert len(tuner.replica_arrangements(hosts())) == 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

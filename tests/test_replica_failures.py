@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from workers import new_store, printing, run_main, start_ranks
+from worker_processes import new_store, printing, run_main, start_ranks
 
-SCRIPT = Path(__file__).parent / "replica_failures.py"
+SCRIPT = Path(__file__).parent / "helpers" / "replica_failure_script.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

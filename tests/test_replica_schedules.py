@@ -6,20 +6,25 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from endings import EQUAL, Step, make_step, means_the_step, schedules, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from symbolic_steps import EQUAL, Step, check_meaning, make_step, schedules, steps
 
 from pipec.errors import InputError
-from pipec.ir import Link, Op, Phase, Program, Schedule, Shard, rank_of
-from pipec.ir.text import format_program, parse_program
-from pipec.passes.cut_for_replicas import balanced
+from pipec.ir import Link, Op, Phase, Program, Schedule, ShardingLevel, rank_of
+from pipec.ir.text_format import format_program, parse_program
+from pipec.passes.cut_for_replicas import balanced_starts
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.memory import in_flight
+from pipec.programs.rank_memory import in_flight
 from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
-from pipec.schedules.replicas import lifted, replicated, round_robin, side_by_side
-from pipec.timeline.simulate import Costs, simulate
+from pipec.schedules.replicated import (
+    adjacent_pipelines,
+    replicate_placement,
+    replicate_schedule,
+    round_robin,
+)
+from pipec.timeline.simulate import SimulationCosts, simulate
 
 
 @settings(max_examples=40)
@@ -27,18 +32,22 @@ from pipec.timeline.simulate import Costs, simulate
 def test_programs_verify_and_deliver_every_gradient_once(step: Step) -> None:
     programs = step.programs()
     step.verify(programs)
-    means_the_step(step, programs)
+    check_meaning(step, programs)
 
 
-def costs_of(step: Step, **endings: float) -> Costs:
+def costs_of(step: Step, **endings: float) -> SimulationCosts:
     """Every phase takes one unit, a message as long as it is told, and each op of an ending, too."""
-    uniform = Costs.uniform(step.schedule.num_stages, links=step.links, message=endings.get("message", 0))
+    uniform = SimulationCosts.uniform(
+        step.schedule.num_stages, links=step.links, message=endings.get("message", 0)
+    )
     seconds = {
         (each.op, each.stage, each.bucket): endings.get(each.op.value, 0.0)
         for program in step.programs()
         for each in program.instructions
     }
-    return replace(uniform, endings=seconds, parts={key: halves(count) for key, count in step.parts.items()})
+    return replace(
+        uniform, sync_times=seconds, segments={key: halves(count) for key, count in step.segments.items()}
+    )
 
 
 def halves(count: int) -> list[float]:
@@ -78,8 +87,8 @@ def test_equal_replicas_take_as_long_as_one_pipeline_with_its_share(
         one = make_step(make(rounds))
     except InputError:
         return
-    several = make_step(replicated(make, rounds * replicas, replicas))
-    assert several.schedule.placement == lifted(one.schedule.placement, replicas)
+    several = make_step(replicate_schedule(make, rounds * replicas, replicas))
+    assert several.schedule.placement == replicate_placement(one.schedule.placement, replicas)
     price = {"message": 0.5}
     alone, together = (simulate(each.programs(), costs_of(each, **price)) for each in (one, several))
     assert together.makespan == alone.makespan
@@ -91,8 +100,8 @@ def test_data_parallelism_takes_its_computes_and_what_comes_behind(
     rounds: int, replicas: int, reduce: float, norm: float, update: float, gather: float
 ) -> None:
     count = max(rounds * replicas - 1, replicas)
-    schedule = replicated(functools.partial(make_schedule, "1f1b", 1), count, replicas)
-    price = {"reduce_grad": reduce, "norm": norm, "update": update, "unshard": gather}
+    schedule = replicate_schedule(functools.partial(make_schedule, "1f1b", 1), count, replicas)
+    price = {"reduce_grad": reduce, "grad_norm": norm, "update": update, "unshard": gather}
 
     def makespan(**options: object) -> float:
         step = make_step(schedule, **options)  # type: ignore[arg-type]
@@ -101,15 +110,17 @@ def test_data_parallelism_takes_its_computes_and_what_comes_behind(
     assert makespan() == 3 * rounds + reduce
     assert makespan(updates=True) == 3 * rounds + reduce + update
     assert makespan(updates=True, clips=True) == 3 * rounds + reduce + norm + update
-    assert makespan(updates=True, shard=Shard.OPTIMIZER) == 3 * rounds + reduce + update + gather
-    assert makespan(updates=True, shard=Shard.PARAMETERS) >= gather + 3 * rounds + reduce + update
+    assert makespan(updates=True, shard=ShardingLevel.OPTIMIZER) == 3 * rounds + reduce + update + gather
+    assert makespan(updates=True, shard=ShardingLevel.PARAMETERS) >= gather + 3 * rounds + reduce + update
 
 
 @settings(max_examples=15)
 @given(st.integers(2, 4), st.integers(1, 3), seconds)
 def test_a_reduce_runs_beside_what_its_rank_computes_next(ranks: int, rounds: int, reduce: float) -> None:
     """In looped BFS a rank's later stages end first: only the reduce of its first stage is in the way."""
-    schedule = replicated(functools.partial(make_schedule, "looped-bfs", ranks), 2 * rounds * ranks, 2)
+    schedule = replicate_schedule(
+        functools.partial(make_schedule, "looped-bfs", ranks), 2 * rounds * ranks, 2
+    )
     step = make_step(schedule)
     free = simulate(step.programs(), costs_of(step)).makespan
     taken = simulate(step.programs(), costs_of(step, reduce_grad=reduce)).makespan
@@ -123,7 +134,7 @@ def cells(schedule: Schedule) -> list[list[object]]:
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))
 def test_round_robin_on_equal_numbers_is_1f1b_lifted(stages: int, replicas: int, rounds: int) -> None:
     several = round_robin(rounds * replicas, [replicas] * stages)
-    other = replicated(functools.partial(make_schedule, "1f1b", stages), rounds * replicas, replicas)
+    other = replicate_schedule(functools.partial(make_schedule, "1f1b", stages), rounds * replicas, replicas)
     assert several.placement == other.placement
     assert cells(several) == cells(other)
 
@@ -160,7 +171,7 @@ def test_every_cell_runs_on_the_replica_of_its_microbatch(schedule: Schedule) ->
             "a stage has 3 replicas, which need a microbatch each",
         ),
         (
-            lambda: replicated(functools.partial(make_schedule, "1f1b", 2), 1, 2),
+            lambda: replicate_schedule(functools.partial(make_schedule, "1f1b", 2), 1, 2),
             "2 replicas need a microbatch each, but there are 1; pass microbatches=2 or more",
         ),
     ],
@@ -172,11 +183,11 @@ def test_a_replica_without_a_microbatch_is_refused(make, message: str) -> None:
 
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_side_by_side_puts_the_ranks_of_a_pipeline_next_to_each_other(replicas: int, num_ranks: int) -> None:
-    acting = side_by_side(num_ranks, replicas)
+    acting = adjacent_pipelines(num_ranks, replicas)
     assert sorted(rank for ranks in acting for rank in ranks) == list(range(replicas * num_ranks))
     for pipeline in zip(*acting, strict=True):
         assert list(pipeline) == list(range(pipeline[0], pipeline[0] + num_ranks))
-    assert side_by_side(3, 2) == ((0, 3), (1, 4), (2, 5))
+    assert adjacent_pipelines(3, 2) == ((0, 3), (1, 4), (2, 5))
 
 
 @settings(max_examples=20)
@@ -190,7 +201,9 @@ def test_the_text_of_a_program_is_read_back_with_its_buckets(step: Step) -> None
 
 
 def test_the_text_of_an_ending_is_readable() -> None:
-    step = make_step(round_robin(2, [2]), averaged=(0,), updates=True, clips=True, shard=Shard.PARAMETERS)
+    step = make_step(
+        round_robin(2, [2]), buffer_sync_stages=(0,), updates=True, clips=True, shard=ShardingLevel.PARAMETERS
+    )
     assert (
         format_program(step.programs()[1])
         == """\
@@ -202,7 +215,7 @@ rank 1: 9 instructions
 4  free             stage 0  mb 1
 5  reshard          stage 0        bucket 0
 6  reduce_grad      stage 0        bucket 0
-7  norm
+7  grad_norm
 8  update           stage 0
 """
     )
@@ -217,7 +230,7 @@ shares_of = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 def test_work_is_balanced_as_well_as_any_other_cut(work: list[int], shares: list[int]) -> None:
     if len(work) < len(shares):
         return
-    firsts = balanced([float(each) for each in work], shares)
+    firsts = balanced_starts([float(each) for each in work], shares)
     assert firsts == sorted({*firsts})
     assert firsts[0] == 0
     assert len(firsts) == len(shares)

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from combinations import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
-from models import Factory, each, gpt2, gpt2_with_dropout, resnet, t5
+from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
+from huggingface_models import Factory, each, gpt2, gpt2_with_dropout, resnet, t5
 from torch import Tensor
-from unsplit import Outcome, relative_error, unsplit_step
-from workers import read_outcome, train
+from unsplit_reference import StepResult, relative_error, unsplit_step
+from worker_processes import read_outcome, train
 
-from pipec.artifact.directory import Artifact
-from pipec.compiler.staged import StagedGraph
-from pipec.hardware.topology import alike
+from pipec.artifact.artifact import Artifact
+from pipec.compiler.staged_graph import StagedGraph
+from pipec.hardware.topology import equal_devices
 from pipec.ir import Payload, Schedule
-from pipec.ir.batch import split_sizes
+from pipec.ir.batch_split import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_for_replicas import CutForReplicas
 from pipec.passes.cut_stages import CutStages
 from pipec.schedules import make_schedule
-from pipec.schedules.replicas import replicated, round_robin
+from pipec.schedules.replicated import replicate_schedule, round_robin
 
 ROUNDING = 1e-6
 """Relative: gradients of replicas are summed in another order."""
@@ -55,7 +55,9 @@ def count_of(name: str) -> int:
 def schedule_of(name: str) -> Schedule:
     plan, count = PLANS[name], count_of(name)
     if isinstance(plan[0], str):
-        return replicated(functools.partial(make_schedule, plan[0], int(plan[1])), count, int(plan[2]))
+        return replicate_schedule(
+            functools.partial(make_schedule, plan[0], int(plan[1])), count, int(plan[2])
+        )
     return round_robin(count, [int(number) for number in plan])
 
 
@@ -64,26 +66,26 @@ def artifact_of(model: Captured, name: str) -> Artifact:
     schedule = schedule_of(name)
     stages, rows = len(schedule.placement), model.graph.batch_size
     numbers = tuple(map(len, schedule.placement))
-    how: Pass = CutStages(alike(stages, OPTIONS.device_model.link), rows)
+    how: Pass = CutStages(equal_devices(stages, OPTIONS.device_model.link), rows)
     if len({*numbers}) > 1:
         how = CutForReplicas(numbers, rows)
-    options = replace(OPTIONS, topology=alike(schedule.num_ranks, OPTIONS.device_model.link))
-    return StagedGraph(model.graph, how, options).trial(schedule, rows).artifact()
+    options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, OPTIONS.device_model.link))
+    return StagedGraph(model.graph, how, options).evaluate(schedule, rows).artifact()
 
 
 @functools.cache
-def expected(model: Captured, sizes: tuple[int, ...]) -> Outcome:
+def expected(model: Captured, sizes: tuple[int, ...]) -> StepResult:
     """What a step of the unsplit model leaves. One that draws random numbers runs on one rank of pipec."""
     if model.model.config.model_type == "gpt2" and model.model.config.resid_pdrop:
         schedule = make_schedule("gpipe", 1, len(sizes))
-        cut = StagedGraph(model.graph, CutStages(alike(1, OPTIONS.device_model.link), 8), OPTIONS)
-        run = TrainingRun(cut.trial(schedule, 8).artifact(), model.model)
-        return Outcome.of(run.step(model.inputs, sizes), run.model)
+        cut = StagedGraph(model.graph, CutStages(equal_devices(1, OPTIONS.device_model.link), 8), OPTIONS)
+        run = TrainingRun(cut.evaluate(schedule, 8).artifact(), model.model)
+        return StepResult.of(run.step(model.inputs, sizes), run.model)
     unsplit = copy.deepcopy(model.model)
-    return Outcome.of(unsplit_step(unsplit, model.inputs, [size for size in sizes if size]), unsplit)
+    return StepResult.of(unsplit_step(unsplit, model.inputs, [size for size in sizes if size]), unsplit)
 
 
-def assert_equal(found: Outcome, model: Captured, artifact: Artifact, sizes: Sequence[int] = ()) -> None:
+def assert_equal(found: StepResult, model: Captured, artifact: Artifact, sizes: Sequence[int] = ()) -> None:
     """The loss and every gradient are equal but for rounding, and buffers follow their rule."""
     sizes = tuple(sizes or split_sizes(8, artifact.plan.num_microbatches))
     wanted = expected(model, sizes)
@@ -133,7 +135,7 @@ def test_a_step_is_that_of_the_unsplit_model(factory: Factory, name: str) -> Non
     outcomes = []
     for _ in range(2):
         run = TrainingRun(artifact, model.model)
-        outcomes.append(Outcome.of(run.step(model.inputs, sizes), run.model))
+        outcomes.append(StepResult.of(run.step(model.inputs, sizes), run.model))
     assert_equal(outcomes[0], model, artifact)
     assert torch.equal(outcomes[0].loss, outcomes[1].loss)
     for fqn, gradient in outcomes[0].gradients.items():
@@ -150,7 +152,7 @@ def test_microbatches_without_rows_are_not_computed(
     model, artifact = captured(factory), artifact_of(captured(factory), name)
     sizes = (*sizes, *[0] * (count_of(name) - len(sizes)))
     run = TrainingRun(artifact, model.model)
-    found = Outcome.of(run.step(model.inputs, sizes), run.model)
+    found = StepResult.of(run.step(model.inputs, sizes), run.model)
     assert_equal(found, model, artifact, sizes)
 
 

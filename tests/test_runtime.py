@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_stages import (
+from handwritten_stages import (
     CPU,
     NUM_RANKS,
     SIZES,
@@ -32,12 +32,12 @@ from runtime_stages import (
 from torch import Tensor
 
 from pipec.errors import ExecutionError, VerifyError
-from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, unreplicated
+from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
 from pipec.programs.lower import lower
-from pipec.runtime import InProcess, Interpreter
+from pipec.runtime import InProcessTransport, Interpreter
 from pipec.runtime.messages import transport
-from pipec.runtime.stages.gradients import GradientSum
-from pipec.runtime.step.span import Span
+from pipec.runtime.stages.gradients import GradientAccumulator
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.schedules import forward_only, make_schedule
 
 REPLAYED = {**STAGES, 1: ReplayedStage1}
@@ -56,13 +56,13 @@ SCHEDULES = {
     "folded onto two ranks": Schedule(
         "folded",
         len(SIZES),
-        unreplicated((0, 1, 0)),
+        one_rank_per_stage((0, 1, 0)),
         (in_order((F, 0), (F, 2), (B, 2), (B, 0)), in_order((F, 1), (B, 1))),
     ),
     "one rank": Schedule(
         "sequential",
         len(SIZES),
-        unreplicated((0, 0, 0)),
+        one_rank_per_stage((0, 0, 0)),
         (in_order((F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)),),
     ),
 }
@@ -113,7 +113,7 @@ def test_results_depend_on_the_seed() -> None:
 def test_a_step_over_part_of_a_batch_weighs_the_loss_by_the_whole() -> None:
     whole, half = Pipeline(SCHEDULES["one rank"]), Pipeline(SCHEDULES["one rank"])
     whole.interpreters[0].run(make_batch(SIZES), whole_batch(SIZES))
-    half.interpreters[0].run(make_batch(SIZES), Span(SIZES, 2 * sum(SIZES)))
+    half.interpreters[0].run(make_batch(SIZES), BatchSlice(SIZES, 2 * sum(SIZES)))
     for name, gradient in gradients_of(half.model).items():
         assert torch.equal(2 * gradient, whole.model.parameters[name].grad), name
 
@@ -220,7 +220,7 @@ def test_what_a_backward_sends_leaves_before_its_gradients_are_added(
         return noted
 
     monkeypatch.setattr(transport._Mailbox, "send", noting("send", transport._Mailbox.send))
-    monkeypatch.setattr(GradientSum, "_add", noting("add", GradientSum._add))
+    monkeypatch.setattr(GradientAccumulator, "_add", noting("add", GradientAccumulator._add))
     Pipeline(SCHEDULES["1f1b"]).step(sizes)
     found = events["pipec rank 1"]
     before = [what for what, behind in itertools.pairwise(found) if behind == "add"]
@@ -250,7 +250,7 @@ def test_a_received_value_may_be_read_by_several_phases() -> None:
 def link_rank(
     rank: int, stages: dict[int, Any], schedule: Schedule = SCHEDULES["1f1b"], **tensors: Any
 ) -> None:
-    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(rank)
+    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(rank)
     make_interpreter(schedule, rank, endpoint, make_model(), stages)
 
 
@@ -282,7 +282,7 @@ def test_grad_loss_exists_only_in_training() -> None:
         def forward(w, grad_loss):
             raise AssertionError
 
-    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(2)
+    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(2)
     schedule = forward_only(SCHEDULES["1f1b"])
     with pytest.raises(VerifyError, match="nothing provides 'grad_loss'"):
         make_interpreter(schedule, 2, endpoint, make_model(), {**STAGES, 2: Asking}, Mode.LOSS)
@@ -304,7 +304,7 @@ def make_rank_1(
     """Rank 1 with these instructions."""
     plan, model = make_plan(SCHEDULES["1f1b"]), make_model()
     tensors = model.parameters if parameters is None else parameters
-    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(1)
+    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(1)
     return Interpreter(
         Program(1, tuple(instructions)), plan, {1: stage}, tensors, model.buffers, endpoint, CPU
     )
@@ -326,7 +326,7 @@ def test_a_borrowed_parameter_must_be_lent_before_it_is_read() -> None:
     without = [
         each for each in program.instructions if not (each.link and each.link.payload is Payload.WEIGHT)
     ]
-    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(2)
+    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(2)
     with pytest.raises(
         VerifyError, match=r"stage 2, forward: the parameters a are borrowed, but no weight link"
     ):
@@ -362,7 +362,7 @@ def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> N
     first, *lines = str(caught.value).splitlines()
     assert re.fullmatch(
         r"rank 1, stage 1, microbatch 0, backward: ValueError: the backward of stage 1 is broken "
-        r"\(runtime_stages.py, line \d+, in backward\)",
+        r"\(handwritten_stages.py, line \d+, in backward\)",
         first,
     )
     assert lines == [

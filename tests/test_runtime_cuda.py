@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.ir import Input, Instruction, Mode, Op, Plan, Program, Stage, Value
+from pipec.ir import InputLeaf, Instruction, Mode, Op, Plan, Program, Stage, Value
 from pipec.runtime import Interpreter
-from pipec.runtime.draws import draw
-from pipec.runtime.messages.connections import MOST_UNDER_WAY
-from pipec.runtime.messages.cuda import CudaGraphs, PeerCopies
-from pipec.runtime.messages.transport import InProcess
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT
+from pipec.runtime.messages.cuda import CudaGraphRecorder, PeerToPeerCopies
+from pipec.runtime.messages.transport import InProcessTransport
+from pipec.runtime.random_operators import call_with_generator
 from pipec.runtime.step import execution, interpreter
-from pipec.runtime.step.recording import GpuClock
-from pipec.runtime.step.span import Span
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.timestamps import CudaClock
 
 A, B, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
@@ -90,10 +90,10 @@ def streams_of(cuda: Cuda) -> Callable[[], list[str]]:
 
 def test_ranks_compute_on_the_streams_of_their_caller(cuda: Cuda) -> None:
     """Else a step would not wait for what the script has launched, nor the script for the step."""
-    ranks, defaults = InProcess([A, A, B, CPU]), ["default of cuda:0", "default of cuda:1"]
+    ranks, defaults = InProcessTransport([A, A, B, CPU]), ["default of cuda:0", "default of cuda:1"]
     with cuda.stream(Stream(A, "side of A", cuda.log)), cuda.stream(Stream(B, "side of B", cuda.log)):
         assert ranks.run([streams_of(cuda)] * 4) == [["side of A", "side of B"]] * 4
-        later = ranks.following(streams_of(cuda))
+        later = ranks.on_callers_streams(streams_of(cuda))
     assert ranks.run([streams_of(cuda)] * 4) == [defaults] * 4
     assert later() == ["side of A", "side of B"], "a stream of batches stays on that on which it began"
 
@@ -115,7 +115,7 @@ class Values:
 
 
 def test_copies_between_gpus_run_beside_what_both_compute(cuda: Cuda) -> None:
-    copies = PeerCopies(A, B)
+    copies = PeerToPeerCopies(A, B)
     x: Any = Values(cuda, "x")
     take = copies.start([x])
     assert cuda.log == [
@@ -132,8 +132,8 @@ def test_copies_between_gpus_run_beside_what_both_compute(cuda: Cuda) -> None:
 
 
 def test_a_host_that_runs_ahead_of_copies_waits(cuda: Cuda) -> None:
-    copies = PeerCopies(A, B)
-    for _ in range(MOST_UNDER_WAY + 2):
+    copies = PeerToPeerCopies(A, B)
+    for _ in range(MAX_IN_TRANSIT + 2):
         copies.start([])
     waits = [line for line in cuda.log if line.startswith("host")]
     assert waits == ["host waits for arriving 1", "host waits for arriving 2"]
@@ -141,7 +141,7 @@ def test_a_host_that_runs_ahead_of_copies_waits(cuda: Cuda) -> None:
 
 def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
     """Streams are few; and what a pair of GPUs has under way counts together."""
-    ranks = InProcess([A, B])
+    ranks = InProcessTransport([A, B])
     x: Any = Values(cuda, "x")
     for tag in (0, 1):
         ranks.mailbox(tag, 0, 1).send([x], {})
@@ -204,19 +204,19 @@ class Launching:
 def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host takes microseconds to launch what takes the GPU milliseconds."""
     monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
-    monkeypatch.setattr(interpreter, "clock_of", lambda device: GpuClock())
-    inputs = (Input(0, "x", True, Value("x", "float32", ("b",))),)
+    monkeypatch.setattr(interpreter, "clock_of", lambda device: CudaClock())
+    inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b",))),)
     plan = Plan(
         Mode.FORWARD, "gpipe", 2, 3, placement=((0,),), stages=(Stage(0, 0, 0),), links=(), inputs=inputs
     )
     program = Program(0, [Instruction(Op.FORWARD, 0, microbatch) for microbatch in range(2)])
-    made = Interpreter(program, plan, {0: Launching}, {}, {}, InProcess([CPU]).endpoint(0), CPU)
-    stamps: list[int] = []
+    made = Interpreter(program, plan, {0: Launching}, {}, {}, InProcessTransport([CPU]).endpoint(0), CPU)
+    timestamps: list[int] = []
     began = time.time_ns()
-    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], Span([3, 2], 5), stamps=stamps)
-    assert [round((stamp - stamps[0]) / 1e6) for stamp in stamps] == [0, 0, 3, 3, 3, 5]
-    assert began <= stamps[0] <= time.time_ns()
-    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], Span([3, 2], 5))
+    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], BatchSlice([3, 2], 5), timestamps=timestamps)
+    assert [round((stamp - timestamps[0]) / 1e6) for stamp in timestamps] == [0, 0, 3, 3, 3, 5]
+    assert began <= timestamps[0] <= time.time_ns()
+    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], BatchSlice([3, 2], 5))
 
 
 # graphs
@@ -244,13 +244,13 @@ def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
-    recorder, draws = CudaGraphs(A), cast(Any, ["a generator"])
+    recorder, draws = CudaGraphRecorder(A), cast(Any, ["a generator"])
 
     def call() -> str:
         log.append(f"launches on {cuda.current_stream(A).name}")
         return "made"
 
-    recorder.try_out(call)
+    recorder.warm_up(call)
     made, replay = recorder.record(call, draws)
     replay()
     assert made == "made"
@@ -282,5 +282,5 @@ def test_an_operator_without_a_generator_draws_from_the_state_that_a_graph_knows
 
     default, generator = Default(), cast(Any, SimpleNamespace(device=torch.device("cuda", 1)))
     monkeypatch.setattr(torch.cuda, "default_generators", (None, default))
-    assert draw(generator, lambda: default.state) is generator
+    assert call_with_generator(generator, lambda: default.state) is generator
     assert default.state == "its own"

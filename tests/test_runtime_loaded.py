@@ -11,7 +11,7 @@ from torch import nn
 import pipec
 from pipec.errors import InputError
 from pipec.pipeline import Pipeline
-from pipec.runtime.loaded import LoadedPipeline
+from pipec.runtime.loaded_pipeline import LoadedPipeline
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
@@ -56,7 +56,7 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),
         (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
         (lambda p: p.save_checkpoint("saved"), "a loaded artifact has no model"),
-        (lambda p: pipec.Checkpoints("run", every=1).resume(p), "expected what pipec.compile returned"),
+        (lambda p: pipec.CheckpointManager("run", every=1).resume(p), "expected what pipec.compile returned"),
     ],
     ids=[
         "shape",

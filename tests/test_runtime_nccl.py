@@ -19,7 +19,7 @@ import emulated_nccl
 import pytest
 import torch
 from emulated_nccl import run_ranks
-from runtime_stages import (
+from handwritten_stages import (
     LINKS,
     NUM_RANKS,
     SIZES,
@@ -35,16 +35,16 @@ from runtime_stages import (
 from torch import Tensor
 
 from pipec.errors import ExecutionError, InputError
-from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
+from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import Interpreter
-from pipec.runtime.messages import distributed as transport_of_processes
-from pipec.runtime.messages import nccl, processes_group
-from pipec.runtime.messages.buffers import Buffer, Memory
-from pipec.runtime.messages.connections import MOST_UNDER_WAY, Direction
-from pipec.runtime.messages.nccl import NcclConnections, in_rounds, transferable
-from pipec.runtime.step.rehearsal import Rehearsals
-from pipec.runtime.step.span import Span
+from pipec.runtime.messages import distributed_group, nccl
+from pipec.runtime.messages import distributed_transport as transport_of_processes
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Direction
+from pipec.runtime.messages.message_buffers import MessageMemory, ReceiveBuffer
+from pipec.runtime.messages.nccl import NcclConnections, edge_coloring_order, nccl_compatible
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.dry_run import DryRuns
 from pipec.schedules import make_schedule
 
 TIMEOUT = 0.2
@@ -291,7 +291,7 @@ def test_few_messages_of_a_direction_are_sent_at_a_time(distributed: Distributed
     """Else the host, which waits for nothing, holds the tensors of all microbatches."""
     found = connected(distributed, 0, (0, 1), (0, 2))
     distributed.num_polls = float("inf")
-    for _ in range(MOST_UNDER_WAY):
+    for _ in range(MAX_IN_TRANSIT):
         found.send([torch.zeros(1), torch.zeros(1)], 1, tag=0)
     found.send([torch.zeros(1)], 2, tag=0)
     asked = len(distributed.asked)
@@ -314,7 +314,7 @@ def test_a_host_that_runs_ahead_waits_before_it_uses_memory_again(distributed: D
     del tensor
     threading.Timer(0.3 * TIMEOUT, setattr, (work, "num_polls", 0)).start()
     assert held() is not None
-    found.settle(work)
+    found.synchronize(work)
     assert held() is None
 
 
@@ -322,11 +322,11 @@ def test_a_host_that_runs_ahead_waits_before_it_uses_memory_again(distributed: D
 def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str) -> None:
     """Loss ranks send to each other, too. One after the other, each would wait for the other's receive."""
     found = connected(distributed, 1, (0, 1))
-    found.open_last()
+    found.open_results()
     distributed.asked.clear()
-    found.send_last([torch.zeros(1), torch.zeros(2)], 0, tag=3)
-    found.send_last([torch.zeros(1), torch.zeros(2)], 2, tag=3)
-    arriving = found.receive_last(torch.zeros(1), 2, tag=4)
+    found.send_result([torch.zeros(1), torch.zeros(2)], 0, tag=3)
+    found.send_result([torch.zeros(1), torch.zeros(2)], 2, tag=3)
+    arriving = found.receive_result(torch.zeros(1), 2, tag=4)
     assert distributed.asked == []
     found.wait(arriving) if begins == "the reader" else found.drain()
     assert distributed.asked == [*[("send", (0, 1, 2, 3))] * 4, ("receive", (0, 1, 2, 3))]
@@ -334,7 +334,7 @@ def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str)
     found.wait(arriving)
     found.drain()
     assert len(distributed.asked) == 5
-    found.send_last([torch.zeros(1)], 0, tag=3)
+    found.send_result([torch.zeros(1)], 0, tag=3)
     found.drain()
     assert len(distributed.asked) == 6
 
@@ -346,7 +346,7 @@ def test_a_chain_of_any_length_opens_in_four_rounds() -> None:
     for length in (2, 3, 8, 64):
         pairs = [(k, k + 1) for k in range(length - 1)]
         directions = sorted([*pairs, *((b, a) for a, b in pairs)])
-        ordered = in_rounds(directions)
+        ordered = edge_coloring_order(directions)
         assert sorted(ordered) == directions
         assert _num_turns(ordered) == min(4, 2 * (length - 1))
 
@@ -371,7 +371,7 @@ def _num_turns(directions: Sequence[Direction]) -> int:
 def test_groups_have_streams_of_their_own(distributed: Distributed) -> None:
     """Streams that scripts make are of another pool; and what waits takes few multiprocessors."""
     found = connected(distributed, 0, (0, 1))
-    found.gather([(0, 1)])
+    found.open_groups([(0, 1)])
     direction, collective = distributed.groups
     assert direction.options.is_high_priority_stream
     assert collective.options.is_high_priority_stream
@@ -558,7 +558,7 @@ def test_a_dtype_that_nccl_lacks_travels_as_bytes(
 def test_what_nccl_carries_is_not_viewed() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32):
         tensor = torch.zeros(2, 3, dtype=dtype)
-        assert transferable(tensor) is tensor
+        assert nccl_compatible(tensor) is tensor
 
 
 # the runtime over an emulated GPU
@@ -567,10 +567,10 @@ def test_what_nccl_carries_is_not_viewed() -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> emulated_nccl.Distributed:
     found = emulated_nccl.Distributed()
-    for module in (nccl, processes_group):
+    for module in (nccl, distributed_group):
         monkeypatch.setattr(module, "dist", found)
-    monkeypatch.setattr(processes_group, "_reduce_scatter", found.reduce_scatter)
-    monkeypatch.setattr(processes_group, "_all_gather", found.all_gather)
+    monkeypatch.setattr(distributed_group, "_reduce_scatter", found.reduce_scatter)
+    monkeypatch.setattr(distributed_group, "_all_gather", found.all_gather)
     return found
 
 
@@ -581,7 +581,7 @@ def test_collectives_are_in_the_order_of_the_ranks(
     """A group gives its k-th rank the k-th part, though torch sorts the ranks."""
 
     def run(rank: int, transport: emulated_nccl.Emulated) -> tuple[list[float], list[float]] | None:
-        transport._connections.gather([ranks])
+        transport._connections.open_groups([ranks])
         if rank not in ranks:
             return None
         group, size = transport.group(ranks), len(ranks)
@@ -601,15 +601,15 @@ def test_many_steps_with_random_delays_are_those_of_one_process(
     emulated: emulated_nccl.Distributed, monkeypatch: pytest.MonkeyPatch, name: str, num_steps: int
 ) -> None:
     """Bit for bit: results on every rank, and gradients. Messages come into the same memory in every step."""
-    used: dict[Buffer, list[int]] = defaultdict(list)
-    memory = Buffer.memory
+    used: dict[ReceiveBuffer, list[int]] = defaultdict(list)
+    memory = ReceiveBuffer.memory
 
-    def noting(buffer: Buffer, num_bytes: int) -> Memory:
+    def noting(buffer: ReceiveBuffer, num_bytes: int) -> MessageMemory:
         found = memory(buffer, num_bytes)
         used[buffer].append(found.whole.data_ptr())
         return found
 
-    monkeypatch.setattr(Buffer, "memory", noting)
+    monkeypatch.setattr(ReceiveBuffer, "memory", noting)
     schedule = make_schedule(name, NUM_RANKS, len(SIZES))
     alone, models = Pipeline(schedule), [make_model() for _ in range(NUM_RANKS)]
     expected = [alone.step(SIZES, step)[0] for step in range(num_steps)]
@@ -676,14 +676,14 @@ def test_kernels_are_loaded_before_messages_wait_for_each_other(
     orders = [tuple(Compute(Phase.FORWARD, stage, 0) for stage in order) for order in ((0, 3), (2, 1))]
     schedule = Schedule("by hand", 1, placement, tuple(orders))
     programs, stages = lower(schedule, links), tuple(Stage(k, k, k) for k in range(4))
-    inputs = (Input(0, "x", True, Value("x", "float32", ("b", 2))),)
+    inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b", 2))),)
     plan = Plan(Mode.FORWARD, "by hand", 1, 2, placement, stages, links, inputs=inputs)
     assert [str(each.op) for each in programs[0].instructions][:2] == ["recv", "forward"]
 
     def run(rank: int, transport: emulated_nccl.Emulated) -> None:
-        codes, step = Loading(emulated, rank).stages(), ([{"x": torch.ones(2, 2)}], Span([2], 2))
+        codes, step = Loading(emulated, rank).stages(), ([{"x": torch.ones(2, 2)}], BatchSlice([2], 2))
         if rehearses:
-            Rehearsals(programs[rank], plan, codes, {}, {}, torch.device("cpu")).rehearse(*step, seed=0)
+            DryRuns(programs[rank], plan, codes, {}, {}, torch.device("cpu")).dry_run(*step, seed=0)
         Interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu")).run(*step)
 
     if rehearses:
@@ -712,11 +712,11 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
     def train(rank: int, transport: emulated_nccl.Emulated) -> list[dict[str, Tensor]]:
         codes, model = {**STAGES, 1: Counted}, models[rank]
         made = programs[rank], plan, codes, model.parameters, model.buffers
-        rehearsals = Rehearsals(*made, torch.device("cpu"))
+        dry_runs = DryRuns(*made, torch.device("cpu"))
         interpreter, results = Interpreter(*made, transport, torch.device("cpu")), []
         for step, sizes in enumerate(batches):
             given = make_batch(sizes, step), whole_batch(sizes), 5 + step
-            rehearsals.rehearse(*given)
+            dry_runs.dry_run(*given)
             results.append(interpreter.run(*given))
         return results
 

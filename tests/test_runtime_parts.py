@@ -16,20 +16,26 @@ from torch import Tensor
 
 from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
-from pipec.runtime import InProcess, Interpreter, World, resolve_devices, world
-from pipec.runtime.draws import draw, dropout
-from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
-from pipec.runtime.messages.buffers import Buffer
+from pipec.runtime import InProcessTransport, Interpreter, World, resolve_devices, world
 from pipec.runtime.messages.cuda import current_device
-from pipec.runtime.processes.launch import every_device
+from pipec.runtime.messages.message_buffers import ReceiveBuffer
+from pipec.runtime.model_tensors import (
+    EmptiedTensors,
+    ModelTensors,
+    fill_tensors,
+    register_tensors,
+    unregister_tensors,
+)
+from pipec.runtime.processes.launch import default_num_ranks
 from pipec.runtime.processes.worker import Worker
-from pipec.runtime.randomness import Streams, mix
-from pipec.runtime.stages.batch import dense
-from pipec.runtime.stages.gradients import GradientSum
+from pipec.runtime.random_operators import call_with_generator, dropout
+from pipec.runtime.random_seeds import OperatorGenerators, mix_seed
+from pipec.runtime.stages.gradients import GradientAccumulator
+from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.step import interpreter
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Ranks
-from pipec.runtime.step.results import Results, merge
-from pipec.runtime.step.span import Span
+from pipec.runtime.step.step_results import StepResults, merge
 
 CPU = torch.device("cpu")
 
@@ -49,7 +55,7 @@ class Tied(torch.nn.Module):
 
 def test_held_tensors_are_the_models_own() -> None:
     model, holder = Tied(), torch.nn.Module()
-    hold(holder, ModelTensors.of(model))
+    register_tensors(holder, ModelTensors.of(model))
     assert holder.state_dict().keys() == model.state_dict().keys()
     assert dict(holder.named_buffers()).keys() == {"kept", "passing"}
     assert holder.second.weight is holder.first.weight is model.first.weight
@@ -58,36 +64,38 @@ def test_held_tensors_are_the_models_own() -> None:
 
 def test_emptied_tensors_hold_no_memory_and_get_their_shapes_for_a_while() -> None:
     model, holder = Tied(), torch.nn.Module()
-    tensors, emptied = ModelTensors.of(model), Emptied()
-    hold(holder, tensors)
-    forget(holder, ["first.weight", "second.weight", "kept"])
+    tensors, emptied = ModelTensors.of(model), EmptiedTensors()
+    register_tensors(holder, tensors)
+    unregister_tensors(holder, ["first.weight", "second.weight", "kept"])
     emptied.empty({"first.weight": model.first.weight, "kept": model.kept})
     assert holder.state_dict().keys() == {"first.bias", "second.bias"}
     assert model.second.weight.untyped_storage().nbytes() == model.kept.untyped_storage().nbytes() == 0
-    with emptied.shaped(tensors.unique()):
+    with emptied.materialized(tensors.unique()):
         assert model.first.weight.shape == (2, 2)
         assert model.kept.shape == (1,)
     assert model.first.weight.shape == model.kept.shape == (0,)
-    fill(model, {"first.weight": torch.ones(2, 2), "second.weight": torch.ones(2, 2), "kept": torch.ones(1)})
+    fill_tensors(
+        model, {"first.weight": torch.ones(2, 2), "second.weight": torch.ones(2, 2), "kept": torch.ones(1)}
+    )
     assert torch.equal(model.second.weight, torch.ones(2, 2))
     with pytest.raises(InputError, match=r"has \[2\] on cpu as first.bias; expected \[3\] with memory"):
-        fill(model, {"first.bias": torch.ones(3)})
+        fill_tensors(model, {"first.bias": torch.ones(3)})
 
 
 def test_generated_code_gets_tensors_without_gaps() -> None:
     images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     for already_dense in (torch.zeros(2, 3), images, torch.zeros(()), "text", 3):
-        assert dense(already_dense) is already_dense
+        assert as_contiguous(already_dense) is already_dense
     for gap in (torch.arange(6).view(2, 3)[:, :-1], torch.zeros(2, 3).t(), images[:, 1:]):
-        assert dense(gap).is_contiguous()
-        assert torch.equal(dense(gap), gap)
+        assert as_contiguous(gap).is_contiguous()
+        assert torch.equal(as_contiguous(gap), gap)
 
 
 # gradients
 
 
 def sum_of(parameters: Sequence[Tensor], *microbatches: list[Tensor | None]) -> None:
-    total = GradientSum(parameters, ())
+    total = GradientAccumulator(parameters, ())
     total.begin_step()
     for gradients in microbatches:
         total.add(gradients)
@@ -98,7 +106,7 @@ def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
     with torch.no_grad():
         gradients = [torch.ones(3, 2).mm(torch.ones(2, 4)).t().t()]
     address = gradients[0].data_ptr()
-    total = GradientSum([weight], ())
+    total = GradientAccumulator([weight], ())
     total.begin_step()
     total.add(gradients)
     assert weight.grad.data_ptr() == address
@@ -173,8 +181,8 @@ def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
     with pytest.raises(
         VerifyError, match=r"similarity: f32\[b, b\] has the batch in more than one dimension"
     ):
-        Results([(similarity, range(2))], 2)
-    Results([(similarity, range(1))], 1)
+        StepResults([(similarity, range(2))], 2)
+    StepResults([(similarity, range(1))], 1)
 
 
 # randomness
@@ -184,50 +192,50 @@ def test_draws_depend_on_their_generator_alone_and_leave_the_default_one_as_it_w
     x = torch.ones(50)
     draws: list[Callable[[torch.Generator], Tensor]] = [
         lambda own: dropout(x, 0.5, own)[0],
-        lambda own: draw(own, torch.bernoulli, x / 2),
+        lambda own: call_with_generator(own, torch.bernoulli, x / 2),
     ]
     for make in draws:
-        first = make(Streams(CPU, (0, 0))(1))
+        first = make(OperatorGenerators(CPU, (0, 0))(1))
         torch.rand(1)
         before = torch.get_rng_state()
-        assert torch.equal(make(Streams(CPU, (0, 0))(1)), first)
-        assert not torch.equal(make(Streams(CPU, (0, 0))(2)), first)
+        assert torch.equal(make(OperatorGenerators(CPU, (0, 0))(1)), first)
+        assert not torch.equal(make(OperatorGenerators(CPU, (0, 0))(2)), first)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_draw_that_fails_leaves_the_default_generator_as_it_was() -> None:
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="p_in >= 0"):
-        draw(Streams(CPU, (0, 0))(1), torch.bernoulli, -torch.ones(3))
+        call_with_generator(OperatorGenerators(CPU, (0, 0))(1), torch.bernoulli, -torch.ones(3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_scales_what_its_mask_keeps() -> None:
     x = torch.linspace(1, 2, 50)
     for p in (0.0, 0.3, 1.0):
-        output, mask = dropout(x, p, Streams(CPU, (0, 0))(1))
+        output, mask = dropout(x, p, OperatorGenerators(CPU, (0, 0))(1))
         assert torch.equal(output, torch.where(mask, x * (1 / (1 - p)) if p < 1 else x, 0.0))
         assert mask.all() if p == 0 else mask.any() == (p < 1)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2**32)] * 4), min_size=2, max_size=20, unique=True))
 def test_keys_lead_to_seeds_of_their_own(keys: list[tuple[int, ...]]) -> None:
-    seeds = [mix(*key) for key in keys]
+    seeds = [mix_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_a_stream_depends_on_its_key_alone() -> None:
-    first, _, again = (Streams(CPU, (0, 1))(operator) for operator in (2, 3, 2))
+    first, _, again = (OperatorGenerators(CPU, (0, 1))(operator) for operator in (2, 3, 2))
     assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=again))
-    assert f"{mix(1, 2):x}" == "bcd9dbb49673066b"  # streams stay what they are from version to version
+    assert f"{mix_seed(1, 2):x}" == "bcd9dbb49673066b"  # streams stay what they are from version to version
 
 
 # receive buffers
 
 
 def test_a_buffer_is_used_again_once_nobody_holds_what_it_held() -> None:
-    buffer = Buffer(CPU, stays=True)
+    buffer = ReceiveBuffer(CPU, stays=True)
     first = buffer.memory(48)
     value = first.whole[12:]
     second = buffer.memory(48)
@@ -244,8 +252,8 @@ def test_ranks_divide_the_threads_and_leave_the_callers_alone() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        assert InProcess([CPU] * 2).run([torch.get_num_threads] * 2) == [2, 2]
-        assert InProcess([CPU] * 8).run([torch.get_num_threads] * 8) == [1] * 8
+        assert InProcessTransport([CPU] * 2).run([torch.get_num_threads] * 2) == [2, 2]
+        assert InProcessTransport([CPU] * 8).run([torch.get_num_threads] * 8) == [1] * 8
         assert torch.get_num_threads() == 4
         assert run_in_thread(torch.get_num_threads) == 4
     finally:
@@ -261,7 +269,7 @@ def run_in_thread(function: Callable[[], int]) -> int:
 
 
 def test_messages_of_a_link_arrive_in_order_and_by_reference() -> None:
-    ranks = InProcess([CPU, CPU])
+    ranks = InProcessTransport([CPU, CPU])
     link = Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
     send = ranks.endpoint(0).sender(Instruction(Op.SEND, 0, 0, link, peer=1), tag=0)
     receiver = ranks.endpoint(1).receiver(Instruction(Op.RECV, 1, 0, link, peer=0, slot=0), tag=0)
@@ -276,7 +284,7 @@ def test_messages_of_a_link_arrive_in_order_and_by_reference() -> None:
     assert all(found is expected for found, expected in zip(received, sent, strict=True))
 
 
-def make_waiting_rank(ranks: InProcess) -> Callable[[], object]:
+def make_waiting_rank(ranks: InProcessTransport) -> Callable[[], object]:
     """What rank 0 does to wait for a message that rank 1 never sends."""
     link = Link(1, 0, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
     return ranks.endpoint(0).receiver(Instruction(Op.RECV, 0, 0, link, peer=1, slot=0), tag=7).wait
@@ -287,7 +295,7 @@ def fail(error: BaseException) -> None:
 
 
 def test_an_error_stops_ranks_that_wait_and_the_first_is_raised() -> None:
-    ranks, error = InProcess([CPU, CPU]), ValueError("first")
+    ranks, error = InProcessTransport([CPU, CPU]), ValueError("first")
     for _ in range(2):
         with pytest.raises(ValueError, match="first") as caught:
             ranks.run([make_waiting_rank(ranks), lambda: fail(error)])
@@ -296,7 +304,7 @@ def test_an_error_stops_ranks_that_wait_and_the_first_is_raised() -> None:
 
 
 def test_an_error_stops_a_rank_that_only_sends() -> None:
-    ranks = InProcess([CPU, CPU])
+    ranks = InProcessTransport([CPU, CPU])
     link = Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
     send = ranks.endpoint(0).sender(Instruction(Op.SEND, 0, 0, link, peer=1), tag=0)
     stopped: list[str] = []
@@ -324,7 +332,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_ranks_that_wait() -> None:
-    ranks = InProcess([CPU, CPU])
+    ranks = InProcessTransport([CPU, CPU])
     with pytest.raises(KeyboardInterrupt):
         ranks.run([make_waiting_rank(ranks), lambda: os.kill(os.getpid(), signal.SIGINT)])
     assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
@@ -332,7 +340,7 @@ def test_ctrl_c_stops_ranks_that_wait() -> None:
 
 def test_threads_end_with_the_transport(collect: Callable[[], int]) -> None:
     before = set(threading.enumerate())
-    ranks = InProcess([CPU] * 3)
+    ranks = InProcessTransport([CPU] * 3)
     workers = set(threading.enumerate()) - before
     assert len(workers) == 3
     del ranks
@@ -359,7 +367,7 @@ def test_a_lone_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert world() == World(0, 1)
-    assert not world().distributed
+    assert not world().is_distributed
     assert resolve_devices(3, world()) == {0: CPU, 1: CPU, 2: CPU}
 
 
@@ -367,12 +375,12 @@ def test_torchrun_gives_each_process_one_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert world() == World(2, 4)
-    assert world().distributed
+    assert world().is_distributed
     assert resolve_devices(4, world()) == {2: CPU}
     assert resolve_devices(["cpu", "cpu", "mps", "cpu"], world()) == {2: torch.device("mps")}
     with pytest.raises(InputError, match="entry 1 of devices is 'meta', which computes nothing"):
         resolve_devices(["cpu", "meta", "cpu", "cpu"], world())
-    assert every_device(world()) == 4
+    assert default_num_ranks(world()) == 4
 
 
 def test_devices_that_contradict_the_world_are_refused() -> None:
@@ -389,7 +397,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_shared_in_one_process_but_not_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert every_device(World(0, 1)) == 2
+    assert default_num_ranks(World(0, 1)) == 2
     assert resolve_devices(3, World(0, 1)) == {0: first, 1: second, 2: first}
     assert resolve_devices(["cpu"] * 2, World(0, 1)) == {0: CPU, 1: CPU}
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -458,7 +466,9 @@ def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pyte
     monkeypatch.setattr(interpreter, "current_device", current_device)
     plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=((0,),), stages=(Stage(0, 0, 0),), links=())
     program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
-    Interpreter(program, plan, {0: Code}, {}, {}, InProcess([CPU]).endpoint(0), CPU).run([{}], Span([1], 1))
+    Interpreter(program, plan, {0: Code}, {}, {}, InProcessTransport([CPU]).endpoint(0), CPU).run(
+        [{}], BatchSlice([1], 1)
+    )
     assert seen == [[CPU]]
     assert entered == [CPU, torch.device("meta")]
 

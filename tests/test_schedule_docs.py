@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipec.cli import app
-from pipec.schedules import ASYNCHRONOUS, SCHEDULES, SEARCHED
+from pipec.schedules import ASYNCHRONOUS_SCHEDULES, SCHEDULES, SEARCHED_SCHEDULES
 
 DOCS = (Path(__file__).parent.parent / "docs" / "schedules.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```console\n\$ pipec (.*)\n((?:.*\n)*?)```", DOCS)
@@ -22,5 +22,6 @@ def test_a_timeline_is_what_its_command_prints(command: str, printed: str) -> No
 def test_every_schedule_has_a_timeline() -> None:
     shown = dict.fromkeys(shlex.split(command)[1] for command, _ in BLOCKS)
     assert list(shown) == sorted(
-        {*SCHEDULES, *SEARCHED, *ASYNCHRONOUS}, key=lambda name: DOCS.index(f"$ pipec schedule {name} ")
+        {*SCHEDULES, *SEARCHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES},
+        key=lambda name: DOCS.index(f"$ pipec schedule {name} "),
     )

@@ -7,12 +7,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InputError
-from pipec.ir import Compute, Phase, Schedule, unreplicated
+from pipec.ir import Compute, Phase, Schedule, one_rank_per_stage
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import SCHEDULES, forward_only, interleaved_1f1b, looped_bfs, make_schedule
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.simulate import SimulationCosts, simulate
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 ONE_STAGE_A_RANK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -32,7 +32,7 @@ def played(schedule: Schedule, f: float = 1, b: float = 1, w: float = 1, message
     links = chain_links(schedule.num_stages)
     programs = lower(schedule, links)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
-    costs = Costs.uniform(
+    costs = SimulationCosts.uniform(
         schedule.num_stages, forward=f, backward_input=b, backward_weight=w, links=links, message=message
     )
     return simulate(programs, costs)
@@ -40,7 +40,7 @@ def played(schedule: Schedule, f: float = 1, b: float = 1, w: float = 1, message
 
 def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
     schedule = make_schedule("gpipe", 2, 3)
-    assert schedule.placement == unreplicated((0, 1))
+    assert schedule.placement == one_rank_per_stage((0, 1))
     assert order(schedule, 0) == order(schedule, 1) == "F0 F1 F2 B0 B1 B2"
 
 
@@ -57,14 +57,14 @@ def test_1f1b_with_fewer_microbatches_than_ranks_is_gpipe_on_early_ranks() -> No
 
 def test_interleaved_sends_p_microbatches_through_one_stage_then_the_next() -> None:
     schedule = make_schedule("interleaved-1f1b", 2, 4)
-    assert schedule.placement == unreplicated((0, 1, 0, 1))
+    assert schedule.placement == one_rank_per_stage((0, 1, 0, 1))
     assert order(schedule, 0) == "Fa0 Fa1 Fb0 Fb1 Fa2 Bb0 Fa3 Bb1 Fb2 Ba0 Fb3 Ba1 Bb2 Bb3 Ba2 Ba3"
     assert order(schedule, 1) == "Fa0 Fa1 Fb0 Bb0 Fb1 Bb1 Fa2 Ba0 Fa3 Ba1 Fb2 Bb2 Fb3 Bb3 Ba2 Ba3"
 
 
 def test_looped_bfs_sends_all_microbatches_through_one_stage_then_the_next() -> None:
     schedule = make_schedule("looped-bfs", 2, 3)
-    assert schedule.placement == unreplicated((0, 1, 0, 1))
+    assert schedule.placement == one_rank_per_stage((0, 1, 0, 1))
     assert order(schedule, 1) == "Fa0 Fa1 Fa2 Fb0 Fb1 Fb2 Bb0 Bb1 Bb2 Ba0 Ba1 Ba2"
 
 
@@ -76,7 +76,7 @@ def test_a_suffix_is_the_number_of_stages_per_rank(name: str, make: Callable[...
         schedule = make_schedule(f"{name}-v{v}", 2, 4)
         assert schedule == make(2, 4, v)
         assert schedule.name == f"{name}-v{v}"
-        assert schedule.placement == unreplicated((0, 1)) * v
+        assert schedule.placement == one_rank_per_stage((0, 1)) * v
     assert make_schedule(f"{name}-v2", 2, 4) == make_schedule(name, 2, 4)
     assert make_schedule(name, 2, 4).name == name
     with pytest.raises(InputError, match=f"schedule '{name}-v0' needs num_chunks of at least 1, got 0"):
@@ -107,7 +107,7 @@ def test_zb_h2_warms_up_twice_as_long() -> None:
 
 def test_zb_v_alternates_both_stages_of_a_rank() -> None:
     schedule = make_schedule("zb-v", 2, 3)
-    assert schedule.placement == unreplicated((0, 1, 1, 0))
+    assert schedule.placement == one_rank_per_stage((0, 1, 1, 0))
     assert order(schedule, 0) == "Fa0 Fa1 Fa2 Fb0 Bb0 Wb0 Fb1 Bb1 Wb1 Ba0 Wa0 Fb2 Bb2 Wb2 Ba1 Wa1 Ba2 Wa2"
 
 

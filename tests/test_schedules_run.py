@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import (
+from compile_variants import (
     Captured,
     TrainingRun,
     captured,
@@ -17,31 +17,31 @@ from combinations import (
     save_with_tensors,
     tied_parameters,
 )
+from huggingface_models import ROWS, Factory, each, encoder, gpt2, resnet
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from models import ROWS, Factory, each, encoder, gpt2, resnet
 from torch import nn
-from unsplit import Inputs, Outcome, assert_equal, unsplit_step
-from workers import read_outcome, train
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
+from worker_processes import read_outcome, train
 
 import pipec
-from pipec.artifact.directory import Artifact
-from pipec.compiler.policy import ScheduleChoice
-from pipec.compiler.staged import DOUBT
+from pipec.artifact.artifact import Artifact
+from pipec.compiler.schedule_policy import ScheduleSource
+from pipec.compiler.staged_graph import PREDICTION_TOLERANCE
 from pipec.errors import VerifyError
 from pipec.hardware.devices import DEVICES
-from pipec.ir import Compute, HostCost, Phase, Plan, Program, Schedule, unreplicated
-from pipec.ir.batch import split_sizes
-from pipec.plan.memory import plan_memory
-from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
-from pipec.schedules.fixed import LOOPED
+from pipec.ir import Compute, HostCost, Phase, Plan, Program, Schedule, one_rank_per_stage
+from pipec.ir.batch_split import split_sizes
+from pipec.plan.memory_needs import plan_memory
+from pipec.schedules import SCHEDULES, SEARCHED_SCHEDULES, make_schedule
+from pipec.schedules.registry import LOOPED_SCHEDULES
 
 pytestmark = pytest.mark.slow
 
 SIZES = (2,) * 8
 """Twice as many microbatches as ranks, which is the least that some schedules need."""
 
-NAMES = [*SCHEDULES, *SEARCHED]
+NAMES = [*SCHEDULES, *SEARCHED_SCHEDULES]
 
 
 def inputs_of(model: Captured) -> Inputs:
@@ -50,9 +50,9 @@ def inputs_of(model: Captured) -> Inputs:
 
 
 @functools.cache
-def expected(model: Captured) -> Outcome:
+def expected(model: Captured) -> StepResult:
     unsplit = copy.deepcopy(model.model)
-    return Outcome.of(unsplit_step(unsplit, inputs_of(model), SIZES), unsplit)
+    return StepResult.of(unsplit_step(unsplit, inputs_of(model), SIZES), unsplit)
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def test_in_one_process(factory: Factory, name: str, num_ranks: int) -> None:
     model = captured(factory)
     artifact = compiled(model, name, num_ranks)
     run = TrainingRun(artifact, model.model)
-    outcome = Outcome.of(run.step(inputs_of(model), SIZES), run.model)
+    outcome = StepResult.of(run.step(inputs_of(model), SIZES), run.model)
     assert_equal(outcome, expected(model), tied_parameters(artifact))
 
 
@@ -91,15 +91,19 @@ def test_recomputing(name: str) -> None:
     schedule = make_schedule(name, 2, len(SIZES))
     artifact = generated(cut_evenly(model, schedule.num_stages, recompute=True), schedule)
     run = TrainingRun(artifact, model.model)
-    outcome = Outcome.of(run.step(inputs_of(model), SIZES), run.model)
+    outcome = StepResult.of(run.step(inputs_of(model), SIZES), run.model)
     assert_equal(outcome, expected(model), tied_parameters(artifact))
 
 
-ANY_LOOPED = [f"{name}-v{v}" for name in LOOPED for v in (1, 2, 3)]
+ANY_LOOPED = [f"{name}-v{v}" for name in LOOPED_SCHEDULES for v in (1, 2, 3)]
 
 
 @settings(max_examples=12)
-@given(st.sampled_from(sorted({*NAMES, *ANY_LOOPED} - LOOPED.keys())), st.integers(1, 4), st.integers(1, 8))
+@given(
+    st.sampled_from(sorted({*NAMES, *ANY_LOOPED} - LOOPED_SCHEDULES.keys())),
+    st.integers(1, 4),
+    st.integers(1, 8),
+)
 def test_any_counts_of_ranks_microbatches_and_stages_per_rank(name: str, p: int, m: int) -> None:
     """Microbatches differ in size where the rows do not divide, and many have a single row."""
     assume(not name.startswith("interleaved-1f1b") or m % p == 0)
@@ -108,8 +112,8 @@ def test_any_counts_of_ranks_microbatches_and_stages_per_rank(name: str, p: int,
     schedule = make_schedule(name, p, m)
     artifact = generated(cut_evenly(model, schedule.num_stages, recompute=False), schedule)
     run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
-    found = Outcome.of(run.step(model.inputs, sizes), run.model)
-    assert_equal(found, Outcome.of(unsplit_step(unsplit, model.inputs, sizes), unsplit))
+    found = StepResult.of(run.step(model.inputs, sizes), run.model)
+    assert_equal(found, StepResult.of(unsplit_step(unsplit, model.inputs, sizes), unsplit))
 
 
 def layers() -> nn.Module:
@@ -119,7 +123,7 @@ def layers() -> nn.Module:
 X, Y = torch.randn(32, 16), torch.randn(32, 16)
 
 
-def trained(schedule: ScheduleChoice, **options: Any) -> tuple[pipec.Pipeline, Outcome, Outcome]:
+def trained(schedule: ScheduleSource, **options: Any) -> tuple[pipec.Pipeline, StepResult, StepResult]:
     """A pipeline after a step, what that left, and what autograd does with the same microbatches."""
     torch.manual_seed(0)
     model = layers()
@@ -130,7 +134,7 @@ def trained(schedule: ScheduleChoice, **options: Any) -> tuple[pipec.Pipeline, O
     rows = 32 // pipe.plan.num_microbatches
     for x, y in zip(X.split(rows), Y.split(rows), strict=True):
         (loss_fn(unsplit(x), y) * (rows / 32)).backward()
-    return pipe, Outcome.of(loss, model), Outcome.of(loss, unsplit)
+    return pipe, StepResult.of(loss, model), StepResult.of(loss, unsplit)
 
 
 @pytest.mark.parametrize("name", ["auto", "dualpipe-v"])
@@ -143,7 +147,7 @@ def test_a_schedule_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", ["interleaved-1f1b-v3", "looped-bfs-v3"])
 def test_three_stages_per_rank_by_name(name: str) -> None:
     pipe, found, wanted = trained(name, microbatches=4)
-    assert (pipe.plan.schedule, pipe.plan.placement) == (name, unreplicated((0, 1)) * 3)
+    assert (pipe.plan.schedule, pipe.plan.placement) == (name, one_rank_per_stage((0, 1)) * 3)
     assert_equal(found, wanted)
     torch.manual_seed(0)
     unsplit = layers()
@@ -157,7 +161,7 @@ def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -
         name: trained(name, microbatches=8, device_model=device)[0].simulate().makespan
         for name in ("auto", "1f1b", "zb-v")
     }
-    assert makespan["auto"] <= min(makespan.values()) * (1 + DOUBT)
+    assert makespan["auto"] <= min(makespan.values()) * (1 + PREDICTION_TOLERANCE)
 
 
 def test_auto_stays_within_the_memory_limit() -> None:
@@ -180,7 +184,7 @@ def test_a_function_of_ones_own() -> None:
         for rank in range(num_ranks):
             forwards = [Compute(Phase.FORWARD, rank, microbatch) for microbatch in range(num_microbatches)]
             orders.append((*forwards, *(replace(f, phase=Phase.BACKWARD) for f in reversed(forwards))))
-        return Schedule("lifo", num_microbatches, unreplicated(range(num_ranks)), tuple(orders))
+        return Schedule("lifo", num_microbatches, one_rank_per_stage(range(num_ranks)), tuple(orders))
 
     pipe, found, wanted = trained(last_in_first_out, microbatches=4)
     assert pipe.plan.schedule == "lifo"

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from pipec.errors import InfeasibleError
-from pipec.ir import Compute, Phase, Placement, Schedule, StageMemory, count_ranks, unreplicated
-from pipec.programs.memory import held, most_in_flight
-from pipec.schedules import Workload, candidates, make_schedule, v_placement
-from pipec.schedules.chain import simulate_schedule
+from pipec.ir import Compute, Phase, Placement, Schedule, StageMemory, count_ranks, one_rank_per_stage
+from pipec.programs.rank_memory import max_in_flight_of_order, microbatch_bytes
+from pipec.schedules import Workload, candidate_schedules, make_schedule, v_placement
+from pipec.schedules.chain_simulation import simulate_schedule
 
-UNIT = StageMemory(saved=1, kept=1)
+UNIT = StageMemory(saved=1, weight_gradient_saved=1)
 
 
 def uneven(
@@ -28,8 +28,8 @@ def makespan(schedule: Schedule, work: Workload) -> float:
 
 
 def best(work: Workload, placement: Placement, num_microbatches: int) -> Schedule:
-    found = candidates(count_ranks(placement), num_microbatches, work, placement)
-    return min(filter(work.fits, found), key=lambda schedule: makespan(schedule, work))
+    found = candidate_schedules(count_ranks(placement), num_microbatches, work, placement)
+    return min(filter(work.fits_memory, found), key=lambda schedule: makespan(schedule, work))
 
 
 def test_the_costs_of_each_stage_find_better_orders_than_the_averages_of_ranks() -> None:
@@ -47,24 +47,26 @@ def test_every_rank_stays_within_its_own_limit() -> None:
     tight, roomy = (
         make_schedule("zb-2p", 3, 8, each) for each in (work, replace(work, memory_limit=math.inf))
     )
-    assert work.peaks(tight)[1] == 2
-    assert work.peaks(roomy)[1] > 2
+    assert work.peak_memory(tight)[1] == 2
+    assert work.peak_memory(roomy)[1] > 2
     assert makespan(tight, work) >= makespan(roomy, work)
-    assert work.fits(tight)
-    assert not work.fits(roomy)
+    assert work.fits_memory(tight)
+    assert not work.fits_memory(roomy)
     with pytest.raises(InfeasibleError, match=r"holds up to \d on a rank, but the memory limit is 2"):
-        work.check_fits(roomy)
+        work.check_memory(roomy)
 
 
 def test_weights_gradients_and_the_running_phase_count_against_the_limit() -> None:
-    memory = StageMemory(weights=10, gradients=10, saved=2, kept=1, transient=dict.fromkeys(Phase, 5.0))
+    memory = StageMemory(
+        weights=10, gradients=10, saved=2, weight_gradient_saved=1, transient=dict.fromkeys(Phase, 5.0)
+    )
     schedule = make_schedule("1f1b", 2, 4)
     work = uneven(1, 1, memory=memory, limit=29)
-    assert work.peaks(schedule) == (20 + 2 * 2 + 5, 20 + 2 + 5)
-    assert work.room(schedule.placement) == (4, 4)
-    assert work.fits(schedule)
-    assert not replace(work, memory_limit=(28.0, 29.0)).fits(schedule)
-    assert replace(work, memory_limit=24.0).room(schedule.placement) == (0, 0)
+    assert work.peak_memory(schedule) == (20 + 2 * 2 + 5, 20 + 2 + 5)
+    assert work.available_memory(schedule.placement) == (4, 4)
+    assert work.fits_memory(schedule)
+    assert not replace(work, memory_limit=(28.0, 29.0)).fits_memory(schedule)
+    assert replace(work, memory_limit=24.0).available_memory(schedule.placement) == (0, 0)
     with pytest.raises(InfeasibleError, match="limit of 1, but one microbatch holds 2"):
         make_schedule("zb-1p", 2, 4, replace(work, memory_limit=26.0))
 
@@ -73,26 +75,28 @@ def test_what_a_rank_holds_while_each_cell_runs() -> None:
     """The example of the docstring, with a replay and a whole backward."""
     phases = [Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT, Phase.RECOMPUTE]
     order = [Compute(phase, 0, 0) for phase in (*phases, Phase.BACKWARD)]
-    memory = StageMemory(saved=2, kept=1, transient=dict.fromkeys(Phase, 5.0))
-    assert np.array_equal(held(order, [memory]), [7, 9, 9, 8, 7, 7])
-    assert most_in_flight(order) == 2
-    assert most_in_flight(()) == 0
+    memory = StageMemory(saved=2, weight_gradient_saved=1, transient=dict.fromkeys(Phase, 5.0))
+    assert np.array_equal(microbatch_bytes(order, [memory]), [7, 9, 9, 8, 7, 7])
+    assert max_in_flight_of_order(order) == 2
+    assert max_in_flight_of_order(()) == 0
 
 
 @pytest.mark.parametrize("backward", [[Phase.BACKWARD], [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT]])
 def test_a_microbatch_leaves_nothing_behind(backward: list[Phase]) -> None:
-    memory = StageMemory(weights=1, gradients=2, saved=3, kept=4, transient=dict.fromkeys(Phase, 5.0))
+    memory = StageMemory(
+        weights=1, gradients=2, saved=3, weight_gradient_saved=4, transient=dict.fromkeys(Phase, 5.0)
+    )
     assert sum(sum(memory.growth(phase)) for phase in (Phase.FORWARD, Phase.RECOMPUTE, *backward)) == 0
     assert memory.static == 3
 
 
 def test_the_work_of_a_rank_is_divided_equally_among_its_stages() -> None:
     work = uneven(2, 4, memory=StageMemory(weights=8, saved=2))
-    divided = work.on(unreplicated((0, 1, 1, 0)))
+    divided = work.for_placement(one_rank_per_stage((0, 1, 1, 0)))
     assert divided.forward == (1, 2, 2, 1)
     assert divided.memory == (StageMemory(weights=4, saved=1),) * 4
-    assert work.on(unreplicated((0, 1))) is work
-    assert not work.serves(unreplicated((0, 1, 2)))
+    assert work.for_placement(one_rank_per_stage((0, 1))) is work
+    assert not work.has_costs_of(one_rank_per_stage((0, 1, 2)))
 
 
 def test_a_stage_that_recomputes_takes_longer_backwards() -> None:

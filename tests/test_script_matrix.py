@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from script_matrix import HABITS, SOURCES, plain
-from workers import run_ranks
+from training_habits_script import HABITS, SOURCES, plain
+from worker_processes import run_ranks
 
 ROUNDING = 1e-6
 """Relative: the model is in double precision, its loss in single."""
@@ -16,7 +16,7 @@ ROUNDING = 1e-6
 def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What each rank prints, in its last line its losses by habit and source."""
     count = request.param
-    script = Path(__file__).with_name("script_matrix.py")
+    script = Path(__file__).parent / "helpers" / "training_habits_script.py"
     return run_ranks(script, count if count > 1 else 0, tmp_path_factory.mktemp("ranks"), [str(count)])
 
 

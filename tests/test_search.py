@@ -15,13 +15,17 @@ from torch import nn
 
 import pipec
 from pipec.compiler.autotuner import Autotuner, _Search
-from pipec.compiler.policy import counts_to_try, policy_for, usual_microbatches
-from pipec.compiler.staged import DOUBT, Trial
+from pipec.compiler.schedule_policy import (
+    default_num_microbatches,
+    make_schedule_policy,
+    microbatch_counts_to_try,
+)
+from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.errors import InfeasibleError, InputError
 from pipec.hardware.devices import DEVICES
 from pipec.ir import Alternative, HostCost, Plan
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import plan_memory
+from pipec.plan.memory_needs import plan_memory
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +58,7 @@ def alternative(plan: Plan, **wanted: object) -> Alternative:
 
 @given(batch=st.integers(1, 3000), num_ranks=st.integers(1, 64))
 def test_numbers_of_microbatches_worth_a_try(batch: int, num_ranks: int) -> None:
-    counts, most = counts_to_try(batch, num_ranks), min(batch, 8 * num_ranks)
+    counts, most = microbatch_counts_to_try(batch, num_ranks), min(batch, 8 * num_ranks)
     assert counts[0] == 1
     assert counts[-1] <= most
     assert all(low < high < 4 * low for low, high in itertools.pairwise(counts))
@@ -67,7 +71,7 @@ def test_numbers_of_microbatches_worth_a_try(batch: int, num_ranks: int) -> None
 
 @given(batch=st.integers(1, 3000), num_ranks=st.integers(1, 64))
 def test_the_usual_number_of_microbatches(batch: int, num_ranks: int) -> None:
-    count = usual_microbatches(batch, num_ranks)
+    count = default_num_microbatches(batch, num_ranks)
     assert 1 <= count <= min(batch, 4 * num_ranks)
     assert batch % count == 0 or all(batch % each for each in range(num_ranks, 4 * num_ranks + 1))
 
@@ -77,11 +81,11 @@ def test_no_other_number_of_microbatches_is_predicted_to_be_much_faster(searched
     for count in {1, 2, 4, 8, 16, 32} - {searched.plan.num_microbatches}:
         other = alternative(searched.plan, num_microbatches=count, replicas=(1,) * 4)
         if other.seconds > taken:
-            assert other.refused == f"{other.seconds / taken - 1:.1%} slower"
+            assert other.rejection_reason == f"{other.seconds / taken - 1:.1%} slower"
         else:
             assert count > searched.plan.num_microbatches
-            assert other.seconds > taken / (1 + DOUBT)
-            assert other.refused == "about as fast, with more and smaller microbatches"
+            assert other.seconds > taken / (1 + PREDICTION_TOLERANCE)
+            assert other.rejection_reason == "about as fast, with more and smaller microbatches"
 
 
 def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> None:
@@ -98,7 +102,7 @@ def test_what_replicas_are_said_to_take_is_what_their_programs_take(searched: Pi
     pipe = prepared(replicas=4, microbatches=said.num_microbatches)
     assert pipe.plan.placement == ((0, 1, 2, 3),)
     assert said.seconds == pytest.approx(pipe.simulate().makespan)
-    assert said.refused.endswith(("slower", "faster, with replicas=4"))
+    assert said.rejection_reason.endswith(("slower", "faster, with replicas=4"))
 
 
 def test_a_memory_limit_rules_ways_out() -> None:
@@ -108,7 +112,10 @@ def test_a_memory_limit_rules_ways_out() -> None:
     )
     pipe = prepared(memory_limit=tight, recompute="none")
     assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= tight
-    assert "more than a device has" in alternative(pipe.plan, num_microbatches=1, replicas=(1,) * 4).refused
+    assert (
+        "more than a device has"
+        in alternative(pipe.plan, num_microbatches=1, replicas=(1,) * 4).rejection_reason
+    )
 
 
 def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
@@ -126,7 +133,7 @@ class Tried:
     schedule = property(lambda self: SimpleNamespace(name=self.name, placement=((0,), (1,))))
     plan = SimpleNamespace(num_microbatches=8)
     score = property(lambda self: (0.0, self.seconds))
-    is_close = Trial.is_close
+    is_close = EvaluatedPlan.is_close
     overlaps, peak_bytes = False, 1.0
 
 
@@ -151,7 +158,7 @@ def test_a_simpler_schedule_is_given_up_for_a_clear_gain_alone(
 
 @pytest.fixture(scope="module")
 def tuner() -> Autotuner:
-    return Autotuner(policy_for("auto", 2), may_recompute=False)
+    return Autotuner(make_schedule_policy("auto", 2), may_recompute=False)
 
 
 def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_than_bubbles() -> None:
@@ -161,15 +168,15 @@ def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_
     )
     tried = {each.schedule for pipe in (free, dear) for each in pipe.plan.alternatives}
     assert {"gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"} <= tried
-    assert not any(each.refused == "" for pipe in (free, dear) for each in pipe.plan.alternatives)
+    assert not any(each.rejection_reason == "" for pipe in (free, dear) for each in pipe.plan.alternatives)
     alone = [each for each in free.plan.alternatives if {*each.replicas} == {1}]
-    assert all(each.seconds > free.simulate().makespan / (1 + DOUBT) for each in alone)
+    assert all(each.seconds > free.simulate().makespan / (1 + PREDICTION_TOLERANCE) for each in alone)
     simple = alternative(free.plan, schedule="1f1b", replicas=(1, 1))
     assert simple.seconds > 1.05 * free.simulate().makespan
     assert dear.plan.placement == ((0,), (1,))
-    assert alternative(dear.plan, schedule="interleaved-1f1b", replicas=(1, 1, 1, 1)).refused.endswith(
-        "slower"
-    )
+    assert alternative(
+        dear.plan, schedule="interleaved-1f1b", replicas=(1, 1, 1, 1)
+    ).rejection_reason.endswith("slower")
     gpipe = alternative(dear.plan, schedule="gpipe", replicas=(1, 1))
     assert max(need.peak_bytes for need in plan_memory(dear.plan, dear.programs)) < gpipe.peak_bytes
 

@@ -10,9 +10,9 @@ from torch import nn, optim
 
 import pipec
 from pipec.errors import InputError
-from pipec.ir import Shard
+from pipec.ir import ShardingLevel
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import plan_memory
+from pipec.plan.memory_needs import plan_memory
 
 ADAM = functools.partial(optim.AdamW, lr=1e-2)
 
@@ -37,36 +37,36 @@ def peak(pipe: Pipeline) -> float:
     return max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))
 
 
-@pytest.mark.parametrize("shard", [None, *Shard])
-def test_the_table_says_what_each_level_takes(shard: Shard | None) -> None:
+@pytest.mark.parametrize("shard", [None, *ShardingLevel])
+def test_the_table_says_what_each_level_takes(shard: ShardingLevel | None) -> None:
     pipe = prepared(shard=shard)
-    costs = pipe.plan.shard_costs
-    assert [each.shard for each in costs] == [None, *Shard]
+    costs = pipe.plan.sharding_costs
+    assert [each.shard for each in costs] == [None, *ShardingLevel]
     own = next(each for each in costs if each.shard is shard)
     assert (own.peak_bytes, own.seconds) == (peak(pipe), pipe.simulate().makespan)
-    assert costs == prepared().plan.shard_costs
+    assert costs == prepared().plan.sharding_costs
     assert f"{shard or 'nothing'} (taken)" in str(pipe.plan)
 
 
 def test_levels_spend_what_they_are_known_to_spend() -> None:
     """An all-reduce is two gatherings; levels 2 and 3 sum after each of two rounds; all gather once."""
-    none, *others = (each.collective_seconds for each in prepared().plan.shard_costs)
+    none, *others = (each.collective_seconds for each in prepared().plan.sharding_costs)
     assert [each / (none / 2) for each in others] == pytest.approx([1 + 1, 2 + 1, 2 + 1])
 
 
 def test_nothing_to_share_has_no_table() -> None:
-    assert prepared(replicas=1).plan.shard_costs == ()
-    assert prepared(optimizer=None).plan.shard_costs == ()
+    assert prepared(replicas=1).plan.sharding_costs == ()
+    assert prepared(optimizer=None).plan.sharding_costs == ()
 
 
 def test_auto_takes_the_fastest_level_that_fits() -> None:
-    costs = prepared().plan.shard_costs
+    costs = prepared().plan.sharding_costs
     fastest = min(costs, key=lambda each: each.seconds)
-    assert prepared(shard="auto").plan.ending.shard is fastest.shard
+    assert prepared(shard="auto").plan.sync_spec.shard is fastest.shard
     smallest = min(costs, key=lambda each: each.peak_bytes)
     assert smallest.peak_bytes < costs[0].peak_bytes
     pipe = prepared(shard="auto", memory_limit=int(smallest.peak_bytes))
-    assert pipe.plan.ending.shard is smallest.shard
+    assert pipe.plan.sync_spec.shard is smallest.shard
     assert peak(pipe) <= smallest.peak_bytes
 
 
@@ -74,7 +74,7 @@ def test_auto_takes_the_fastest_level_that_fits() -> None:
 def test_steps_of_auto_are_those_of_the_model(evaluates_first: bool) -> None:
     model = wide()
     alone = copy.deepcopy(model)
-    limit = int(min(each.peak_bytes for each in prepared().plan.shard_costs))
+    limit = int(min(each.peak_bytes for each in prepared().plan.sharding_costs))
     pipe, plain = compiled(model, shard="auto", memory_limit=limit), ADAM(alone.parameters())
     x, y = torch.randn(8, 64), torch.randn(8, 64)
     if evaluates_first:
@@ -85,7 +85,7 @@ def test_steps_of_auto_are_those_of_the_model(evaluates_first: bool) -> None:
         torch.testing.assert_close(pipe.step(x, target=y), loss.detach())
         plain.step()
         plain.zero_grad()
-    assert pipe.plan.ending.shard is not None
+    assert pipe.plan.sync_spec.shard is not None
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(pipe.eval_step(x, target=y), nn.functional.mse_loss(alone(x), y))

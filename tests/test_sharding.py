@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from split_optimizers import EVERY, Plain, gradients, model
 from torch import Tensor
 
-from pipec.ir import Piece, Sharding
-from pipec.ir.sharding import ALIGNMENT, even_slices, whole_tensors
+from pipec.ir import ParameterShard, Sharding
+from pipec.ir.sharding import ALIGNMENT, shard_evenly, shard_whole_tensors
 from pipec.runtime.optimizers import PipelineOptimizer
 
 Build = Callable[[Mapping[str, int], int], Sharding]
 
 sizes = st.lists(st.integers(0, 500), max_size=12).map(lambda each: {f"p{i}": n for i, n in enumerate(each)})
-builds = pytest.mark.parametrize("build", [even_slices, whole_tensors])
+builds = pytest.mark.parametrize("build", [shard_evenly, shard_whole_tensors])
 
 
 @builds
 @given(sizes=sizes, num_replicas=st.integers(1, 7))
 def test_every_element_is_owned_once(build: Build, sizes: dict[str, int], num_replicas: int) -> None:
     sharding = build(sizes, num_replicas)
-    pieces = [sharding.pieces(replica) for replica in range(num_replicas)]
+    pieces = [sharding.shards_of(replica) for replica in range(num_replicas)]
     owned = Counter((p.name, element) for own in pieces for p in own for element in range(p.start, p.stop))
     assert owned == Counter((name, element) for name, size in sizes.items() for element in range(size))
     assert all(len(sharding.owners(name)) == 1 for name, size in sizes.items() if size == 0)
@@ -35,7 +35,9 @@ def test_every_element_is_owned_once(build: Build, sizes: dict[str, int], num_re
 @given(sizes=sizes, num_replicas=st.integers(1, 7))
 def test_both_ways_say_the_same(build: Build, sizes: dict[str, int], num_replicas: int) -> None:
     sharding = build(sizes, num_replicas)
-    by_replica = {(replica, piece) for replica in range(num_replicas) for piece in sharding.pieces(replica)}
+    by_replica = {
+        (replica, piece) for replica in range(num_replicas) for piece in sharding.shards_of(replica)
+    }
     by_name = {(replica, piece) for name in sizes for replica, piece in sharding.owners(name).items()}
     assert by_replica == by_name
 
@@ -49,7 +51,7 @@ def test_pieces_lie_apart_in_their_owners_slice(
     assert sharding.width % ALIGNMENT == 0
     for replica in range(num_replicas):
         end = replica * sharding.width
-        for piece in sharding.pieces(replica):
+        for piece in sharding.shards_of(replica):
             begin = sharding.position(piece)
             assert begin >= end
             assert begin % ALIGNMENT == piece.start % ALIGNMENT == 0
@@ -59,7 +61,7 @@ def test_pieces_lie_apart_in_their_owners_slice(
 
 @given(sizes=sizes, num_replicas=st.integers(1, 7))
 def test_whole_tensors_are_not_cut_and_are_balanced(sizes: dict[str, int], num_replicas: int) -> None:
-    sharding = whole_tensors(sizes, num_replicas)
+    sharding = shard_whole_tensors(sizes, num_replicas)
     assert all(len(sharding.owners(name)) == 1 for name in sizes)
     total, largest = sum(sizes.values()), max(sizes.values(), default=0)
     padding = ALIGNMENT * len(sizes)
@@ -68,7 +70,7 @@ def test_whole_tensors_are_not_cut_and_are_balanced(sizes: dict[str, int], num_r
 
 @given(sizes=sizes, num_replicas=st.integers(1, 7))
 def test_even_slices_waste_no_more_than_padding(sizes: dict[str, int], num_replicas: int) -> None:
-    width = even_slices(sizes, num_replicas).width
+    width = shard_evenly(sizes, num_replicas).width
     assert width * num_replicas <= sum(sizes.values()) + ALIGNMENT * (len(sizes) + num_replicas)
 
 
@@ -80,21 +82,21 @@ def flat(tensors: Mapping[str, Tensor], sharding: Sharding) -> Tensor:
     return buffer
 
 
-def owned(own: Tensor, sharding: Sharding, replica: int) -> dict[Piece, Tensor]:
+def owned(own: Tensor, sharding: Sharding, replica: int) -> dict[ParameterShard, Tensor]:
     """The pieces in the slice that a replica has of the buffer."""
     first = replica * sharding.width
-    begins = {piece: sharding.position(piece) - first for piece in sharding.pieces(replica)}
+    begins = {piece: sharding.position(piece) - first for piece in sharding.shards_of(replica)}
     return {piece: own[begin : begin + piece.size] for piece, begin in begins.items()}
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_a_reduce_scatter_updates_and_an_all_gather_make_a_step(name: str) -> None:
     """Three replicas with parameters, gradients and state all in slices, as at the third level of ZeRO."""
-    plain, build = Plain(EVERY[name]), even_slices if name == "AdamW" else whole_tensors
+    plain, build = Plain(EVERY[name]), shard_evenly if name == "AdamW" else shard_whole_tensors
     sharding = build({name: each.numel() for name, each in plain.parameters.items()}, 3)
     optimizer = PipelineOptimizer(EVERY[name], model())
     slices = flat({name: each.detach() for name, each in model().items()}, sharding).chunk(3)
-    replicas = [optimizer.on_stage(owned(own, sharding, replica)) for replica, own in enumerate(slices)]
+    replicas = [optimizer.for_stage(owned(own, sharding, replica)) for replica, own in enumerate(slices)]
     for step in range(5):
         drawn = [gradients(3 * step + replica, plain.parameters) for replica in range(3)]
         scattered = sum(flat(each, sharding) for each in drawn).chunk(3)  # type: ignore[union-attr]
@@ -110,8 +112,8 @@ def test_a_reduce_scatter_updates_and_an_all_gather_make_a_step(name: str) -> No
 
 
 def test_a_small_example() -> None:
-    sharding = even_slices({"weight": 100, "bias": 3}, 2)
-    assert sharding.pieces(0) == (Piece("weight", 0, 100),)
-    assert sharding.pieces(1) == (Piece("bias", 0, 3),)
-    assert sharding.position(Piece("bias", 0, 3)) == sharding.width == 128
-    assert whole_tensors({"a": 100, "b": 300, "c": 200}, 2).offsets == (0, 384, 640)
+    sharding = shard_evenly({"weight": 100, "bias": 3}, 2)
+    assert sharding.shards_of(0) == (ParameterShard("weight", 0, 100),)
+    assert sharding.shards_of(1) == (ParameterShard("bias", 0, 3),)
+    assert sharding.position(ParameterShard("bias", 0, 3)) == sharding.width == 128
+    assert shard_whole_tensors({"a": 100, "b": 300, "c": 200}, 2).offsets == (0, 384, 640)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from workers import run_ranks
+from worker_processes import run_ranks
 
 import pipec
 

@@ -225,8 +225,8 @@ def test_what_lives_longer_than_its_microbatch_goes_another_way(
 ) -> None:
     for payload in Payload:
         link = link_of(torch.zeros(1), payload=payload)
-        assert bool(pair[0].sender(at(0, 1, link), 0, nullcontext())) == payload.between_computes
-        assert bool(pair[1].receiver(at(1, 0, link), 0, nullcontext())) == payload.between_computes
+        assert bool(pair[0].sender(at(0, 1, link), 0, nullcontext())) == payload.feeds_compute
+        assert bool(pair[1].receiver(at(1, 0, link), 0, nullcontext())) == payload.feeds_compute
 
 
 def test_no_file_of_a_message_stays_open() -> None:

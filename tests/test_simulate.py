@@ -12,23 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Bucket, Ending, Instruction, Link, Op, Phase, Program, Schedule, Value
+from pipec.ir import Bucket, Instruction, Link, Op, Phase, Program, Schedule, SyncSpec, Value
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.memory import peak_in_flight
+from pipec.programs.rank_memory import peak_in_flight
 from pipec.schedules import forward_only, make_schedule
-from pipec.schedules.replicas import replicated
+from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.simulate import SimulationCosts, simulate
 
 
 def played(schedule: Schedule, **costs: float) -> Timeline:
     links = chain_links(schedule.num_stages)
-    return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
+    return simulate(
+        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
+    )
 
 
 def test_a_message_delays_its_reader_and_overlaps_the_computes_of_its_sender() -> None:
     links = (*chain_links(2), result_link(1))
-    costs = Costs.uniform(2, links=links[:2], message=0.5)
+    costs = SimulationCosts.uniform(2, links=links[:2], message=0.5)
     timeline = simulate(lower(make_schedule("gpipe", 2, 2), links), costs)
     shown = [(e.rank, e.instruction.op, e.instruction.microbatch, e.start, e.end) for e in timeline.events]
     assert shown == [
@@ -72,7 +74,7 @@ def test_messages_of_both_stages_of_a_rank_share_a_channel_in_the_order_in_which
 def test_what_passes_before_the_first_instruction_delays_everything() -> None:
     links = chain_links(2)
     programs = lower(make_schedule("gpipe", 2, 1), links)
-    costs = replace(Costs.uniform(2, links=links, message=1), begin=0.5)
+    costs = replace(SimulationCosts.uniform(2, links=links, message=1), start_time=0.5)
     timeline = simulate(programs, costs)
     assert [(each.rank, each.start, each.end) for each in timeline.events] == [
         (0, 0.5, 1.5),
@@ -88,12 +90,14 @@ def test_what_passes_before_the_first_instruction_delays_everything() -> None:
 def test_channels_do_not_slow_each_other_down() -> None:
     """A forward of rank 0 sends to two ranks, and both messages leave at once."""
     links = (*chain_links(3), *skip_links(0, 2))
-    costs = Costs.uniform(3, links=links, message=1)
+    costs = SimulationCosts.uniform(3, links=links, message=1)
     timeline = simulate(lower(make_schedule("gpipe", 3, 1), links), costs)
     assert [(e.start, e.end) for e in timeline.messages if e.rank == 0] == [(1, 2), (1, 2)]
 
 
-def one_by_one(programs: Sequence[Program], costs: Costs) -> list[tuple[int, Op, int, int, float, float]]:
+def one_by_one(
+    programs: Sequence[Program], costs: SimulationCosts
+) -> list[tuple[int, Op, int, int, float, float]]:
     """What ``simulate`` says, by running each rank until a message it reads has not been sent yet."""
     arrivals: dict[tuple[Link, int, int], float] = {}
     channels: dict[tuple[int, int], float] = {}
@@ -119,7 +123,7 @@ def one_by_one(programs: Sequence[Program], costs: Costs) -> list[tuple[int, Op,
             if not all(message in arrivals for message in read):
                 return False
             start = max([start, *map(arrivals.__getitem__, read)])
-            clock[rank] = end = start + costs.of_compute(each.stage, each.op.phase)
+            clock[rank] = end = start + costs.compute_time(each.stage, each.op.phase)
         if each.op is Op.SEND or each.op.phase:
             events[rank].append((rank, each.op, each.stage, each.microbatch, start, end))
         position[rank] += 1
@@ -151,7 +155,7 @@ def test_all_ranks_at_once_take_the_time_of_one_instruction_after_another(
     links = (*chain_links(last + 1), *skip_links(0, last), *tied_links(0, last), result_link(last))
     programs = lower(schedule, links if last else (), [0] if replays else [])
     compute = {(stage, phase): random.random() for stage in range(last + 1) for phase in Phase}
-    costs = Costs(compute, {link: random.random() for link in links})
+    costs = SimulationCosts(compute, {link: random.random() for link in links})
     simulated = [
         (e.rank, e.instruction.op, e.instruction.stage, e.instruction.microbatch, e.start, e.end)
         for e in simulate(programs, costs).events
@@ -166,8 +170,10 @@ def test_moves_within_a_rank_take_no_time() -> None:
 def test_a_weight_that_arrives_late_delays_the_first_forward_and_a_late_gradient_the_end() -> None:
     weight, gradient = tied_links(0, 1)
     links = (*chain_links(2), weight, gradient)
-    compute = Costs.uniform(2).compute
-    timeline = simulate(lower(make_schedule("1f1b", 2, 1), links), Costs(compute, {weight: 7, gradient: 9}))
+    compute = SimulationCosts.uniform(2).compute
+    timeline = simulate(
+        lower(make_schedule("1f1b", 2, 1), links), SimulationCosts(compute, {weight: 7, gradient: 9})
+    )
     forward = next(e for e in timeline.computes if e.rank == 1)
     assert forward.start == 7
     assert (timeline.makespan, timeline.span) == (10 + 9, 12)
@@ -176,7 +182,7 @@ def test_a_weight_that_arrives_late_delays_the_first_forward_and_a_late_gradient
 
 def test_recomputing_is_busy_for_the_bubble_but_lost_for_the_overhead() -> None:
     schedule, links = make_schedule("1f1b", 2, 4), chain_links(2)
-    timeline = simulate(lower(schedule, links, [0, 1]), Costs.uniform(2))
+    timeline = simulate(lower(schedule, links, [0, 1]), SimulationCosts.uniform(2))
     assert timeline.span == 4 * 4 + 3  # the first replay on rank 0 fits into its bubble
     assert timeline.bubble_rate == pytest.approx(1 - 16 / 19)
     assert timeline.overhead_rate == pytest.approx(1 - 12 / 19)
@@ -184,12 +190,12 @@ def test_recomputing_is_busy_for_the_bubble_but_lost_for_the_overhead() -> None:
 
 def test_forwards_alone_hold_one_microbatch() -> None:
     schedule = forward_only(make_schedule("1f1b", 3, 5))
-    timeline = simulate(lower(schedule, chain_links(3, training=False)), Costs.uniform(3))
+    timeline = simulate(lower(schedule, chain_links(3, training=False)), SimulationCosts.uniform(3))
     assert (timeline.makespan, timeline.span, timeline.peak_in_flight) == (7, 5, (1, 1, 1))
 
 
 def test_a_program_without_instructions_takes_no_time() -> None:
-    timeline = simulate([Program(0, ())], Costs({}))
+    timeline = simulate([Program(0, ())], SimulationCosts({}))
     assert (timeline.makespan, timeline.span, timeline.bubble_rate, timeline.peak_in_flight) == (
         0,
         0,
@@ -200,21 +206,23 @@ def test_a_program_without_instructions_takes_no_time() -> None:
 
 
 def test_a_missing_cost_is_named() -> None:
-    costs = Costs({(0, Phase.FORWARD): 1.0})
+    costs = SimulationCosts({(0, Phase.FORWARD): 1.0})
     with pytest.raises(InputError, match="no cost is given for backward of stage 0"):
         simulate(lower(make_schedule("gpipe", 1, 2), ()), costs)
 
 
 def test_parts_take_their_shares_of_a_phase() -> None:
     """A sum begins behind its part, and the rank goes on meanwhile."""
-    schedule = replicated(partial(make_schedule, "gpipe", 1), 2, 2)
-    buckets = tuple(Bucket(0, (Value(name, "float32", (1,)),), part=k) for k, name in enumerate("vw"))
+    schedule = replicate_schedule(partial(make_schedule, "gpipe", 1), 2, 2)
+    buckets = tuple(Bucket(0, (Value(name, "float32", (1,)),), segment=k) for k, name in enumerate("vw"))
     backward = (0, Phase.BACKWARD)
-    programs = lower(schedule, (), ending=Ending(buckets), parts={backward: 2})
+    programs = lower(schedule, (), sync_spec=SyncSpec(buckets), segments={backward: 2})
     endings = {(Op.REDUCE_GRAD, 0, number): 4.0 for number in range(2)}
-    costs = Costs({(0, Phase.FORWARD): 1.0, backward: 8.0}, endings=endings, parts={backward: (0.25, 0.75)})
+    costs = SimulationCosts(
+        {(0, Phase.FORWARD): 1.0, backward: 8.0}, sync_times=endings, segments={backward: (0.25, 0.75)}
+    )
     events = simulate(programs, costs).columns.of_rank(0)
-    found = [(each.instruction.op, each.instruction.part, each.start, each.end) for each in events]
+    found = [(each.instruction.op, each.instruction.segment, each.start, each.end) for each in events]
     assert found == [
         (Op.FORWARD, -1, 0, 1),
         (Op.BACKWARD, 0, 1, 3),
@@ -222,8 +230,8 @@ def test_parts_take_their_shares_of_a_phase() -> None:
         (Op.BACKWARD, 1, 3, 9),
         (Op.REDUCE_GRAD, -1, 9, 13),
     ]
-    with pytest.raises(InputError, match="no share is given for part 1 of backward of stage 0"):
-        simulate(programs, replace(costs, parts={backward: (1.0,)}))
+    with pytest.raises(InputError, match="no fraction is given for segment 1 of backward of stage 0"):
+        simulate(programs, replace(costs, segments={backward: (1.0,)}))
 
 
 @pytest.mark.parametrize("costs", [{"forward": float("inf")}, {"message": float("nan")}])
@@ -238,4 +246,4 @@ def test_waiting_for_what_is_never_sent_is_an_error() -> None:
     with pytest.raises(
         VerifyError, match=r"rank 0 at instruction 4, rank 1 at instruction 2; verify_programs tells why"
     ):
-        simulate([Program(0, unsent), programs[1]], Costs.uniform(2))
+        simulate([Program(0, unsent), programs[1]], SimulationCosts.uniform(2))

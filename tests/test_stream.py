@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_reference import batches, model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from updating import batches, model
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.stream.ahead import Ahead
+from pipec.runtime.stream.read_ahead import ReadAhead
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -172,11 +172,11 @@ def test_an_iterator_rests_between_settle_and_allow() -> None:
             read.append(number)
             yield number
 
-    ahead = Ahead(items())
-    ahead.allow(1)
-    ahead.settle()
+    ahead = ReadAhead(items())
+    ahead.request(1)
+    ahead.wait()
     assert read == [0, 1]
-    ahead.allow(5)
+    ahead.request(5)
     assert ahead.item(2).value == 2
     assert isinstance(ahead.item(5).error, StopIteration)
     assert all(thread.name != "pipec batches" or thread.daemon for thread in threading.enumerate())

@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from workers import run_ranks
+from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ from functools import partial
 sys.path.insert(0, {tests!r})
 import torch, pipec
 from pipec.errors import InputError
-from updating import batches, model
+from optimizer_reference import batches, model
 rank = int(os.environ["RANK"])
 pipe = pipec.compile(model(), 2, microbatches=2, optimizer=partial(torch.optim.AdamW, lr=0.01), timeout=30.0)
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, Op, Program
-from pipec.programs import timing
+from pipec.programs import task_times
 from pipec.programs.dependence import Dependence
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.program_cells import ProgramCells
-from pipec.programs.timing import AT_START, NEVER, Deadlock, Reads, run_cells
+from pipec.programs.program_computes import ProgramComputes
+from pipec.programs.task_times import AVAILABLE_AT_START, NEVER_PRODUCED, Deadlock, TaskInputs, run_tasks
 from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
 from pipec.schedules.search.workload import Workload
@@ -24,36 +24,40 @@ from pipec.timeline.simulate import simulate
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-min")
 
 
-def in_rounds() -> object:
+def edge_coloring_order() -> object:
     """Every time is found in rounds, of one cell of each resource."""
-    return patch.object(timing, "_sweep", lambda *_: None)
+    return patch.object(task_times, "_sweep", lambda *_: None)
 
 
 def wait_by_wait() -> object:
     """That ranks finish is found by moving each of them past one wait at a time."""
-    return patch.object(ProgramCells, "post_in_one_order", lambda *_: False)
+    return patch.object(ProgramComputes, "receives_precede_sends", lambda *_: False)
 
 
 @st.composite
-def cells(draw: st.DrawFn) -> tuple[np.ndarray, Reads, list[int], list[int]]:
+def cells(draw: st.DrawFn) -> tuple[np.ndarray, TaskInputs, list[int], list[int]]:
     """Some resources with cells that read each other, perhaps in a ring or what is never made."""
     counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     total = sum(counts)
     durations = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 0.5, 0.1]), min_size=total, max_size=total))
     number = st.integers(0, max(total - 1, 0))
-    pairs = draw(st.lists(st.tuples(number, number | st.sampled_from([AT_START, NEVER])), max_size=total))
+    pairs = draw(
+        st.lists(
+            st.tuples(number, number | st.sampled_from([AVAILABLE_AT_START, NEVER_PRODUCED])), max_size=total
+        )
+    )
     readers, producers = np.array(pairs, np.int32).reshape(-1, 2).T if total else np.empty((2, 0), np.int32)
     groups = [0, *sorted(draw(st.sets(st.integers(1, len(counts) - 1)) if len(counts) > 1 else st.just(())))]
-    return np.array(durations), Reads(readers, producers), [0, *np.cumsum(counts).tolist()], groups
+    return np.array(durations), TaskInputs(readers, producers), [0, *np.cumsum(counts).tolist()], groups
 
 
 @settings(max_examples=75)
 @given(cells())
-@example((np.zeros(2), Reads(np.array([0, 1]), np.array([1, 0])), [0, 1, 2], [0, 1]))
+@example((np.zeros(2), TaskInputs(np.array([0, 1]), np.array([1, 0])), [0, 1, 2], [0, 1]))
 def test_sweeps_find_the_times_of_rounds(given_cells: tuple) -> None:
-    found = run_cells(*given_cells)
-    with in_rounds():
-        expected = run_cells(*given_cells)
+    found = run_tasks(*given_cells)
+    with edge_coloring_order():
+        expected = run_tasks(*given_cells)
     if isinstance(expected, Deadlock):
         assert isinstance(found, Deadlock)
         assert found.cells.tolist() == expected.cells.tolist()
@@ -68,12 +72,12 @@ def test_schedules_are_run_in_sweeps(name: str) -> None:
     schedule = make_schedule(name, 4, 12, Workload.uniform(4))
     links = chain_links(schedule.num_stages)
     costs = Workload.uniform(4).costs(schedule, links)
-    with patch.object(timing, "_run_in_rounds", side_effect=AssertionError("a run did not settle")):
+    with patch.object(task_times, "_run_in_rounds", side_effect=AssertionError("a run did not settle")):
         programs = lower(schedule, links)
-        with patch("pipec.programs.verify.stalls", side_effect=AssertionError("no order was found")):
+        with patch("pipec.programs.verify.stalled_ranks", side_effect=AssertionError("no order was found")):
             verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
         timeline = simulate(programs, costs)
-    with in_rounds():
+    with edge_coloring_order():
         assert lower(schedule, links) == programs
         assert simulate(programs, costs).events == timeline.events
 
@@ -150,5 +154,5 @@ def test_faults_are_those_of_the_plain_way(
         verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
 
     found = outcome(programs, verify)
-    with in_rounds(), wait_by_wait():
+    with edge_coloring_order(), wait_by_wait():
         assert outcome(programs, verify) == found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipec.errors import ArtifactError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
-from pipec.ir.text import (
+from pipec.ir.text_format import (
     evaluate_dim,
     format_bytes,
     format_link,
@@ -131,9 +131,11 @@ def test_any_program_reads_back_to_itself(case: tuple[Program, tuple[Link, ...]]
 
 
 def test_a_compute_of_one_part_says_which() -> None:
-    program = Program(0, (Instruction(Op.BACKWARD, 0, 3, part=1), Instruction(Op.BACKWARD, 0, 4)))
+    program = Program(0, (Instruction(Op.BACKWARD, 0, 3, segment=1), Instruction(Op.BACKWARD, 0, 4)))
     text = format_program(program)
-    assert text == "rank 0: 2 instructions\n0  backward  stage 0  mb 3  part 1\n1  backward  stage 0  mb 4\n"
+    assert (
+        text == "rank 0: 2 instructions\n0  backward  stage 0  mb 3  segment 1\n1  backward  stage 0  mb 4\n"
+    )
     assert parse_program(text, ()) == program
 
 

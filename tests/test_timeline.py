@@ -6,7 +6,7 @@ from pipec.ir import Instruction, Link, Op, Payload
 from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Event, Events, Timeline
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.simulate import SimulationCosts, simulate
 
 LINK = Link(0, 1, Payload.ACTIVATION, ())
 EVENTS = (
@@ -46,7 +46,7 @@ def test_figures_of_merit_of_a_recorded_step() -> None:
 def test_a_simulated_step_equals_its_events_one_by_one() -> None:
     links = chain_links(3)
     simulated = simulate(
-        lower(make_schedule("zb-h1", 3, 5), links), Costs.uniform(3, links=links, message=0.3)
+        lower(make_schedule("zb-h1", 3, 5), links), SimulationCosts.uniform(3, links=links, message=0.3)
     )
     listed = Timeline(tuple(simulated.events), simulated.peak_in_flight, simulated.unit)
     assert simulated == listed

@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
-from unsplit import Outcome
+from unsplit_reference import StepResult
 
 import pipec
 from pipec.cli import app
 from pipec.errors import InputError, PlanError
 from pipec.hardware.devices import LinkModel
-from pipec.hardware.topology import Device, Level, Topology, alike, read_topology, uniform
-from pipec.ir import Phase, rank_of, unreplicated
+from pipec.hardware.topology import Device, Level, Topology, equal_devices, read_topology, uniform_topology
+from pipec.ir import Phase, one_rank_per_stage, rank_of
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import plan_memory
+from pipec.plan.memory_needs import plan_memory
 
-MODELS = Path(__file__).parent / "cli_models.py"
+MODELS = Path(__file__).parent / "helpers" / "cli_models.py"
 FAST = 1e15
 """Bytes per second of a link whose time does not count."""
 
@@ -107,14 +107,14 @@ def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule
     unsplit = copy.deepcopy(model)
     pipe = compiled(model, different(1.0, 1.0, 4.0), schedule=schedule)
     loss = pipe.step(x, target=y)
-    assert pipe.plan.placement != unreplicated((0, 1, 2))
+    assert pipe.plan.placement != one_rank_per_stage((0, 1, 2))
     parts = [
         F.mse_loss(unsplit(rows), wanted) / 4 for rows, wanted in zip(x.split(4), y.split(4), strict=True)
     ]
     for part in parts:
         part.backward()
     assert torch.equal(loss, torch.stack(parts).sum().detach())
-    found, expected = Outcome.of(loss, model), Outcome.of(loss, unsplit)
+    found, expected = StepResult.of(loss, model), StepResult.of(loss, unsplit)
     assert found.gradients.keys() == expected.gradients.keys()
     assert all(torch.equal(found.gradients[fqn], expected.gradients[fqn]) for fqn in found.gradients)
     assert torch.equal(pipe(x), torch.cat([unsplit(rows) for rows in x.split(4)]).detach())
@@ -151,22 +151,22 @@ def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
 @pytest.mark.slow
 def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
     x, y = batch()
-    free = compiled(even(), alike(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
+    free = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
     needs = [need.peak_bytes for need in plan_memory(free.plan, free.programs)]
     small = Topology((Device(memory_bytes=0.8 * needs[0]), Device()), (Level(2, FAST),))
     pipe = compiled(even(), small, recompute="none").prepare(x, target=y)
     assert plan_memory(pipe.plan, pipe.programs)[0].peak_bytes <= 0.8 * needs[0]
-    assert pipe.plan.placement == unreplicated((1, 0))
+    assert pipe.plan.placement == one_rank_per_stage((1, 0))
 
 
 @pytest.mark.slow
 def test_computing_a_little_again_is_better_than_a_worse_cut() -> None:
     x, y = batch()
-    free = compiled(even(), alike(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
+    free = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
     limit = 0.95 * free.memory().peak_bytes
-    pipe = compiled(even(), alike(2, LinkModel(FAST, 0.0), limit)).prepare(x, target=y)
+    pipe = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0), limit)).prepare(x, target=y)
     assert pipe.memory().peak_bytes <= limit
-    assert any(stage.replays for stage in pipe.plan.stages)
+    assert any(stage.has_recompute for stage in pipe.plan.stages)
     assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
 
 
@@ -174,14 +174,18 @@ def test_computing_a_little_again_is_better_than_a_worse_cut() -> None:
 def test_several_stages_on_a_rank_run_on_devices_that_differ() -> None:
     x, y = batch()
     pipe = compiled(even(), different(1.0, 2.0), schedule="zb-v").prepare(x, target=y)
-    assert pipe.plan.placement == unreplicated((0, 1, 1, 0))
+    assert pipe.plan.placement == one_rank_per_stage((0, 1, 1, 0))
     assert pipe.simulate().makespan > 0
 
 
 @pytest.mark.parametrize(
     ("topology", "error", "message"),
     [
-        (alike(3, LinkModel(1e9, 0.0)), InputError, "the topology has 3 devices, but there are 2 ranks"),
+        (
+            equal_devices(3, LinkModel(1e9, 0.0)),
+            InputError,
+            "the topology has 3 devices, but there are 2 ranks",
+        ),
         ("absent.toml", PlanError, "absent.toml is not a topology"),
     ],
 )
@@ -225,8 +229,8 @@ def test_figures_that_make_no_topology_are_refused(
 
 def test_equal_groups_need_a_bandwidth_each() -> None:
     with pytest.raises(PlanError, match="2 levels of devices and 1 bandwidths: give one of each a level"):
-        uniform([2, 2], [FAST])
-    assert uniform([2, 2], [FAST, 1e9]).levels == (Level(2, FAST), Level(2, 1e9))
+        uniform_topology([2, 2], [FAST])
+    assert uniform_topology([2, 2], [FAST, 1e9]).levels == (Level(2, FAST), Level(2, 1e9))
 
 
 @pytest.mark.parametrize(
@@ -256,17 +260,17 @@ def test_the_same_topology_in_toml_and_json(tmp_path: Path) -> None:
 
 def test_a_part_is_joined_by_its_slowest_link() -> None:
     whole = Topology((Device(),) * 8, (Level(2, 3e9), Level(2, 2e9, 1e-6), Level(2, 1e9)))
-    assert whole.part(8) == whole
-    assert whole.part(2) == Topology((Device(),) * 2, (Level(2, 3e9),))
-    assert whole.part(3) == Topology((Device(),) * 3, (Level(3, 2e9, 1e-6),))
-    assert whole.part(5).levels == (Level(5, 1e9),)
-    assert whole.part(6).levels == (Level(2, 3e9), Level(3, 1e9))
+    assert whole.first_devices(8) == whole
+    assert whole.first_devices(2) == Topology((Device(),) * 2, (Level(2, 3e9),))
+    assert whole.first_devices(3) == Topology((Device(),) * 3, (Level(3, 2e9, 1e-6),))
+    assert whole.first_devices(5).levels == (Level(5, 1e9),)
+    assert whole.first_devices(6).levels == (Level(2, 3e9), Level(3, 1e9))
 
 
 def test_without_devices_a_topology_may_have_more_than_are_left() -> None:
     x, y = batch()
     model = nn.Linear(64, 64)
-    whole = uniform((2, 2), (3e9, 1e9))
+    whole = uniform_topology((2, 2), (3e9, 1e9))
     pipe = pipec.compile(model, topology=whole, microbatches=1, loss_fn=F.mse_loss)
     assert pipe.prepare(x, target=y).plan.num_ranks == 1
     with pytest.raises(InputError, match="the topology has 2 devices, but there are 1 ranks"):
@@ -292,6 +296,6 @@ def test_the_command_line_takes_a_topology(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 23), min_size=2, unique=True))
 def test_the_links_among_devices_are_those_between_any_two(devices: list[int]) -> None:
-    topology = uniform([2, 3, 4], [4e9, 2e9, 1e9])
+    topology = uniform_topology([2, 3, 4], [4e9, 2e9, 1e9])
     pairs = itertools.combinations(devices, 2)
     assert topology.links_among(devices) == {topology.link_between(*pair) for pair in pairs}

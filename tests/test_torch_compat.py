@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
-from pipec.torch_compat import differentiation, front_ends, modules, operators
+from pipec.torch_compat import differentiation, front_ends, module_state, operator_patches
 
 SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
 NODES = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -84,7 +84,7 @@ def test_a_dynamo_option_exists(option: str) -> None:
     assert hasattr(torch._dynamo.config, option)
 
 
-@pytest.mark.parametrize("name", modules.LOGGERS)
+@pytest.mark.parametrize("name", module_state.LOGGERS)
 def test_a_silenced_logger_is_a_package_of_torch(name: str) -> None:
     assert importlib.import_module(name)
 
@@ -92,16 +92,16 @@ def test_a_silenced_logger_is_a_package_of_torch(name: str) -> None:
 # Dynamo
 
 
-def capture(module: nn.Module, x: Tensor, dynamic: bool = True) -> torch_compat.Captured:
+def capture(module: nn.Module, x: Tensor, dynamic: bool = True) -> torch_compat.CapturedGraph:
     return torch_compat.capture_with_dynamo(module, (x,), [(x, 0)] if dynamic else [])
 
 
 @pytest.fixture(scope="module")
-def captured() -> torch_compat.Captured:
+def captured() -> torch_compat.CapturedGraph:
     return capture(Net(), torch.zeros(4, 4))
 
 
-def test_dynamo_returns_a_graph_with_what_differentiation_needs(captured: torch_compat.Captured) -> None:
+def test_dynamo_returns_a_graph_with_what_differentiation_needs(captured: torch_compat.CapturedGraph) -> None:
     assert isinstance(captured.module, fx.GraphModule)
     assert isinstance(captured.module.meta["tracing_context"], TracingContext)
     assert isinstance(captured.module.meta["fake_mode"].shape_env, ShapeEnv)
@@ -109,7 +109,7 @@ def test_dynamo_returns_a_graph_with_what_differentiation_needs(captured: torch_
     assert dict(captured.module.named_buffers()).keys() == {"count"}
 
 
-def test_a_node_of_dynamo_knows_its_module_and_its_line(captured: torch_compat.Captured) -> None:
+def test_a_node_of_dynamo_knows_its_module_and_its_line(captured: torch_compat.CapturedGraph) -> None:
     (linear,) = [node for node in captured.module.graph.nodes if node.target is torch._C._nn.linear]
     path, module_type = list(linear.meta["nn_module_stack"].values())[-1]
     assert torch_compat.fqn_of(path) == "layer"
@@ -159,7 +159,7 @@ class Around(nn.Module):
 
 
 def guards_of(module: nn.Module) -> torch_compat.Guards:
-    noted = capture(module, torch.zeros(4, 4)).noted
+    noted = capture(module, torch.zeros(4, 4)).dynamo_output
     assert noted is not None
     return torch_compat.Guards(noted, module)
 
@@ -171,7 +171,7 @@ def test_guards_know_what_a_forward_read() -> None:
     assert read == {"model.scale": 1.0, "model.options.power": 1, "model.kind": 3}
     assert all(place.value(module) == value for place, value in guards.constants.items())
     assert guards.holds(module)
-    assert guards.broken(module) == ""
+    assert guards.violation(module) == ""
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_guards_break_where_something_else_would_be_traced(
     guards = guards_of(module)
     change(module.model)
     assert not guards.holds(module)
-    assert told in guards.broken(module)
+    assert told in guards.violation(module)
 
 
 def test_guards_hold_whatever_the_arguments_the_tensors_and_the_modes_are() -> None:
@@ -221,7 +221,7 @@ def test_guards_hold_whatever_the_arguments_the_tensors_and_the_modes_are() -> N
 )
 def test_a_place_as_dynamo_writes_it(source: str, written: str) -> None:
     """Names of modules may be any text; none of it is ever run."""
-    assert str(torch_compat.Place.parse(source)) == written
+    assert str(torch_compat.ValuePath.parse(source)) == written
 
 
 def test_only_the_marked_dimension_is_symbolic() -> None:
@@ -400,7 +400,7 @@ def test_a_branch_on_the_batch_is_a_guard(joint: torch_compat.JointGraph) -> Non
     (batch,) = {symbol for guard in joint.guards for symbol in guard.free_symbols}
     assert all(guard.subs(batch, 4) == sympy.true for guard in joint.guards)
     assert any(guard.subs(batch, 2) == sympy.false for guard in joint.guards)
-    assert joint.fixed_by == "the model"
+    assert joint.specialized_by == "the model"
 
 
 def test_what_makes_a_constant_of_the_batch_is_named() -> None:
@@ -409,7 +409,7 @@ def test_what_makes_a_constant_of_the_batch_is_named() -> None:
             return x.view(4, -1).sum()
 
     found = torch_compat.differentiate(capture(Unrolled(), torch.zeros(4, 4)), training=False)
-    assert found.fixed_by.startswith("return x.view(4, -1).sum()  # ")
+    assert found.specialized_by.startswith("return x.view(4, -1).sum()  # ")
     assert set(found.replacements.values()) == {sympy.Integer(4)}
 
 
@@ -461,20 +461,20 @@ def test_a_result_is_read_from_its_descriptor(descriptor: object, described: tup
 
 
 def test_sizes_known_from_values_alone_are_told_from_those_of_the_batch(
-    captured: torch_compat.Captured,
+    captured: torch_compat.CapturedGraph,
 ) -> None:
     class Selecting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x[x > 0]
 
-    def depends(found: torch_compat.Captured) -> bool:
+    def depends(found: torch_compat.CapturedGraph) -> bool:
         nodes = torch_compat.differentiate(found, training=False).module.graph.nodes
-        return any(torch_compat.depends_on_values(node.meta.get("val")) for node in nodes)
+        return any(torch_compat.is_data_dependent(node.meta.get("val")) for node in nodes)
 
     assert not depends(captured)
     assert depends(capture(Selecting(), torch.zeros(4, 4)))
     assert free_unbacked_symbols(3) == set()
-    assert not torch_compat.depends_on_values((None, 1, "text", [torch.zeros(2)]))
+    assert not torch_compat.is_data_dependent((None, 1, "text", [torch.zeros(2)]))
 
 
 def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
@@ -485,17 +485,17 @@ def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
             return torch.unique(chosen.reshape(-1, 2))
 
     joint = torch_compat.differentiate(capture(Pairs(), torch.zeros(4, 4)), training=False)
-    chosen, distinct = joint.value_sizes
+    chosen, distinct = joint.data_dependent_sizes
     assert (chosen.node.target, chosen.item, chosen.dim) == (torch.ops.aten.index.Tensor, None, 0)
     assert (distinct.item, distinct.dim) == (0, 0)
-    assert torch_compat.value_symbols(chosen.node.meta["val"])
+    assert torch_compat.unbacked_symbols(chosen.node.meta["val"])
     assert any(condition.has(Mod) for condition in joint.asserted)
 
 
 def test_recurrent_networks_stay_whole_for_any_length() -> None:
     network = nn.GRU(4, 3, bidirectional=True, batch_first=True)
     x = torch.zeros(5, 7, 4)
-    with torch_compat.whole_recurrent_networks():
+    with torch_compat.keep_recurrent_operators():
         graph = torch_compat.capture_with_dynamo(network, (x,), [(x, 0), (x, 1)]).module.graph
     (call,) = [node for node in graph.nodes if node.target is torch.gru]
     output, last = call.meta["example_value"]
@@ -563,7 +563,7 @@ def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
     before = dynamo.level, export.level
     dynamo.setLevel(logging.DEBUG)
     try:
-        with torch_compat.quiet():
+        with torch_compat.quiet_logging():
             assert dynamo.isEnabledFor(logging.WARNING)
             assert not export.isEnabledFor(logging.CRITICAL)
         assert (dynamo.level, export.level) == (logging.DEBUG, before[1])
@@ -574,7 +574,7 @@ def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
 def test_unchanged_puts_everything_back() -> None:
     model = Net()
     weight, attributes = model.layer.weight, dict(vars(model))
-    with torch_compat.unchanged(model):
+    with torch_compat.restore_module(model):
         model.layer.weight = nn.Parameter(torch.ones(1))
         model.extra, model.training = 1, False
         weight.mark = 1
@@ -607,8 +607,8 @@ class Caching(nn.Module):
 def test_a_dry_run_keeps_what_holds_no_tensors(device: str) -> None:
     module = Caching().to(device)
     parameters = dict(module.named_parameters())
-    with torch_compat.unchanged(module):
-        torch_compat.place_fakes(module, torch.device("cpu"))
+    with torch_compat.restore_module(module):
+        torch_compat.replace_with_fake_tensors(module, torch.device("cpu"))
         found = torch_compat.dry_run(module, (torch.zeros(3, 4),))
         assert (found.error, found.failed, found.changed) == (None, False, True)
         assert module.called
@@ -634,15 +634,15 @@ def test_a_dry_run_tells_a_model_that_fails_from_one_that_needs_values(width: in
 
 def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
-    with torch_compat.unvalidated_distributions():
+    with torch_compat.skip_distribution_validation():
         assert not torch.distributions.Normal(0.0, 1.0)._validate_args
     assert torch.distributions.Normal(0.0, 1.0)._validate_args
 
 
 def test_interpolations_are_taken_apart_again_afterwards() -> None:
-    whole = [getattr(torch.ops.aten, name).vec for name in operators.INTERPOLATIONS]
+    whole = [getattr(torch.ops.aten, name).vec for name in operator_patches.INTERPOLATIONS]
     before = [dict(operator.py_kernels) for operator in whole]
-    with torch_compat.whole_interpolations():
+    with torch_compat.keep_interpolation_operators():
         assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
     assert [operator.py_kernels for operator in whole] == before
 

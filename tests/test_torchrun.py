@@ -4,14 +4,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from combinations import Combination, captured, compiled, save_with_tensors
-from models import perceptron
-from workers import pipec_cli, train
+from compile_variants import Variant, captured, compiled, save_with_tensors
+from huggingface_models import perceptron
+from worker_processes import pipec_cli, train
 
 
 def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> None:
     model = captured(perceptron)
-    artifact = compiled(model, Combination(2, "1f1b", "none"))
+    artifact = compiled(model, Variant(2, "1f1b", "none"))
     first, last = artifact.sources
     broken = replace(artifact, sources=(first, last.replace("    saved.clear()\n", "    saved.sort(0)\n", 1)))
     directory = save_with_tensors(broken, model.model, tmp_path / "artifact")
@@ -25,7 +25,7 @@ def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> N
 def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> None:
     model = captured(perceptron)
     directories = [
-        save_with_tensors(compiled(model, Combination(2, schedule, "none")), model.model, tmp_path / schedule)
+        save_with_tensors(compiled(model, Variant(2, schedule, "none")), model.model, tmp_path / schedule)
         for schedule in ("gpipe", "1f1b")
     ]
     errors = train(directories, model.inputs, tmp_path)
@@ -38,7 +38,7 @@ def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> No
 def test_every_rank_is_traced_and_rank_zero_tells(tmp_path: Path) -> None:
     """The times of all ranks come together on one axis; the others print nothing and write nothing."""
     model = captured(perceptron)
-    artifact = compiled(model, Combination(2, "1f1b", "none"))
+    artifact = compiled(model, Variant(2, "1f1b", "none"))
     directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
     pages = [tmp_path / f"{rank}.html" for rank in (0, 1)]
     traced = [("trace", str(directory), "--steps", "2", "--json", "--output", str(page)) for page in pages]

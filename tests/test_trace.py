@@ -15,7 +15,7 @@ from pipec.cli import app
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Instruction, Op, Program
 from pipec.pipeline import Pipeline
-from pipec.runtime.stages.stage import BoundStage
+from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 
@@ -52,7 +52,7 @@ def test_only_the_steps_inside_are_recorded(pipe: Pipeline) -> None:
         pipe.eval_step(X, target=Y)
     loss_of(pipe)
     assert len(trace.steps) == 2
-    assert trace.planned == pipe.simulate()
+    assert trace.simulated == pipe.simulate()
     with pipe.trace() as nothing:
         pass
     assert nothing.steps == []
@@ -99,17 +99,17 @@ def test_collectives_and_updates_have_their_times(options: dict[str, object]) ->
     timeline = trace.steps[0]
     timed = [(p.rank, i) for p in pipe.programs for i in p.instructions if i.op.traits.timed]
     assert [(event.rank, event.instruction) for event in timeline.events] == timed
-    assert timeline.ending == pipe.plan.ending
+    assert timeline.sync_spec == pipe.plan.sync_spec
     for rank in range(2):
         own = [event for event in timeline.events if event.rank == rank]
-        assert all(one.end <= other.start for one, other in pairwise(e for e in own if e.is_work))
+        assert all(one.end <= other.start for one, other in pairwise(e for e in own if e.is_blocking))
         sums = [event for event in own if event.instruction.op is Op.REDUCE_GRAD]
         met = max(event.start for event in timeline.events if event.instruction == sums[-1].instruction)
         assert sums[-1].end > met
         updates = [event for event in own if event.instruction.op is Op.UPDATE]
         assert len(updates) == bool(options)
         assert all(event.end <= update.start for update in updates for event in sums)
-        norms = [event for event in own if event.instruction.op is Op.NORM]
+        norms = [event for event in own if event.instruction.op is Op.GRAD_NORM]
         assert all(sums[-1].end <= norm.start < norm.end <= updates[0].start for norm in norms)
 
 
@@ -184,4 +184,4 @@ def test_the_median_step_is_typical() -> None:
     steps = [
         measured_timeline([Program(0, (Instruction(Op.FORWARD, 0, 0),))], {0: [0, 0, n]}) for n in (5, 1, 3)
     ]
-    assert Trace(None, steps).typical() is steps[2]
+    assert Trace(None, steps).median_step() is steps[2]

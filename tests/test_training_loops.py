@@ -1,19 +1,29 @@
 """Random training loops: a pipeline trains as plain PyTorch does, and a fault put in on purpose is found.
 
-``python tests/training_loops.py --seed N --ranks R`` does one of them alone, which failures name.
+``python tests/helpers/random_training_loops.py --seed N --ranks R`` does one of them alone, which
+failures name.
 """
 
 from collections.abc import Mapping
 
 import pytest
-from training_faults import FAULTS, find
-from training_loops import ONE_PROCESS_SEEDS, TWO_RANKS_SEEDS, Result, draw, fails, run, run_on_two_ranks
+from random_training_loops import (
+    ONE_PROCESS_SEEDS,
+    TWO_RANKS_SEEDS,
+    Result,
+    draw,
+    fails,
+    run,
+    run_on_two_ranks,
+)
+from training_mutations import FAULTS, find
 
 pytestmark = pytest.mark.slow
 
 
 def require_equal(result: Result, ranks: int) -> None:
-    again = f"PYTHONPATH=. python tests/training_loops.py --shrink --ranks {ranks} --seed {result.seed}"
+    script = "PYTHONPATH=. python tests/helpers/random_training_loops.py"
+    again = f"{script} --shrink --ranks {ranks} --seed {result.seed}"
     assert not fails(result), f"{result.kind} {result.detail}\n{again}\n{draw(result.seed, ranks)}"
 
 
@@ -38,7 +48,7 @@ def test_two_processes_train_as_the_unsplit_model(
 
 @pytest.mark.parametrize("name", ["pipe.zero_grad does nothing", "gradients of a shard are off by one"])
 def test_a_fault_is_found(name: str) -> None:
-    """``python tests/training_faults.py`` tries all of them."""
+    """``python tests/helpers/training_mutations.py`` tries all of them."""
     assert name in FAULTS
     result, _ = find(name)
     assert result is not None

@@ -35,7 +35,7 @@ def on_two_hosts(script: str, argument: str, on_each: int) -> str:
         str(ROOT / "benchmarks" / "link.sh"),
         f"{MBIT}mbit",
         sys.executable,
-        str(ROOT / "tests" / script),
+        str(ROOT / "tests" / "helpers" / script),
     ]
     given = {**os.environ, "OMP_NUM_THREADS": "1", "RANKS_PER_HOST": str(on_each)}
     done = subprocess.run(["sh", *command, argument], capture_output=True, text=True, timeout=150, env=given)
@@ -44,7 +44,7 @@ def on_two_hosts(script: str, argument: str, on_each: int) -> str:
 
 def test_a_step_over_a_slow_link_takes_as_long_as_simulated() -> None:
     """Two ranks on each host sum between themselves first: a third less travels."""
-    printed = on_two_hosts("two_hosts.py", str(MBIT * 1e6 / 8), 2)
+    printed = on_two_hosts("two_hosts_script.py", str(MBIT * 1e6 / 8), 2)
     found = re.search(r"simulated (\S+) measured (\S+)\nsimulated (\S+)", printed)
     assert found, printed
     simulated, measured, of_a_ring = map(float, found.groups())
@@ -55,7 +55,7 @@ def test_a_step_over_a_slow_link_takes_as_long_as_simulated() -> None:
 
 def test_a_host_that_lost_its_link_is_named(tmp_path: Path) -> None:
     """Nothing says so but its silence; the timeout is 4 s."""
-    printed = on_two_hosts("lost_host.py", str(tmp_path / "lost"), 1)
+    printed = on_two_hosts("lost_host_script.py", str(tmp_path / "lost"), 1)
     found = re.search(r"after (\S+) s: .*rank 1: no sign of life for", printed)
     assert found, printed
     assert float(found[1]) < 4 + 1

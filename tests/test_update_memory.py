@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from memory_script import model
+from sharded_memory_script import model
 from torch import nn, optim
-from workers import run_ranks
+from worker_processes import run_ranks
 
 import pipec
 from pipec.errors import InfeasibleError
 from pipec.hardware.devices import DEVICES
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import plan_memory
+from pipec.plan.memory_needs import plan_memory
 
 P = 3 * (128 * 128 + 128) * 4
 """The bytes of the model's parameters."""
@@ -26,7 +26,7 @@ def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Any]]]:
     """What each rank found, by the level of sharding."""
-    script = Path(__file__).with_name("memory_script.py")
+    script = Path(__file__).parent / "helpers" / "sharded_memory_script.py"
     return [json.loads(text) for text in run_ranks(script, request.param, tmp_path_factory.mktemp("ranks"))]
 
 

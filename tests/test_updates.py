@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_reference import SAME, WIDTH, WORDS, batches, difference, model, pair
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import OneCycleLR
-from unsplit import relative_error
-from updating import SAME, WIDTH, WORDS, batches, difference, model, pair
+from unsplit_reference import relative_error
 
 import pipec
 from pipec.errors import ExecutionError, InputError

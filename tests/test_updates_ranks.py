@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from workers import run_ranks
+from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -12,8 +12,8 @@ SCRIPT = """
 import copy, os, sys
 sys.path.insert(0, {tests!r})
 import torch, pipec
-from unsplit import relative_error
-from updating import *
+from unsplit_reference import relative_error
+from optimizer_reference import *
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def bytes_of(tensors):

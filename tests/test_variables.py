@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import Factory, each, gpt2, resnet
+from huggingface_models import Factory, each, gpt2, resnet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipec
 from pipec import console
 from pipec.artifact.plan_rules import check_plan
-from pipec.pipeline import kept
+from pipec.pipeline import program_cache
 
 ROWS = 6
 
@@ -117,7 +117,7 @@ def test_code_has_the_length_by_name_and_plans_for_the_one_it_was_captured_with(
     plan, source = pair.pipe.plan, pair.pipe.source(0)
     assert "def forward(w, buffers, x, b, t):" in source or ", b, t" in source
     assert "f32[b, t, 8]" in source
-    assert (plan.planned, plan.fixed) == ({"t": 10}, {})
+    assert (plan.planned_sizes, plan.fixed_sizes) == ({"t": 10}, {})
     assert {(given.path, given.dim) for given in plan.variables} == {("kwargs['x']", 1), ("target", 1)}
     assert set(plan.guards) >= {"t >= 2", "t <= 16"}
 
@@ -380,13 +380,13 @@ def test_a_number_that_decides_what_is_computed_is_compiled_for_each_value() -> 
     assert found == [1, 1, 1, 1, 0]
 
 
-# what is kept
+# what is program_cache
 
 
 def test_what_was_used_longest_ago_is_let_go(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "MOST_SIGNATURES", 2)
+    monkeypatch.setattr(program_cache, "MAX_SIGNATURES", 2)
     pair, alive = Pair(Branching(), loss_fn=F.mse_loss), list[tuple[weakref.ref[Any], ...]]()
     pipe, (x, target) = pair.pipe, sequences(4).values()
     calls = (lambda: pipe.step(x, target=target), lambda: pipe.step(x=x, target=target))
@@ -402,7 +402,7 @@ def test_what_was_used_longest_ago_is_let_go(
 
 
 def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(program_cache, "MAX_PROGRAMS", 2)
     pair = Pair(Branching(), loss_fn=F.mse_loss)
     found = [pair.step(**sequences(4, rows)) for rows in (4, 6, 4, 8, 4, 6)]
     assert found == [1, 1, 0, 1, 0, 1]
@@ -417,15 +417,15 @@ def test_a_compilation_that_takes_long_says_what_it_does_and_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair = Pair(Branching(), loss_fn=F.mse_loss)
-    monkeypatch.setattr(console, "PATIENCE", 1000.0)
+    monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 1000.0)
     pair.step(**sequences(4))
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(console, "PATIENCE", 0.0)
+    monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
     pair.step(**sequences(6))
     reason = "dimension 1 of kwargs['x'] is 6, compiled for 4: it becomes symbolic"
     told = capsys.readouterr()
-    assert told.out == f"pipec: compiles anew: {reason}\n"
-    assert told.err.startswith(f"pipec: compiles, {reason}")
+    assert told.out == f"pipec: recompiling: {reason}\n"
+    assert told.err.startswith(f"pipec: compiling, {reason}")
     assert told.err.count("\n") == 1
 
 
@@ -479,8 +479,11 @@ def test_a_saved_pipeline_refuses_other_sizes(
     [
         ({"guards": ("__import__('os').remove('x')",)}, "condition .* cannot be evaluated"),
         ({"guards": ("s0 <= 4",)}, "Name is not allowed"),
-        ({"planned": {"t": 8}}, "it has a variable 'temperature_value', which is not among the planned"),
-        ({"fixed": {"u": 8}}, "it fixes 'u', which is not among the names of its variables"),
+        (
+            {"planned_sizes": {"t": 8}},
+            "it has a variable 'temperature_value', which is not among the planned",
+        ),
+        ({"fixed_sizes": {"u": 8}}, "it fixes 'u', which is not among the names of its variables"),
         ({"variables": ()}, "it plans for a size"),
     ],
 )

@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from workers import run_ranks
+from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -13,7 +13,7 @@ import gc, weakref
 import torch, pipec
 from torch import nn
 from torch.nn import functional as F
-from pipec.pipeline import kept
+from pipec.pipeline import program_cache
 
 class Net(nn.Module):
     def __init__(self):
@@ -40,7 +40,7 @@ def step(length, **kwargs):
     pipe.zero_grad()
     loss = pipe.step(x, target=y, **kwargs)
     norm = pipe.clip_grad_norm_(1e9)
-    print(length, kwargs, float(loss).hex(), f"{float(norm):.6f}", tuple(pipe.plan.planned.items()))
+    print(length, kwargs, float(loss).hex(), f"{float(norm):.6f}", tuple(pipe.plan.planned_sizes.items()))
     print("output", length, pipe(x, **kwargs).shape, float(pipe.eval_step(x, target=y, **kwargs)).hex())
 """
 
@@ -69,7 +69,7 @@ def test_ranks_take_any_length_and_number_as_one_process_does(tmp_path: Path) ->
 
 def test_ranks_let_go_of_the_same(tmp_path: Path) -> None:
     body = """
-        kept.MOST_SIGNATURES, kept.MOST_PROGRAMS = 1, 2
+        program_cache.MAX_SIGNATURES, program_cache.MAX_PROGRAMS = 1, 2
         alive = []
         for length, rows in ((4, 6), (6, 6), (6, 4), (8, 8), (6, 4), (6, 6)):
             x, y = batch(length, rows)

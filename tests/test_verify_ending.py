@@ -6,45 +6,45 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from endings import Step, Wrong, make_step, means_the_step, steps
 from example_schedules import value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from symbolic_steps import Step, Wrong, check_meaning, make_step, steps
 
 from pipec.errors import VerifyError
 from pipec.ir import (
     Bucket,
-    Ending,
     Instruction,
     Op,
     Payload,
     Plan,
     Program,
-    Shard,
+    ShardingLevel,
     Stage,
-    unreplicated,
+    SyncSpec,
+    one_rank_per_stage,
 )
-from pipec.ir.text import instruction_lines
+from pipec.ir.text_format import instruction_lines
 from pipec.programs.lower import chain_links
 from pipec.programs.verify import verify_plan, verify_programs
 from pipec.schedules import gpipe, make_schedule
-from pipec.schedules.replicas import replicated, round_robin
+from pipec.schedules.replicated import replicate_schedule, round_robin
 
 Edit = Callable[[list[Instruction]], object]
 
 
 def data_parallel(microbatches: int = 4, replicas: int = 2, **options: object) -> Step:
-    schedule = replicated(functools.partial(make_schedule, "gpipe", 1), microbatches, replicas)
+    schedule = replicate_schedule(functools.partial(make_schedule, "gpipe", 1), microbatches, replicas)
     return make_step(schedule, **options)  # type: ignore[arg-type]
 
 
-WHOLE = data_parallel(averaged=(0,), updates=True, clips=True)
+WHOLE = data_parallel(buffer_sync_stages=(0,), updates=True, clips=True)
 TIED_TO_ONE = make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True, clips=True)
 TIED_TO_TWO = make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True)
-IN_PARTS = data_parallel(updates=True, num_parts=3)
-SHARDED = data_parallel(updates=True, shard=Shard.OPTIMIZER)
-IN_ROUNDS = data_parallel(updates=True, shard=Shard.GRADIENTS)
-GATHERED = data_parallel(updates=True, shard=Shard.PARAMETERS)
+IN_PARTS = data_parallel(updates=True, num_segments=3)
+SHARDED = data_parallel(updates=True, shard=ShardingLevel.OPTIMIZER)
+IN_ROUNDS = data_parallel(updates=True, shard=ShardingLevel.GRADIENTS)
+GATHERED = data_parallel(updates=True, shard=ShardingLevel.PARAMETERS)
 
 
 def fault(step: Step, edits: dict[int, Edit]) -> str:
@@ -95,7 +95,7 @@ def change(op: Op, bucket: int = -1, turn: int = 0, /, **fields: object) -> Edit
 
 
 def test_the_message_shows_lines_and_cells_of_the_ranks_that_do_not_meet() -> None:
-    step = data_parallel(2, updates=True, averaged=(0,))
+    step = data_parallel(2, updates=True, buffer_sync_stages=(0,))
     late = {0: move(Op.AVERAGE_BUFFERS, to=4)}
     assert (
         fault(step, late)
@@ -118,21 +118,28 @@ ranks start collectives in one order
     [
         (
             change(Op.REDUCE_GRAD, microbatch=0),
-            "bucket 0 names a microbatch, link, peer, slot, part or join",
+            "bucket 0 names a microbatch, link, peer, slot, segment or model collective",
         ),
-        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer, slot, part or join"),
+        (
+            change(Op.GRAD_NORM, peer=1),
+            "grad_norm names a microbatch, link, peer, slot, segment or model collective",
+        ),
         (
             change(Op.UPDATE, slot=0),
-            "update of stage 0 names a microbatch, link, peer, slot, part or join; expected none",
+            "update of stage 0 names a microbatch, link, peer, slot, segment or model collective; "
+            "expected none",
         ),
         (
             change(Op.REDUCE_GRAD, bucket=1),
-            "reduce_grad of stage 0, bucket 1 is no part of the plan for rank 0; expected average_buffers of "
-            "stage 0, update of stage 0, reduce_grad of stage 0, bucket 0, norm",
+            "reduce_grad of stage 0, bucket 1 is not in the plan for rank 0; expected average_buffers of "
+            "stage 0, update of stage 0, reduce_grad of stage 0, bucket 0, grad_norm",
         ),
-        (change(Op.UPDATE, stage=1), "update of stage 1 is no part of the plan for rank 0; expected"),
-        (change(Op.NORM, stage=0), "norm of stage 0 is no part of the plan for rank 0; expected"),
-        (change(Op.NORM, op=Op.UNSHARD, stage=0, bucket=0), "unshard of stage 0, bucket 0 is no part of"),
+        (change(Op.UPDATE, stage=1), "update of stage 1 is not in the plan for rank 0; expected"),
+        (change(Op.GRAD_NORM, stage=0), "grad_norm of stage 0 is not in the plan for rank 0; expected"),
+        (
+            change(Op.GRAD_NORM, op=Op.UNSHARD, stage=0, bucket=0),
+            "unshard of stage 0, bucket 0 is not in the plan for",
+        ),
         (change(Op.FORWARD, bucket=0), "forward carries a link, peer, slot or bucket; expected none"),
         (change(Op.FREE, bucket=0), "free carries a link, peer, slot or bucket; expected none"),
     ],
@@ -149,7 +156,7 @@ def test_messages_have_no_bucket() -> None:
 
 def test_a_rank_updates_its_own_stages_alone() -> None:
     message = fault(TIED_TO_TWO, {2: change(Op.UPDATE, stage=0)})
-    assert "rank 2, instruction 22: update of stage 0 is no part of the plan for rank 2; expected" in message
+    assert "rank 2, instruction 22: update of stage 0 is not in the plan for rank 2; expected" in message
 
 
 @pytest.mark.parametrize(
@@ -166,7 +173,7 @@ def test_a_rank_updates_its_own_stages_alone() -> None:
             "reduce_grad of stage 0, bucket 0 is there 2 times on rank 0",
         ),
         (WHOLE, drop(Op.AVERAGE_BUFFERS), "average_buffers of stage 0 is there 0 times on rank 0"),
-        (WHOLE, drop(Op.NORM), "norm is there 0 times on rank 0; expected once"),
+        (WHOLE, drop(Op.GRAD_NORM), "grad_norm is there 0 times on rank 0; expected once"),
         (WHOLE, drop(Op.UPDATE), "update of stage 0 is there 0 times on rank 0; expected once"),
         (WHOLE, repeat(Op.UPDATE), "update of stage 0 is there 2 times on rank 0; expected once"),
         (SHARDED, drop(Op.UNSHARD), "unshard of stage 0, bucket 0 is there 0 times on rank 0; expected once"),
@@ -218,8 +225,8 @@ AVERAGE, REDUCE, NORM, UPDATE = 2, 7, 8, 9
             "average_buffers of stage 0 runs before the last forward",
         ),
         (move(Op.REDUCE_GRAD, to=5), "bucket 0 runs before the last backward of stage 0 at 6"),
-        (move(Op.NORM, to=REDUCE), "norm runs before reduce_grad of stage 0, bucket 0 at 8"),
-        (move(Op.UPDATE, to=NORM), "update of stage 0 runs before norm at 9"),
+        (move(Op.GRAD_NORM, to=REDUCE), "grad_norm runs before reduce_grad of stage 0, bucket 0 at 8"),
+        (move(Op.UPDATE, to=NORM), "update of stage 0 runs before grad_norm at 9"),
         (move(Op.UPDATE, to=REDUCE), "update of stage 0 runs before reduce_grad of stage 0, bucket 0 at 8"),
         (move(Op.UPDATE, to=2), "update of stage 0 runs before the last backward of stage 0 at 6"),
         (move(Op.UPDATE, to=0), "update of stage 0 runs before the last backward of stage 0 at 6"),
@@ -281,8 +288,8 @@ def receive_after(op: Op) -> Edit:
         ),
         (
             TIED_TO_ONE,
-            receive_after(Op.NORM),
-            "norm runs before the gradients that another stage brings",
+            receive_after(Op.GRAD_NORM),
+            "grad_norm runs before the gradients that another stage brings",
         ),
         (TIED_TO_ONE, receive_last, "runs before the gradients that another stage brings home at 20"),
         (
@@ -310,7 +317,8 @@ def test_what_is_brought_home_on_one_rank_comes_before_the_update() -> None:
 
 
 TWO_BUCKETS = replace(
-    WHOLE, ending=replace(WHOLE.ending, buckets=(*WHOLE.ending.buckets, Bucket(0, (value("bias", 2),))))
+    WHOLE,
+    sync_spec=replace(WHOLE.sync_spec, buckets=(*WHOLE.sync_spec.buckets, Bucket(0, (value("bias", 2),)))),
 )
 
 
@@ -353,7 +361,7 @@ def test_nobody_gets_past_a_collective_before_the_last_rank_has_come() -> None:
     step = make_step(round_robin(3, [1, 1, 1]), updates=True, clips=True)
 
     def norm_before_the_last_send(instructions: list[Instruction]) -> None:
-        norm = instructions.pop(find(instructions, Op.NORM))
+        norm = instructions.pop(find(instructions, Op.GRAD_NORM))
         sends = [k for k, each in enumerate(instructions) if each.op is Op.SEND]
         instructions.insert(sends[-1], norm)
 
@@ -361,7 +369,7 @@ def test_nobody_gets_past_a_collective_before_the_last_rank_has_come() -> None:
     edits = [list(each.instructions) for each in programs]
     norm_before_the_last_send(edits[1])
     with pytest.raises(Wrong, match="is stuck"):
-        means_the_step(step, [Program(rank, tuple(own)) for rank, own in enumerate(edits)])
+        check_meaning(step, [Program(rank, tuple(own)) for rank, own in enumerate(edits)])
     assert "deadlock if sends wait" in fault(step, {1: norm_before_the_last_send})
 
 
@@ -374,40 +382,52 @@ def test_a_gradient_that_leaves_after_the_norm_that_needs_it_is_a_deadlock() -> 
     heading, *lines = message.splitlines()
     assert heading == "rank 0, instruction 18: deadlock if sends wait for their receives:"
     assert lines[0].startswith("  rank 0 at '18 free stage 0 mb 2' waits for rank 2 to reach '9 send")
-    assert lines[1] == "  rank 2 at '7 norm' waits for rank 0 to reach '19 norm'"
+    assert lines[1] == "  rank 2 at '7 grad_norm' waits for rank 0 to reach '19 grad_norm'"
 
 
 BUCKET = Bucket(0, (value("w", 2),))
 
 
 @pytest.mark.parametrize(
-    ("ending", "message"),
+    ("sync_spec", "message"),
     [
-        (Ending(clips=True), "the step clips gradients or shards state, but it updates nothing"),
-        (Ending(shard=Shard.GRADIENTS), "the step clips gradients or shards state, but it updates nothing"),
+        (SyncSpec(clips=True), "the step clips gradients or shards state, but it updates nothing"),
         (
-            Ending(averaged=(1,)),
+            SyncSpec(shard=ShardingLevel.GRADIENTS),
+            "the step clips gradients or shards state, but it updates nothing",
+        ),
+        (
+            SyncSpec(buffer_sync_stages=(1,)),
             r"averages buffers of stage 1; expected a stage with several",
         ),
-        (Ending((Bucket(1, BUCKET.parameters),)), r"has bucket 0 of stage 1; expected a stage with several"),
-        (Ending((Bucket(2, BUCKET.parameters),)), r"has bucket 0 of stage 2; expected a stage with several"),
-        (Ending((Bucket(0, ()),)), "bucket 0 of stage 0 has no parameters; expected at least one"),
-        (Ending((BUCKET, BUCKET)), "w of stage 0 is in buckets 0 and 1; expected one"),
         (
-            Ending((Bucket(0, (value("tied_0_1", 8),)),)),
-            r"bucket 0 is not lent, but weight tied_0_1 \(0 -> 1\) shares tied_0_1",
+            SyncSpec((Bucket(1, BUCKET.parameters),)),
+            r"has bucket 0 of stage 1; expected a stage with several",
+        ),
+        (
+            SyncSpec((Bucket(2, BUCKET.parameters),)),
+            r"has bucket 0 of stage 2; expected a stage with several",
+        ),
+        (SyncSpec((Bucket(0, ()),)), "bucket 0 of stage 0 has no parameters; expected at least one"),
+        (SyncSpec((BUCKET, BUCKET)), "w of stage 0 is in buckets 0 and 1; expected one"),
+        (
+            SyncSpec((Bucket(0, (value("tied_0_1", 8),)),)),
+            r"bucket 0 is not tied, but weight tied_0_1 \(0 -> 1\) shares tied_0_1",
         ),
     ],
 )
-def test_the_ending_fits_the_stages(ending: Ending, message: str) -> None:
+def test_the_ending_fits_the_stages(sync_spec: SyncSpec, message: str) -> None:
     step = TIED_TO_TWO
     programs = step.programs()
     with pytest.raises(VerifyError, match=message):
-        verify_programs(programs, step.placement, step.links, 4, ending=ending)
+        verify_programs(programs, step.placement, step.links, 4, sync_spec=sync_spec)
 
 
 def plan(**options: object) -> Plan:
-    stages = (Stage(0, 0, 1, parameters=("w", "lent"), borrowed=("lent",)), Stage(1, 2, 3, parameters=("v",)))
+    stages = (
+        Stage(0, 0, 1, parameters=("w", "lent"), borrowed_parameters=("lent",)),
+        Stage(1, 2, 3, parameters=("v",)),
+    )
     placement = round_robin(4, [2, 1]).placement
     return Plan(
         **{  # type: ignore[arg-type]
@@ -427,19 +447,19 @@ def plan(**options: object) -> Plan:
     ("options", "message"),
     [
         (
-            {"ending": Ending((Bucket(0, (value("v", 2),)),))},
+            {"sync_spec": SyncSpec((Bucket(0, (value("v", 2),)),))},
             "bucket 0 has v; expected parameters",
         ),
         (
-            {"ending": Ending((Bucket(0, (value("lent", 2),)),))},
+            {"sync_spec": SyncSpec((Bucket(0, (value("lent", 2),)),))},
             "bucket 0 has lent; expected",
         ),
         (
-            {"ending": Ending((Bucket(7, (value("w", 2),)),))},
+            {"sync_spec": SyncSpec((Bucket(7, (value("w", 2),)),))},
             "bucket 0 has w; expected",
         ),
         (
-            {"ending": Ending(averaged=(0,))},
+            {"sync_spec": SyncSpec(buffer_sync_stages=(0,))},
             r"averages buffers of stages \[0\]; expected those that change some: \[\]",
         ),
         (
@@ -456,7 +476,7 @@ def test_the_ending_fits_the_tensors_of_the_stages(options: dict[str, object], m
 def is_ending(each: Instruction) -> bool:
     """Whether an instruction belongs to no microbatch, or is run in parts because of such ones."""
     once = each.link is not None and not each.link.payload.per_microbatch
-    return once or each.part >= 0 or not (each.op.traits.per_microbatch or each.op.traits.carries_link)
+    return once or each.segment >= 0 or not (each.op.traits.per_microbatch or each.op.traits.carries_link)
 
 
 def test_sums_stand_between_the_parts_of_the_last_backward_of_each_replica() -> None:
@@ -468,21 +488,21 @@ def test_sums_stand_between_the_parts_of_the_last_backward_of_each_replica() -> 
  1  forward      stage 0  mb 3
  2  backward     stage 0  mb 1
  3  free         stage 0  mb 1
- 4  backward     stage 0  mb 3  part 0
- 5  reduce_grad  stage 0                bucket 0
- 6  backward     stage 0  mb 3  part 1
- 7  reduce_grad  stage 0                bucket 1
- 8  backward     stage 0  mb 3  part 2
+ 4  backward     stage 0  mb 3  segment 0
+ 5  reduce_grad  stage 0                   bucket 0
+ 6  backward     stage 0  mb 3  segment 1
+ 7  reduce_grad  stage 0                   bucket 1
+ 8  backward     stage 0  mb 3  segment 2
  9  free         stage 0  mb 3
-10  reduce_grad  stage 0                bucket 2
+10  reduce_grad  stage 0                   bucket 2
 11  update       stage 0"""
     )
 
 
 def test_gradients_that_are_summed_each_round_are_made_in_parts_each_time() -> None:
-    step = data_parallel(updates=True, shard=Shard.GRADIENTS, num_parts=2)
+    step = data_parallel(updates=True, shard=ShardingLevel.GRADIENTS, num_segments=2)
     own = step.programs()[0].instructions
-    assert [each.part for each in own if each.op is Op.BACKWARD] == [0, 1, 0, 1]
+    assert [each.segment for each in own if each.op is Op.BACKWARD] == [0, 1, 0, 1]
     assert [each.bucket for each in own if each.op is Op.REDUCE_GRAD] == [0, 1, 0, 1]
 
 
@@ -490,13 +510,16 @@ def test_gradients_that_are_summed_each_round_are_made_in_parts_each_time() -> N
     ("edit", "message"),
     [
         (drop(Op.BACKWARD, turn=1), "backward of stage 0, microbatch 2 is 0 backward"),
-        (drop(Op.BACKWARD, turn=2), "backward of stage 0, microbatch 2 runs its parts in the order [0, 2]"),
-        (repeat(Op.BACKWARD, turn=2), "runs its parts in the order [0, 1, 1, 2]; expected [0, 1, 2]"),
-        (move(Op.BACKWARD, turn=2, to=8), "runs its parts in the order [0, 2, 1]; expected [0, 1, 2]"),
-        (change(Op.BACKWARD, -1, 2, part=3), "backward names part 3; expected 0 to 2, or none for all"),
-        (change(Op.FORWARD, part=0), "forward names part 0; expected none"),
-        (change(Op.FREE, part=0), "free names part 0; expected none"),
-        (change(Op.BACKWARD, -1, 1, part=-1), "runs its parts in the order [1, 2]"),
+        (
+            drop(Op.BACKWARD, turn=2),
+            "backward of stage 0, microbatch 2 runs its segments in the order [0, 2]",
+        ),
+        (repeat(Op.BACKWARD, turn=2), "runs its segments in the order [0, 1, 1, 2]; expected [0, 1, 2]"),
+        (move(Op.BACKWARD, turn=2, to=8), "runs its segments in the order [0, 2, 1]; expected [0, 1, 2]"),
+        (change(Op.BACKWARD, -1, 2, segment=3), "backward names segment 3; expected 0 to 2, or none for all"),
+        (change(Op.FORWARD, segment=0), "forward names segment 0; expected none"),
+        (change(Op.FREE, segment=0), "free names segment 0; expected none"),
+        (change(Op.BACKWARD, -1, 1, segment=-1), "runs its segments in the order [1, 2]"),
         (move(Op.REDUCE_GRAD, 1, to=6), "bucket 1 runs before the last backward of stage 0 at 7"),
         (move(Op.REDUCE_GRAD, 0, to=2), "bucket 0 runs before the last backward of stage 0 at 5"),
     ],
@@ -508,22 +531,26 @@ def test_parts_run_once_and_in_order_and_sums_behind_them(edit: Edit, message: s
 
 
 def test_a_bucket_is_complete_after_a_part_that_there_is() -> None:
-    bucket = replace(IN_PARTS.ending.buckets[2], part=3)
-    step = replace(IN_PARTS, ending=replace(IN_PARTS.ending, buckets=(*IN_PARTS.ending.buckets[:2], bucket)))
-    with pytest.raises(VerifyError, match="bucket 2 is complete after part 3; stage 0 has 3"):
+    bucket = replace(IN_PARTS.sync_spec.buckets[2], segment=3)
+    step = replace(
+        IN_PARTS, sync_spec=replace(IN_PARTS.sync_spec, buckets=(*IN_PARTS.sync_spec.buckets[:2], bucket))
+    )
+    with pytest.raises(VerifyError, match="bucket 2 is complete after segment 3; stage 0 has 3"):
         step.verify(IN_PARTS.programs())
 
 
 def test_a_bucket_that_a_later_part_completes_is_not_summed_before_it() -> None:
-    late = replace(IN_PARTS.ending.buckets[0], part=2)
-    step = replace(IN_PARTS, ending=replace(IN_PARTS.ending, buckets=(late, *IN_PARTS.ending.buckets[1:])))
+    late = replace(IN_PARTS.sync_spec.buckets[0], segment=2)
+    step = replace(
+        IN_PARTS, sync_spec=replace(IN_PARTS.sync_spec, buckets=(late, *IN_PARTS.sync_spec.buckets[1:]))
+    )
     with pytest.raises(VerifyError, match="bucket 0 runs before the last backward of stage 0"):
         step.verify(IN_PARTS.programs())
 
 
 @st.composite
 def edited(draw: st.DrawFn, step: Step) -> Sequence[Program]:
-    """Programs in which an instruction of the ending is left out, doubled, moved or swapped with another.
+    """Programs in which an instruction of the sync_spec is left out, doubled, moved or swapped with another.
 
     It happens on one rank, or on all that have the same instruction.
     """
@@ -557,7 +584,7 @@ def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObje
         step.verify(programs)
     except VerifyError:
         return
-    means_the_step(step, programs)
+    check_meaning(step, programs)
 
 
 @pytest.mark.parametrize("step", [WHOLE, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED])
@@ -577,8 +604,8 @@ def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
     """The oracle of the test above is one that can fail."""
     for step, edit in (
         (WHOLE, drop(Op.REDUCE_GRAD)),
-        (WHOLE, move(Op.NORM, to=REDUCE)),
-        (TIED_TO_ONE, receive_after(Op.NORM)),
+        (WHOLE, move(Op.GRAD_NORM, to=REDUCE)),
+        (TIED_TO_ONE, receive_after(Op.GRAD_NORM)),
         (GATHERED, drop(Op.RESHARD)),
         (IN_PARTS, move(Op.REDUCE_GRAD, 1, to=6)),
         (SHARDED, move(Op.UNSHARD, to=7)),
@@ -590,12 +617,12 @@ def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
                 edit(instructions)
             programs.append(Program(program.rank, tuple(instructions)))
         with pytest.raises(Wrong):
-            means_the_step(step, programs)
+            check_meaning(step, programs)
 
 
 def test_a_stage_of_one_rank_meets_nobody() -> None:
     schedule = gpipe(2, 2)
-    assert schedule.placement == unreplicated((0, 1))
+    assert schedule.placement == one_rank_per_stage((0, 1))
     step = make_step(schedule, updates=True)
     assert {x.op for p in step.programs() for x in p.instructions} >= {Op.UPDATE}
     assert not any(x.op is Op.REDUCE_GRAD for p in step.programs() for x in p.instructions)

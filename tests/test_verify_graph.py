@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec import ops
-from pipec.capture.call import Call
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
-from pipec.compiler.pass_list import CompilerOptions, passes
+from pipec.compiler.pass_list import CompilerOptions, make_passes
 from pipec.errors import VerifyError
 from pipec.graph import TrainingGraph, is_forward, recv, send
-from pipec.graph.invariants import RULES, verify
+from pipec.graph.invariants import RULES, verify_graph
 from pipec.hardware.devices import DEVICES
-from pipec.hardware.topology import alike
+from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode, Phase
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
@@ -38,11 +38,13 @@ class Counted(nn.Module):
 
 @pytest.fixture(scope="module")
 def compiled() -> TrainingGraph:
-    call = Call((torch.randn(4, 4),), {}, torch.randn(4, 2))
+    call = ModelCall((torch.randn(4, 4),), {}, torch.randn(4, 2))
     graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
     device = DEVICES["cpu"]
-    devices = alike(2, device.link)
-    return run_passes(graph, passes(CompilerOptions(device, devices), CutStages(devices, 4), MarkRecompute()))
+    devices = equal_devices(2, device.link)
+    return run_passes(
+        graph, make_passes(CompilerOptions(device, devices), CutStages(devices, 4), MarkRecompute())
+    )
 
 
 def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node:
@@ -153,7 +155,7 @@ def unsplit(graph: TrainingGraph) -> None:
 
 
 def later_part(graph: TrainingGraph) -> None:
-    node_where(graph, is_forward).meta["part"] = 1
+    node_where(graph, is_forward).meta["segment"] = 1
 
 
 def join_within_a_part(graph: TrainingGraph) -> None:
@@ -167,7 +169,7 @@ def join_weight_gradients(graph: TrainingGraph) -> None:
 
     node = node_where(graph, ends)
     node.target, node.args, node.kwargs = ops.ALL_REDUCE, tuple(node.all_input_nodes[:1]), {}
-    node.meta["part"] = 1
+    node.meta["segment"] = 1
 
 
 BREAKS = {
@@ -188,8 +190,8 @@ BREAKS = {
     another_type: r"expects torch.float64\[.*\] but .* carries torch.float32",
     weight_before_input: "is part of the input gradient but reads .* of the weight gradient",
     unsplit: "is neither part of the input gradient nor of the weight gradient",
-    later_part: "runs in part 0 but reads .* of part 1",
-    join_within_a_part: "begins no part: it is in part 0, and reads",
+    later_part: "runs in segment 0 but reads .* of segment 1",
+    join_within_a_part: "begins no segment: it is in segment 0, and reads",
     join_weight_gradients: "waits for other replicas in the weight gradient",
 }
 
@@ -199,10 +201,10 @@ def test_a_broken_graph_is_refused(
     compiled: TrainingGraph, damage: Callable[[TrainingGraph], None], message: str
 ) -> None:
     graph = copied(compiled)
-    verify(graph)
+    verify_graph(graph)
     damage(graph)
     with pytest.raises(VerifyError, match=message) as caught:
-        verify(graph, after="a test")
+        verify_graph(graph, after="a test")
     assert "after 'a test'" in str(caught.value)
     assert "> [" in str(caught.value)  # the node's own line among its neighbours
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Join, Op, Parts, Phase, Program, Value
-from pipec.ir.text import format_program, parse_program
+from pipec.ir import Instruction, ModelCollective, Op, Phase, Program, SegmentCounts, Value
+from pipec.ir.text_format import format_program, parse_program
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.memory import peak_in_flight
+from pipec.programs.rank_memory import peak_in_flight
 from pipec.programs.verify import verify_programs
 from pipec.schedules import SCHEDULES, make_schedule
-from pipec.schedules.replicas import replicated
-from pipec.timeline.simulate import Costs, simulate
+from pipec.schedules.replicated import replicate_schedule
+from pipec.timeline.simulate import SimulationCosts, simulate
 
 Edit = Callable[[list[Instruction]], object]
 
@@ -22,8 +22,8 @@ LINKS = chain_links(2)
 NUM_MICROBATCHES, JOIN_TIME = 4, 5.0
 
 
-def join(op: Op, phase: Phase, part: int) -> Join:
-    return Join(op, phase, part, Value(f"{op}_{part}", "float32", ("b", 8)))
+def join(op: Op, phase: Phase, segment: int) -> ModelCollective:
+    return ModelCollective(op, phase, segment, Value(f"{op}_{segment}", "float32", ("b", 8)))
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Joined:
     @property
     def schedule(self):  # type: ignore[no-untyped-def]
         make = functools.partial(make_schedule, self.name, 2)
-        return replicated(make, NUM_MICROBATCHES, 2)
+        return replicate_schedule(make, NUM_MICROBATCHES, 2)
 
     @property
     def backward(self) -> Phase:
         return Phase.BACKWARD_INPUT if self.name.startswith("zb") else Phase.BACKWARD
 
     @property
-    def joins(self) -> dict[int, tuple[Join, ...]]:
+    def model_collectives(self) -> dict[int, tuple[ModelCollective, ...]]:
         return {
             1: (
                 join(Op.ALL_GATHER, Phase.FORWARD, 1),
@@ -52,15 +52,22 @@ class Joined:
         }
 
     @property
-    def parts(self) -> Parts:
+    def segments(self) -> SegmentCounts:
         return {(1, Phase.FORWARD): 3, (1, self.backward): 2}
 
     def programs(self) -> tuple[Program, ...]:
-        return lower(self.schedule, LINKS, parts=self.parts, joins=self.joins)
+        return lower(self.schedule, LINKS, segments=self.segments, model_collectives=self.model_collectives)
 
     def verify(self, programs: tuple[Program, ...]) -> None:
         placement = self.schedule.placement
-        verify_programs(programs, placement, LINKS, NUM_MICROBATCHES, parts=self.parts, joins=self.joins)
+        verify_programs(
+            programs,
+            placement,
+            LINKS,
+            NUM_MICROBATCHES,
+            segments=self.segments,
+            model_collectives=self.model_collectives,
+        )
 
 
 GPIPE = Joined("gpipe")
@@ -122,24 +129,37 @@ def exchange_microbatches(instructions: list[Instruction]) -> None:
 
 
 FAULTS = {
-    "left out": (drop(Op.ALL_REDUCE), "all_reduce of stage 1, join 1, microbatch 1 is there 0 times"),
-    "twice": (repeat(Op.ALL_GATHER), "all_gather of stage 1, join 0, microbatch 1 is there 2 times"),
+    "left out": (
+        drop(Op.ALL_REDUCE),
+        "all_reduce of stage 1, model collective 1, microbatch 1 is there 0 times",
+    ),
+    "twice": (
+        repeat(Op.ALL_GATHER),
+        "all_gather of stage 1, model collective 0, microbatch 1 is there 2 times",
+    ),
     "before its value": (
         swap((Op.ALL_GATHER, 0), (Op.FORWARD, 0)),
-        "all_gather of stage 1, join 0, microbatch 1 is not between part 0 of the forward",
+        "all_gather of stage 1, model collective 0, microbatch 1 is not between segment 0 of the forward",
     ),
     "behind its reader": (
         swap((Op.ALL_REDUCE, 0), (Op.FORWARD, 2)),
-        "all_reduce of stage 1, join 1, microbatch 1 is not between part 1 of the forward",
+        "all_reduce of stage 1, model collective 1, microbatch 1 is not between segment 1 of the forward",
     ),
-    "another one": (change(Op.ALL_GATHER, join=1), "all_gather, join 1 is no part of the plan for stage 1"),
+    "another one": (
+        change(Op.ALL_GATHER, model_collective=1),
+        "all_gather, model collective 1 is not in the plan for stage 1",
+    ),
     "another stage": (change(Op.ALL_GATHER, stage=0), "all_gather names stage 0; expected a stage of this"),
     "another microbatch": (change(Op.ALL_GATHER, microbatch=2), "expected a stage of this rank"),
-    "a part": (change(Op.ALL_GATHER, part=1), "all_gather names part 1; expected none"),
-    "of a compute": (change(Op.FORWARD, join=0), "forward names join 0; expected none"),
+    "a segment": (change(Op.ALL_GATHER, segment=1), "all_gather names segment 1; expected none"),
+    "of a compute": (
+        change(Op.FORWARD, model_collective=0),
+        "forward names model collective 0; expected none",
+    ),
     "of the other round": (
         exchange_microbatches,
-        "all_gather of stage 1, join 0, round 0 meets all_gather of stage 1, join 0, round 1 of rank 3",
+        "all_gather of stage 1, model collective 0, round 0 meets "
+        "all_gather of stage 1, model collective 0, round 1 of rank 3",
     ),
 }
 
@@ -153,10 +173,10 @@ def test_the_verifier_finds(name: str) -> None:
 def test_a_phase_that_is_run_as_a_whole_leaves_no_place_to_join() -> None:
     def edit(instructions: list[Instruction]) -> None:
         parts = [number for number, each in enumerate(instructions) if each.op is Op.FORWARD][:3]
-        instructions[parts[0]] = replace(instructions[parts[0]], part=-1)
+        instructions[parts[0]] = replace(instructions[parts[0]], segment=-1)
         del instructions[parts[2]], instructions[parts[1]]
 
-    assert "forward of stage 1, microbatch 1 is no instruction for each part" in fault(3, edit)
+    assert "forward of stage 1, microbatch 1 is no instruction for each segment" in fault(3, edit)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
@@ -166,7 +186,7 @@ def test_nothing_that_replicas_join_can_be_left_out_or_doubled(name: str) -> Non
     step.verify(programs)
     for rank, program in enumerate(programs):
         for number, instruction in enumerate(program.instructions):
-            for copies in ((), (instruction, instruction)) if instruction.join >= 0 else ():
+            for copies in ((), (instruction, instruction)) if instruction.model_collective >= 0 else ():
                 edited = (*program.instructions[:number], *copies, *program.instructions[number + 1 :])
                 with pytest.raises(VerifyError):
                     step.verify((*programs[:rank], Program(rank, edited), *programs[rank + 1 :]))
@@ -180,23 +200,23 @@ def test_a_forward_in_parts_is_one_microbatch_in_flight() -> None:
 def test_programs_with_joins_read_back_from_their_text() -> None:
     program = GPIPE.programs()[3]
     text = format_program(program)
-    line = next(line for line in text.splitlines() if "join 1" in line)
-    assert line.split()[1:] == ["all_reduce", "stage", "1", "mb", "1", "join", "1"]
+    line = next(line for line in text.splitlines() if "model_collective 1" in line)
+    assert line.split()[1:] == ["all_reduce", "stage", "1", "mb", "1", "model_collective", "1"]
     assert parse_program(text, LINKS) == program
 
 
 def test_a_part_begins_when_the_last_replica_has_come_and_what_they_join_is_there() -> None:
     """Stage 1 waits for three joins of each of its two microbatches a rank; stage 0 has none."""
     costs = replace(
-        Costs.uniform(2),
-        parts={(1, phase): [1 / count] * count for (_, phase), count in GPIPE.parts.items()},
+        SimulationCosts.uniform(2),
+        segments={(1, phase): [1 / count] * count for (_, phase), count in GPIPE.segments.items()},
     )
     without = simulate(GPIPE.programs(), costs).makespan
     joins = {(1, number): JOIN_TIME for number in range(3)}
-    timeline = simulate(GPIPE.programs(), replace(costs, joins=joins))
+    timeline = simulate(GPIPE.programs(), replace(costs, model_collectives=joins))
     assert timeline.makespan == pytest.approx(without + 2 * 3 * JOIN_TIME)
     for event in timeline.computes:
-        if event.instruction.part > 0:
+        if event.instruction.segment > 0:
             ends = [each.end for each in timeline.collectives if each.rank == event.rank]
             assert any(end == pytest.approx(event.start) for end in ends)
 
@@ -205,7 +225,7 @@ def test_a_part_begins_when_the_last_replica_has_come_and_what_they_join_is_ther
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_meets_in_one_order_where_every_stage_joins(name: str, replicas: int) -> None:
     """Also where a rank has several stages, whose replicas are the same ranks."""
-    schedule = replicated(functools.partial(SCHEDULES[name], 2), 4 * replicas, replicas)
+    schedule = replicate_schedule(functools.partial(SCHEDULES[name], 2), 4 * replicas, replicas)
     phases = {Phase(op) for order in schedule.orders for op in {cell.phase for cell in order}}
     backward = Phase.BACKWARD if Phase.BACKWARD in phases else Phase.BACKWARD_INPUT
     of_each = (
@@ -214,13 +234,13 @@ def test_every_schedule_meets_in_one_order_where_every_stage_joins(name: str, re
     )
     stages, links = range(schedule.num_stages), chain_links(schedule.num_stages)
     parts = {(stage, phase): 2 for stage in stages for phase in (Phase.FORWARD, backward)}
-    step = {"parts": parts, "joins": dict.fromkeys(stages, of_each), "recompute": stages}
+    step = {"segments": parts, "model_collectives": dict.fromkeys(stages, of_each), "recompute": stages}
     programs = lower(schedule, links, **step)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **step)
     costs = replace(
-        Costs.uniform(schedule.num_stages, links=links, message=0.5),
-        parts=dict.fromkeys(parts, (0.5, 0.5)),
-        joins={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
+        SimulationCosts.uniform(schedule.num_stages, links=links, message=0.5),
+        segments=dict.fromkeys(parts, (0.5, 0.5)),
+        model_collectives={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
     )
-    joined = [event for event in simulate(programs, costs).columns if event.instruction.join >= 0]
+    joined = [event for event in simulate(programs, costs).columns if event.instruction.model_collective >= 0]
     assert len(joined) == len(of_each) * schedule.num_stages * schedule.num_microbatches

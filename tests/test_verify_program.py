@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
-from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, unreplicated
+from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
+from pipec.programs.deadlock import InstructionSite, WaitEdges, stalled_ranks, wait_cycle
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.rendezvous import Site, Waits, circle, stalls
 from pipec.programs.verify import RULES, verify_programs
 from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
 
@@ -149,9 +149,9 @@ def test_programs_and_links_fit_the_placement() -> None:
     with pytest.raises(
         VerifyError, match=r"programs are of ranks \[1, 0\]; expected one for each of ranks 0 to 1"
     ):
-        verify_programs(programs[::-1], unreplicated((0, 1)), chain_links(2), 2)
+        verify_programs(programs[::-1], one_rank_per_stage((0, 1)), chain_links(2), 2)
     with pytest.raises(VerifyError, match=r"hidden_2 \(1 -> 2\) names a stage beyond the plan's 2"):
-        verify_programs(programs, unreplicated((0, 1)), chain_links(3), 2)
+        verify_programs(programs, one_rank_per_stage((0, 1)), chain_links(3), 2)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_value_goes_to_a_rank_once() -> None:
 def test_a_rank_that_runs_its_stages_out_of_order_may_receive_a_value_for_each() -> None:
     orders = [[0, 2], [3, 1]]
     cells = [[Compute(Phase.FORWARD, stage, mb) for mb in range(2) for stage in order] for order in orders]
-    schedule = Schedule("out-of-order", 2, unreplicated((0, 1, 0, 1)), cells)
+    schedule = Schedule("out-of-order", 2, one_rank_per_stage((0, 1, 0, 1)), cells)
     verify_programs(lower(schedule, SHARED[:2]), schedule.placement, SHARED[:2], 2)
     with pytest.raises(VerifyError, match="these cells wait for each other"):
         lower(schedule, [SHARED[0], SHARED[2]])
@@ -410,16 +410,18 @@ sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
 
 
 @given(st.lists(st.tuples(sites, sites).filter(lambda pair: pair[0][0] != pair[1][0]), max_size=12))
-def test_programs_stall_exactly_where_the_waits_form_a_cycle(waits: list[tuple[Site, Site]]) -> None:
+def test_programs_stall_exactly_where_the_waits_form_a_cycle(
+    waits: list[tuple[InstructionSite, InstructionSite]],
+) -> None:
     """To reach an instruction, a rank must have reached the one before and what that waits for."""
     graph = networkx.DiGraph(((rank, k + 1), (rank, k)) for rank in range(4) for k in range(5))
     for (rank, number), other in waits:
         graph.add_edge((rank, number + 1), other)
     columns = np.array([[*site, *other] for site, other in waits], np.int32).reshape(-1, 4).T
-    stalled = stalls([5] * 4, Waits(*columns))
+    stalled = stalled_ranks([5] * 4, WaitEdges(*columns))
     assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
     if stalled:
-        ring = circle(stalled)
+        ring = wait_cycle(stalled)
         for (_, ahead), (following, _) in zip(ring, ring[1:] + ring[:1], strict=True):
             assert ahead[0] == following[0]
             assert ahead[1] >= following[1]
@@ -443,24 +445,24 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "_fits_plan",
         "_computes_once",
         "_computes_in_order",
-        "delivers_once",
-        "receives_once",
-        "join_once_in_order",
-        "ends_once",
-        "ends_in_order",
-        "meets_in_one_order",
-        "streams_are_supported",
-        "reads_the_right_version",
+        "each_message_delivered_once",
+        "each_value_received_once",
+        "model_collectives_in_order",
+        "sync_complete",
+        "sync_in_order",
+        "collectives_in_one_order",
+        "asynchronous_supported",
+        "versions_as_specified",
         "updates_in_order",
-        "reads_what_is_there",
-        "sends_what_was_made",
-        "posts_before_reading",
+        "versions_available",
+        "sent_after_made",
+        "received_before_read",
         "_frees_after_last_use",
-        "offload_rules",
-        "spares_live_slots",
-        "results_in_time",
-        "keeps_channel_order",
+        "offloads_in_order",
+        "live_slots_not_overwritten",
+        "results_before_wait",
+        "channels_in_order",
         "_finishes",
-        "posts_after_what_messages_need",
+        "receives_after_dependencies",
         "_bounds_in_flight",
     ]

@@ -10,52 +10,55 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipec.ir.stream as stream_module
-import pipec.schedules.pipedream as pipedream_module
+import pipec.schedules.asynchronous as pipedream_module
 from pipec.errors import InputError, VerifyError
 from pipec.ir import (
-    Ending,
     Instruction,
     Link,
     Op,
     Payload,
     Program,
     Schedule,
-    Shard,
+    ShardingLevel,
     Stream,
+    SyncSpec,
     Value,
-    Versions,
+    VersionPolicy,
 )
-from pipec.ir.rounds import unrolled, window_of
+from pipec.ir.periodic_program import microbatch_window, unroll
 from pipec.ir.stream import window
-from pipec.ir.text import format_program, parse_program
-from pipec.programs.fold import excerpt, fold, num_to_lower
+from pipec.ir.text_format import format_program, parse_program
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.memory import peak_in_flight
-from pipec.programs.verify import verify_programs, verify_rounds
+from pipec.programs.lower_periodic import lower_periodic, num_microbatches_to_lower, steady_excerpt
+from pipec.programs.rank_memory import peak_in_flight
+from pipec.programs.verify import verify_periodic, verify_programs
 from pipec.schedules import Workload, make_schedule
-from pipec.schedules.chain import chain_ending
-from pipec.schedules.pipedream import ASYNCHRONOUS, pipedream
-from pipec.timeline.simulate import Costs, simulate
-from pipec.timeline.steady import steady_state
+from pipec.schedules.asynchronous import ASYNCHRONOUS_SCHEDULES, pipedream
+from pipec.schedules.chain_simulation import chain_sync_spec
+from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.steady_state import steady_state
 
 Edit = Callable[[list[Instruction]], object]
 
 
 def rounds_of(name: str, *replicas: int, per_batch: int = 0) -> tuple[Schedule, tuple[Program, ...]]:
-    per_batch = per_batch or ASYNCHRONOUS[name].per_batch(replicas)
-    count = num_to_lower(Stream(ASYNCHRONOUS[name].versions, per_batch), replicas) // per_batch
-    schedule = ASYNCHRONOUS[name].of_batches(replicas, per_batch, count)
-    return schedule, fold(schedule, chain_links(len(replicas)), (), ending_of(schedule))
+    per_batch = per_batch or ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas)
+    count = (
+        num_microbatches_to_lower(Stream(ASYNCHRONOUS_SCHEDULES[name].versions, per_batch), replicas)
+        // per_batch
+    )
+    schedule = ASYNCHRONOUS_SCHEDULES[name].for_batches(replicas, per_batch, count)
+    return schedule, lower_periodic(schedule, chain_links(len(replicas)), (), ending_of(schedule))
 
 
 def stream_links(num_stages: int) -> tuple[Link, ...]:
     """A chain of stages, of which the last one tells every rank the loss of each microbatch."""
     loss = Value("loss", "float32", ())
-    return (*chain_links(num_stages), Link(num_stages - 1, -1, Payload.OUTCOME, (loss,)))
+    return (*chain_links(num_stages), Link(num_stages - 1, -1, Payload.MICROBATCH_RESULT, (loss,)))
 
 
-def ending_of(schedule: Schedule) -> Ending:
-    return replace(chain_ending(schedule.placement, 0.5), updates=True, stream=schedule.stream)
+def ending_of(schedule: Schedule) -> SyncSpec:
+    return replace(chain_sync_spec(schedule.placement, 0.5), updates=True, stream=schedule.stream)
 
 
 def fault(
@@ -65,17 +68,17 @@ def fault(
     replicas: Sequence[int] = (1, 1, 1),
 ) -> str:
     """What the verifier says of stages with so many replicas after the programs of some ranks are changed."""
-    per_batch = ASYNCHRONOUS[name].per_batch(replicas)
-    schedule = ASYNCHRONOUS[name].of_batches(replicas, per_batch, num_batches)
-    links, ending = stream_links(len(replicas)), ending_of(schedule)
-    programs = list(lower(schedule, links, ending=ending))
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
+    per_batch = ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas)
+    schedule = ASYNCHRONOUS_SCHEDULES[name].for_batches(replicas, per_batch, num_batches)
+    links, sync_spec = stream_links(len(replicas)), ending_of(schedule)
+    programs = list(lower(schedule, links, sync_spec=sync_spec))
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
     for rank, edit in edits.items():
         instructions = list(programs[rank].instructions)
         edit(instructions)
         programs[rank] = Program(rank, tuple(instructions))
     with pytest.raises(VerifyError) as caught:
-        verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
+        verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
     return str(caught.value)
 
 
@@ -116,28 +119,30 @@ def test_a_round_reads_as_the_program_of_a_step(golden: Callable[[str, str], Non
 
 
 def test_prologue_body_and_epilogue_are_the_same_round() -> None:
-    """The example of ``pipec.ir.rounds``: F2 B0 U0, for three microbatches."""
+    """The example of ``pipec.ir.periodic_program``: F2 B0 U0, for three microbatches."""
     op = {"F": Op.FORWARD, "B": Op.BACKWARD, "U": Op.UPDATE}
     numbers = [("F", 2, 0), ("B", 0, 0), ("U", 0, 1)]
     program = Program(0, tuple(Instruction(op[x], 0, mb, version=v) for x, mb, v in numbers), 1)
     letters = {value: key for key, value in op.items()}
-    written = unrolled(program, 3).instructions
+    written = unroll(program, 3).instructions
     assert " ".join(f"{letters[x.op]}{x.microbatch}" for x in written) == "F0 F1 F2 B0 U0 B1 U1 B2 U2"
     assert [x.version for x in written] == [0, 0, 0, 0, 1, 1, 2, 2, 3]
 
 
 @settings(max_examples=12)
-@given(st.sampled_from(sorted(ASYNCHRONOUS)), st.integers(1, 6), st.integers(0, 4))
+@given(st.sampled_from(sorted(ASYNCHRONOUS_SCHEDULES)), st.integers(1, 6), st.integers(0, 4))
 def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: int, more: int) -> None:
     """The verifier's own argument, of two windows, is tried on streams that are longer."""
     replicas = (1,) * num_ranks
-    per_batch = ASYNCHRONOUS[name].per_batch(replicas) + (more if name == "pipedream-2bw" else 0)
+    per_batch = ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas) + (
+        more if name == "pipedream-2bw" else 0
+    )
     schedule, programs = rounds_of(name, *replicas, per_batch=per_batch)
-    links, ending = chain_links(num_ranks), ending_of(schedule)
-    verify_rounds(programs, schedule.placement, links, (), ending)
+    links, sync_spec = chain_links(num_ranks), ending_of(schedule)
+    verify_periodic(programs, schedule.placement, links, (), sync_spec)
     for count in (7, 8 + 3 * num_ranks):
-        written = [unrolled(program, count * per_batch) for program in programs]
-        verify_programs(written, schedule.placement, links, count * per_batch, ending=ending)
+        written = [unroll(program, count * per_batch) for program in programs]
+        verify_programs(written, schedule.placement, links, count * per_batch, sync_spec=sync_spec)
         assert [peak_in_flight(x) for x in written] == [
             min(num_ranks - rank, count * per_batch) for rank in range(num_ranks)
         ]
@@ -148,18 +153,20 @@ def test_a_value_that_skips_stages_is_received_in_every_round(reader: int) -> No
     """It is received far ahead: for a while the last ranks do the same again and again without a receive."""
     skip = Link(0, reader, Payload.ACTIVATION, (Value("skip", "float32", ()),))
     schedule, _ = rounds_of("pipedream", *[1] * 7)
-    links, ending = (*chain_links(7), skip), ending_of(schedule)
-    verify_rounds(fold(schedule, links, (), ending), schedule.placement, links, (), ending)
+    links, sync_spec = (*chain_links(7), skip), ending_of(schedule)
+    verify_periodic(lower_periodic(schedule, links, (), sync_spec), schedule.placement, links, (), sync_spec)
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("name", ASYNCHRONOUS_SCHEDULES)
 def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
     schedule, programs = rounds_of(name, 1, 1, 1, 1)
-    costs = Costs.uniform(4, links=chain_links(4), unit="units")
-    played = excerpt(programs, schedule.stream, schedule.placement)
-    steady = steady_state(replace(simulate(played, costs), ending=ending_of(schedule)))
+    costs = SimulationCosts.uniform(4, links=chain_links(4), unit="units")
+    played = steady_excerpt(programs, schedule.stream, schedule.placement)
+    steady = steady_state(replace(simulate(played, costs), sync_spec=ending_of(schedule)))
     assert steady is not None
-    assert steady.seconds == pytest.approx(3 * ASYNCHRONOUS[name].per_batch((1, 1, 1, 1)))
+    assert steady.batch_interval == pytest.approx(
+        3 * ASYNCHRONOUS_SCHEDULES[name].min_microbatches((1, 1, 1, 1))
+    )
     assert steady.bubble_rate == pytest.approx(0)
     assert steady_state(simulate(lower(make_schedule("1f1b", 4, 8), chain_links(4)), costs)) is None
 
@@ -168,15 +175,15 @@ def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
 def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> None:
     """Stages with r replicas take r times as long; each is proved for streams of any length."""
     schedule, links = rounds_of("pipedream", *replicas)[0], stream_links(len(replicas))
-    ending = ending_of(schedule)
-    programs = fold(schedule, links, (), ending)
+    sync_spec = ending_of(schedule)
+    programs = lower_periodic(schedule, links, (), sync_spec)
     if sum(replicas) < 16:  # 15-1 takes seconds
-        verify_rounds(programs, schedule.placement, links, (), ending)
-    costs = Workload.uniform(len(replicas)).times(list(map(float, replicas))).costs(schedule, links)
-    played = excerpt(programs, schedule.stream, schedule.placement)
-    steady = steady_state(replace(simulate(played, costs), ending=ending))
+        verify_periodic(programs, schedule.placement, links, (), sync_spec)
+    costs = Workload.uniform(len(replicas)).scaled(list(map(float, replicas))).costs(schedule, links)
+    played = steady_excerpt(programs, schedule.stream, schedule.placement)
+    steady = steady_state(replace(simulate(played, costs), sync_spec=sync_spec))
     assert steady is not None
-    assert steady.seconds == pytest.approx(3)
+    assert steady.batch_interval == pytest.approx(3)
     assert steady.bubble_rate == pytest.approx(0)
 
 
@@ -188,11 +195,11 @@ def test_smaller_windows_make_ranks_idle(replicas: tuple[int, ...], monkeypatch:
         fewer = [each - (number == stage) for number, each in enumerate(right)]
         for module in (stream_module, pipedream_module):
             monkeypatch.setattr(module, "window", lambda stage, _, fewer=fewer: fewer[stage])
-        schedule = pipedream.of_batches(replicas, 1, 40 * sum(replicas))
-        links, ending = chain_links(len(replicas)), ending_of(schedule)
-        costs = Workload.uniform(len(replicas)).times(list(map(float, replicas))).costs(schedule, links)
-        programs = lower(schedule, links, ending=ending)
-        steady = steady_state(replace(simulate(programs, costs), ending=ending))
+        schedule = pipedream.for_batches(replicas, 1, 40 * sum(replicas))
+        links, sync_spec = chain_links(len(replicas)), ending_of(schedule)
+        costs = Workload.uniform(len(replicas)).scaled(list(map(float, replicas))).costs(schedule, links)
+        programs = lower(schedule, links, sync_spec=sync_spec)
+        steady = steady_state(replace(simulate(programs, costs), sync_spec=sync_spec))
         assert steady is not None
         assert steady.bubble_rate > 0.01, fewer
 
@@ -201,7 +208,7 @@ def test_the_window_of_replicas() -> None:
     windows = {(1, 1, 1): [3, 2, 1], (2, 1): [2, 1], (2, 2): [2, 1], (15, 1): [2, 1], (3, 2, 1): [4, 2, 1]}
     for replicas, expected in windows.items():
         assert [window(stage, replicas) for stage in range(len(replicas))] == expected
-    versions = Stream(Versions.STASHED)
+    versions = Stream(VersionPolicy.STASHED)
     assert [versions.version(each, 0, (3, 2, 1)) for each in range(8, 17)] == [0] * 4 + [1] * 3 + [2] * 2
     assert [versions.version(each, 1, (3, 2, 1)) for each in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [versions.version(each, 2, (3, 2, 1)) for each in range(4)] == [0, 1, 2, 3]
@@ -260,7 +267,7 @@ def test_a_script_that_would_wait_for_ever_is_found() -> None:
 
 
 def is_loss(instruction: Instruction) -> bool:
-    return instruction.link is not None and instruction.link.payload is Payload.OUTCOME
+    return instruction.link is not None and instruction.link.payload is Payload.MICROBATCH_RESULT
 
 
 def test_a_version_that_another_one_should_be_is_found() -> None:
@@ -283,12 +290,12 @@ def test_updates_that_are_out_of_order_or_missing_are_found() -> None:
 def test_an_update_that_comes_too_late_or_too_early_is_found() -> None:
     late = fault({2: move(Op.UPDATE, 0, Op.FORWARD, 1)})
     assert "reads version 1 of stage 2, which is not made yet" in late
-    schedule = pipedream.of_batches((1, 1, 1), 1, 4)
-    ending = replace(ending_of(schedule), stream=Stream(Versions.STASHED))
+    schedule = pipedream.for_batches((1, 1, 1), 1, 4)
+    sync_spec = replace(ending_of(schedule), stream=Stream(VersionPolicy.STASHED))
     gpipe_like = make_schedule("gpipe", 3, 4)
     programs = lower(replace(gpipe_like, stream=schedule.stream), chain_links(3))
     with pytest.raises(VerifyError, match=r"is not made yet|holds \d versions"):
-        verify_programs(programs, schedule.placement, chain_links(3), 4, ending=ending)
+        verify_programs(programs, schedule.placement, chain_links(3), 4, sync_spec=sync_spec)
 
 
 def test_more_live_versions_than_the_bound_are_found() -> None:
@@ -301,51 +308,53 @@ def test_more_live_versions_than_the_bound_are_found() -> None:
             instructions.insert(first, instructions.pop(number))
 
     assert "are made at" in fault({0: hold_back})
-    stream = Stream(Versions.STASHED)
-    assert [stream.most_live(stage, (1, 1, 1, 1)) for stage in range(4)] == [4, 3, 2, 1]
+    stream = Stream(VersionPolicy.STASHED)
+    assert [stream.max_live_versions(stage, (1, 1, 1, 1)) for stage in range(4)] == [4, 3, 2, 1]
 
 
 def test_fields_of_updates_are_checked() -> None:
     assert "update names stage 0, microbatch 1" in fault({1: change(Op.UPDATE, 1, stage=0)})
-    assert "update carries a link, peer, slot or part" in fault({1: change(Op.UPDATE, 1, peer=0)})
+    assert "update carries a link, peer, slot or segment" in fault({1: change(Op.UPDATE, 1, peer=0)})
 
 
 def test_what_has_no_rule_of_versions_is_refused() -> None:
     schedule, programs = rounds_of("pipedream", 1, 1)
-    ending, links = ending_of(schedule), chain_links(2)
+    sync_spec, links = ending_of(schedule), chain_links(2)
     with pytest.raises(VerifyError, match="replicas share state or buffers"):
-        verify_rounds(programs, schedule.placement, links, (), replace(ending, shard=Shard.OPTIMIZER))
-    flat = pipedream.of_batches((1, 1), 1, 3)
+        verify_periodic(
+            programs, schedule.placement, links, (), replace(sync_spec, shard=ShardingLevel.OPTIMIZER)
+        )
+    flat = pipedream.for_batches((1, 1), 1, 3)
     refused = {
-        "3 microbatches are no whole number of mini-batches of 2": (flat, Stream(Versions.DOUBLE, 2)),
+        "3 microbatches are no whole number of mini-batches of 2": (flat, Stream(VersionPolicy.DOUBLE, 2)),
         "a mini-batch has 3 microbatches; versions that are stashed need 1": (
             flat,
-            Stream(Versions.STASHED, 3),
+            Stream(VersionPolicy.STASHED, 3),
         ),
-        "a mini-batch has 1 microbatches; two versions need 2": (flat, Stream(Versions.DOUBLE, 1)),
+        "a mini-batch has 1 microbatches; two versions need 2": (flat, Stream(VersionPolicy.DOUBLE, 1)),
         "a stage has 2 replicas; vertical sync": (
-            pipedream.of_batches((2, 1), 1, 3),
-            Stream(Versions.VERTICAL),
+            pipedream.for_batches((2, 1), 1, 3),
+            Stream(VersionPolicy.VERTICAL),
         ),
         "two versions need as many microbatches for each replica": (
-            pipedream.of_batches((2, 1), 1, 3),
-            Stream(Versions.DOUBLE, 3),
+            pipedream.for_batches((2, 1), 1, 3),
+            Stream(VersionPolicy.DOUBLE, 3),
         ),
     }
     for told, (made, stream) in refused.items():
         other = replace(ending_of(made), stream=stream)
         with pytest.raises(VerifyError, match=re.escape(told)):
-            verify_programs(lower(made, links), made.placement, links, 3, ending=other)
+            verify_programs(lower(made, links), made.placement, links, 3, sync_spec=other)
 
 
 def test_rounds_that_are_no_rounds_are_refused() -> None:
     schedule, (first, second) = rounds_of("pipedream", 1, 1)
     verify = functools.partial(
-        verify_rounds,
+        verify_periodic,
         placement=schedule.placement,
         links=chain_links(2),
         recompute=(),
-        ending=ending_of(schedule),
+        sync_spec=ending_of(schedule),
     )
     with pytest.raises(VerifyError, match="rank 1 does not repeat instructions for microbatches 0 to 8"):
         verify([first, replace(second, period=2)])
@@ -357,14 +366,14 @@ def test_rounds_that_are_no_rounds_are_refused() -> None:
         verify([first, without])
     with pytest.raises(VerifyError, match="the program of rank 0 repeats; expected that of a single step"):
         verify_programs([first, second], schedule.placement, chain_links(2), 1)
-    assert [window_of(first), window_of(second)] == [2, 2]
+    assert [microbatch_window(first), microbatch_window(second)] == [2, 2]
 
 
 def test_schedules_without_a_flush_say_what_they_cannot_do() -> None:
     assert make_schedule("pipedream", 4, 12).num_microbatches == 12
     with pytest.raises(InputError, match="runs a mini-batch as one microbatch, but microbatches is 4"):
-        pipedream.of_batches((1, 1), 4, 2)
+        pipedream.for_batches((1, 1), 4, 2)
     with pytest.raises(InputError, match="needs a mini-batch of 4 microbatches or more on 4 ranks"):
-        ASYNCHRONOUS["pipedream-2bw"].of_batches((1, 1, 1, 1), 3, 2)
+        ASYNCHRONOUS_SCHEDULES["pipedream-2bw"].for_batches((1, 1, 1, 1), 3, 2)
     with pytest.raises(InputError, match="num_microbatches is 6; take a multiple of 4"):
         make_schedule("pipedream-2bw", 4, 6)

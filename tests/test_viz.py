@@ -11,7 +11,7 @@ from pipec.ir import Instruction, Op, Schedule
 from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz import timeline_svg, timeline_text
 from pipec.viz.labels import time_axis
 
@@ -21,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def played(schedule: Schedule, recompute: tuple[int, ...] = (), **costs: float | str) -> Timeline:
     links = (*chain_links(schedule.num_stages), result_link(schedule.num_stages - 1))
     return simulate(
-        lower(schedule, links, recompute), Costs.uniform(schedule.num_stages, links=links, **costs)
+        lower(schedule, links, recompute), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
     )
 
 
@@ -107,7 +107,7 @@ def test_text_breaks_a_long_timeline_into_panels_and_compresses_a_very_long_one(
 @pytest.mark.parametrize("draw", [timeline_text, timeline_svg])
 def test_an_empty_timeline_can_be_drawn(draw: Callable[[Timeline], str]) -> None:
     assert "bubble 0.0%" in draw(Timeline((), (0, 0)))
-    instant = Costs.uniform(2, forward=0, backward_input=0, backward_weight=0)
+    instant = SimulationCosts.uniform(2, forward=0, backward_input=0, backward_weight=0)
     programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
     assert "makespan 0 units" in draw(simulate(programs, instant))
 

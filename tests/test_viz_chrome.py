@@ -17,7 +17,7 @@ from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz.chrome import chrome_trace
 
 TraceEvent = dict[str, Any]
@@ -26,7 +26,9 @@ TraceEvent = dict[str, Any]
 def played(schedule: Schedule, tied: bool = False, **costs: float | str) -> Timeline:
     last = schedule.num_stages - 1
     links = (*chain_links(schedule.num_stages), result_link(last), *(tied_links(last, 0) if tied else ()))
-    return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
+    return simulate(
+        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
+    )
 
 
 def traced(timelines: Mapping[str, Timeline], **memory: list[Curve]) -> dict[str, list[TraceEvent]]:
@@ -180,7 +182,7 @@ def test_the_trace_is_deterministic() -> None:
 def test_a_trace_that_no_viewer_opens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = played(make_schedule("1f1b", 2, 2))
     count = len(timeline.events)
-    monkeypatch.setattr("pipec.viz.checks.MOST_EVENTS", count - 1)
+    monkeypatch.setattr("pipec.viz.drawing_checks.MOST_EVENTS", count - 1)
     with pytest.raises(
         InputError, match=f"a trace of at least {count} events; viewers open some {count - 1} at most"
     ):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from example_schedules import result_link
 from playwright.sync_api import Browser, Page, sync_playwright
-from small_endings import EVERYTHING, ended
+from simulated_updates import EVERYTHING, ended
 
 from pipec.errors import InputError
 from pipec.ir import Schedule
@@ -18,7 +18,7 @@ from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz.html import timeline_html
 
 CHROMIUM = shutil.which("chromium")
@@ -31,7 +31,9 @@ Open = Callable[..., Page]
 
 def played(schedule: Schedule, **costs: float | str) -> Timeline:
     links = (*chain_links(schedule.num_stages), result_link(schedule.num_stages - 1))
-    return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
+    return simulate(
+        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
+    )
 
 
 def one_f_one_b(num_ranks: int = 4, num_microbatches: int = 8, **costs: float | str) -> Timeline:
@@ -303,7 +305,7 @@ def test_a_large_step_is_drawn_in_as_many_boxes_as_are_visible(open_page: Open) 
 def test_collectives_have_a_band_below_the_lane_of_their_rank(open_page: Open) -> None:
     timeline = ended(2, 4, **EVERYTHING)
     page = open_page({"2": timeline})
-    band = {"reduce_grad": "#e39bb6", "unshard": "#7fc4c4", "norm": "#b9b0a2"}
+    band = {"reduce_grad": "#e39bb6", "unshard": "#7fc4c4", "grad_norm": "#b9b0a2"}
     for event in timeline.collectives:
         at = lane(
             event.rank,
@@ -311,10 +313,12 @@ def test_collectives_have_a_band_below_the_lane_of_their_rank(open_page: Open) -
             part="timelines[0].lanes[0].bandY - timelines[0].lanes[0].y + y + 2",
         )
         assert color_at(page, at) == band[event.instruction.op], event
-    update = next(event for event in timeline.work if event.instruction.op == "update")
+    update = next(event for event in timeline.blocking if event.instruction.op == "update")
     assert color_at(page, lane(update.rank, update.start + 0.1, part="y + 3")) == "#f2d45c"
     words = page.locator("#legend").inner_text()
-    assert all(each in words for each in ("sum of gradients", "gathering of parameters", "update", "norm"))
+    assert all(
+        each in words for each in ("gradient reduction", "parameter all-gather", "update", "grad_norm")
+    )
 
 
 @in_browser
@@ -338,7 +342,7 @@ def test_a_collective_says_what_it_carries_with_whom_and_who_came_last(open_page
     page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
     band = "timelines[0].lanes[0].bandY - timelines[0].lanes[0].y + y + 3"
     assert hover(page, lane(0, 24.5, part=band)) == [
-        "sum of gradients",
+        "gradient reduction",
         "rank 0, replica 1 of 3",
         "bucket 0 of stage 0, 768 B: 0.q and 2 others",
         "between ranks 0, 1, 2",
@@ -351,7 +355,7 @@ def test_a_collective_says_what_it_carries_with_whom_and_who_came_last(open_page
 @in_browser
 def test_an_update_says_which_sum_it_waited_for(open_page: Open) -> None:
     page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
-    waited = "the rank waited 7.5 units for the sum of gradients, to which rank 2 came last, at 24 units"
+    waited = "the rank waited 7.5 units for the gradient reduction, to which rank 2 came last, at 24 units"
     assert hover(page, lane(0, 25.7)) == [
         "update",
         "stage 0, rank 0, replica 1 of 3",
@@ -432,7 +436,9 @@ def test_a_curve_says_what_is_held(open_page: Open) -> None:
 def test_a_compute_is_compared_with_the_same_in_the_other_timeline(open_page: Open) -> None:
     costs = {"backward_input": 2e-3, "backward_weight": 1e-3, "unit": "s"}
     timelines = {
-        name: simulate(lower(make_schedule("gpipe", 1, 2), ()), Costs.uniform(1, forward=forward, **costs))
+        name: simulate(
+            lower(make_schedule("gpipe", 1, 2), ()), SimulationCosts.uniform(1, forward=forward, **costs)
+        )
         for name, forward in (("planned", 4e-3), ("measured", 5e-3))
     }
     page = open_page(timelines)
@@ -561,7 +567,7 @@ def test_versions_are_told_where_there_is_no_flush(open_page: Open) -> None:
 
 def test_a_page_of_very_many_events_is_an_overview(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = one_f_one_b()
-    monkeypatch.setattr("pipec.viz.checks.MOST_EVENTS", len(timeline.events) - 1)
+    monkeypatch.setattr("pipec.viz.drawing_checks.MOST_EVENTS", len(timeline.events) - 1)
     page = timeline_html({"planned": timeline}, "1f1b & more")
     assert "<script" not in page
     assert page.count("<svg ") == 1

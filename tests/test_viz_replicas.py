@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
-from small_endings import EVERYTHING, ended
+from simulated_updates import EVERYTHING, ended
 
-from pipec.ir import Instruction, Op, Shard
+from pipec.ir import Instruction, Op, ShardingLevel
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.facts import timeline_facts
+from pipec.timeline.report import timeline_report
 from pipec.viz import chrome_trace, timeline_html, timeline_svg, timeline_text
-from pipec.viz.labels import lane_name, rows_beside
+from pipec.viz.labels import lane_name, overlap_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,10 +28,10 @@ rank 2, stage 1, 1 of 2 ···F0 B0─── F2 B2─── ·····U····�
 rank 3, stage 1, 2 of 2 ···F1 B1─── F3 B3─── ·····U······
                                              Σ1──
                         0  1  2  3  4  5  6  7  8  9  10 11 units
-F forward  B backward  U update  Σ sum of gradients  · idle; numbers are microbatches, behind Σ and G buckets
+F forward  B backward  U update  Σ gradient reduction  · idle; numbers are microbatches, behind Σ and G buckets
 longest wait: rank 0, 3 units for rank 2's gradients, 1.5 units in reduce_grad
 critical path: 6 units on rank 3, 3 units on rank 1, 1.5 units in collectives, 0.5 units on rank 0
-"""
+"""  # noqa: E501
 
 
 def test_text_has_a_row_for_the_collectives_of_a_rank() -> None:
@@ -49,12 +49,12 @@ def test_every_view_draws_every_kind_of_step(
     drawn = Counter(rect.get("class") for rect in svg.iter(f"{SVG}rect"))
     trace = json.loads(chrome_trace({"a step": timeline}))["traceEvents"]
     slices = Counter(event["cat"] for event in trace if event["ph"] == "X")
-    for op, name in ((Op.REDUCE_GRAD, "sum of gradients"), (Op.NORM, "norm of gradients")):
+    for op, name in ((Op.REDUCE_GRAD, "gradient reduction"), (Op.GRAD_NORM, "gradient norm")):
         assert drawn[op] == collectives[op] + (op in collectives), op
         assert slices[name] == collectives[op]
     assert slices["update"] == sum(event.instruction.op is Op.UPDATE for event in timeline.events)
     assert "Σ0" in timeline_text(timeline)
-    assert "sum of gradients" in timeline_html({"a step": timeline})
+    assert "gradient reduction" in timeline_html({"a step": timeline})
 
 
 def test_a_lane_says_which_replica_of_which_stage_it_is() -> None:
@@ -73,16 +73,16 @@ def test_a_lane_says_which_replica_of_which_stage_it_is() -> None:
 def test_svg_tells_what_a_sum_carries_and_keeps_replicas_together() -> None:
     svg = ElementTree.fromstring(timeline_svg(ended((3, 2, 1), 6)))
     titles = {title.text for title in svg.iter(f"{SVG}title")}
-    assert "sum of gradients, bucket 1 of stage 1, 768 B: 1.q and 2 others" in titles
+    assert "gradient reduction, bucket 1 of stage 1, 768 B: 1.q and 2 others" in titles
     tops = [float(rect.get("y", 0)) for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "lane"]
     apart = [below - above for above, below in pairwise(tops)]
     assert apart[0] == apart[1] == apart[3] < apart[2] == apart[4]
 
 
 def test_bytes_are_those_that_travel() -> None:
-    titles = timeline_svg(ended(2, 4, gradient_dtype="bfloat16", updates=True, shard=Shard.OPTIMIZER))
-    assert "sum of gradients, bucket 0 of stage 0, 384 B as bfloat16: 0.q and 2 others" in titles
-    assert "gathering of parameters, bucket 0 of stage 0, 768 B: 0.q and 2 others" in titles
+    titles = timeline_svg(ended(2, 4, gradient_dtype="bfloat16", updates=True, shard=ShardingLevel.OPTIMIZER))
+    assert "gradient reduction, bucket 0 of stage 0, 384 B as bfloat16: 0.q and 2 others" in titles
+    assert "parameter all-gather, bucket 0 of stage 0, 768 B: 0.q and 2 others" in titles
 
 
 def test_chrome_puts_collectives_on_a_track_below_their_rank() -> None:
@@ -101,24 +101,24 @@ def test_chrome_puts_collectives_on_a_track_below_their_rank() -> None:
         e for e in trace if e["ph"] == "X" and e["name"] == "Σ0" and names[e["tid"]].startswith("rank 0")
     ]
     assert one["args"] == {
-        "phase": "sum of gradients",
+        "phase": "gradient reduction",
         "carries": "bucket 0 of stage 0, 768 B: 0.q and 2 others",
         "ranks": "0 1",
     }
     (update,) = [e for e in trace if e["name"] == "U" and names[e["tid"]].startswith("rank 0")]
-    assert update["args"]["waited_for"].startswith("sum of gradients, to which rank ")
+    assert update["args"]["waited_for"].startswith("gradient reduction, to which rank ")
 
 
 def overlapping() -> Timeline:
     """Two sums that a rank began one after the other, and found over together."""
     sums = [Event(0, Instruction(Op.REDUCE_GRAD, 0, bucket=k), 1.0 + k, 6.0 + k) for k in range(2)]
-    later = Event(0, Instruction(Op.NORM, -1), 6.5, 8.0)
+    later = Event(0, Instruction(Op.GRAD_NORM, -1), 6.5, 8.0)
     return Timeline((Event(0, Instruction(Op.BACKWARD, 0, 0), 0.0, 1.0), *sums, later), (1,))
 
 
 def test_collectives_that_overlap_hide_no_other() -> None:
     timeline = overlapping()
-    assert rows_beside(timeline.collectives) == [0, 1, 0]
+    assert overlap_rows(timeline.collectives) == [0, 1, 0]
     svg = ElementTree.fromstring(timeline_svg(timeline))
     tops = {rect.get("y") for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "reduce_grad"}
     assert len(tops) == 3  # two bands, and the legend
@@ -132,7 +132,7 @@ def test_collectives_that_overlap_hide_no_other() -> None:
 
 
 def test_facts_tell_who_shares_a_stage_and_which_bucket_is_summed() -> None:
-    facts = timeline_facts(ended((2, 1), 3, updates=True))
+    facts = timeline_report(ended((2, 1), 3, updates=True))
     assert facts["replicas"] == [[0, 1], [2]]
     sums = [event for event in facts["events"] if event["op"] == "reduce_grad"]
     assert [(event["rank"], event["stage"], event["bucket"]) for event in sums] == [(0, 0, 0), (1, 0, 0)]

@@ -38,9 +38,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipec.capture.call import Call
-from pipec.capture.look import Look
-from pipec.capture.state import State, around
+from pipec.capture.model_call import ModelCall
+from pipec.capture.model_snapshot import ModelSnapshot
+from pipec.capture.model_state import ModelState, torch_modes
 from pipec.capture.tracer import capture
 from pipec.errors import CaptureError
 from pipec.graph import TrainingGraph
@@ -680,13 +680,16 @@ def net_of(read: Read) -> Any:
     return net
 
 
-def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, State]:
-    graph = capture(net, None, Mode.FORWARD, Call((x,), {}), symbolic=False)
-    return graph, State.of(Look.of(net), Mode.FORWARD, {}, around())
+def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, ModelState]:
+    graph = capture(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False)
+    return graph, ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, {}, torch_modes())
 
 
-def is_noticed(graph: TrainingGraph, before: State, net: nn.Module) -> bool:
-    return bool(graph.assumptions.broken()) or State.of(Look.of(net), Mode.FORWARD, {}, around()) != before
+def is_noticed(graph: TrainingGraph, before: ModelState, net: nn.Module) -> bool:
+    return (
+        bool(graph.model_guards.violation())
+        or ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, {}, torch_modes()) != before
+    )
 
 
 X = torch.arange(1.0, 9.0).view(2, 4)

@@ -10,8 +10,8 @@ from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, make_schedule, v_placement
 from pipec.schedules.search.anneal import anneal
-from pipec.schedules.search.play import play
-from pipec.schedules.search.problem import Orders, Problem, make_problem
+from pipec.schedules.search.order_timing import time_orders
+from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders, make_ordering_problem
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
 
@@ -59,7 +59,7 @@ def test_bubble_rates_of_the_zero_bubble_paper(row: tuple) -> None:
         assert round(played(make_schedule(name, p, m), work).overhead_rate, 4) == rate
     searched = make_schedule("zb-2p", p, m, work)
     assert round(played(searched, work).overhead_rate, 4) <= best
-    assert max(work.peaks(searched)) <= 2 * p * work.memory[0].saved
+    assert max(work.peak_memory(searched)) <= 2 * p * work.memory[0].saved
 
 
 @pytest.mark.parametrize(("limit", "span"), [(3, 31), (4, 27), (5, 26), (6, 25), (7, 24)])
@@ -68,7 +68,7 @@ def test_the_search_finds_the_proven_optimum_on_a_straight_placement(limit: int,
     work = Workload.uniform(4, memory_limit=limit)
     schedule = make_schedule("zb-2p", 4, 8, work)
     assert played(schedule, work).span == span
-    assert max(work.peaks(schedule)) <= limit
+    assert max(work.peak_memory(schedule)) <= limit
 
 
 costs = st.tuples(*[st.integers(1, 5)] * 3, st.integers(0, 2))
@@ -84,7 +84,7 @@ def test_searched_schedules_are_no_worse_than_those_they_start_from(
     for searched, fixed, depth in (("zb-1p", "zb-h1", p), ("zb-2p", "zb-h2", 2 * p)):
         schedule = make_schedule(searched, p, m, work)
         assert played(schedule, work).span <= played(make_schedule(fixed, p, m), work).span + 1e-9
-        assert max(work.peaks(schedule)) <= depth
+        assert max(work.peak_memory(schedule)) <= depth
 
 
 @settings(max_examples=15, deadline=None)
@@ -99,8 +99,8 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
 ) -> None:
     """With messages that take longer than what makes them, too."""
     work, schedule = workload(p, *each), make_schedule(name, p, m)
-    problem = make_problem(schedule.placement, m, work, limits=[m] * p)
-    timeline = play(problem, problem.orders(schedule))
+    problem = make_ordering_problem(schedule.placement, m, work, memory_limits=[m] * p)
+    timeline = time_orders(problem, problem.orders(schedule))
     simulated = played(schedule, work)
     assert timeline
     assert max(timeline.spans) == pytest.approx(simulated.span)
@@ -115,44 +115,44 @@ def test_weight_gradients_fill_the_pauses_of_the_other_cells(
 ) -> None:
     """No makespan is below the bound; where pauses fit whole ones, none is above the schedule's own."""
     work, schedule = workload(p, *each), make_schedule(name, p, m)
-    problem = make_problem(v_placement(p), m, work, limits=work.peaks(schedule))
+    problem = make_ordering_problem(v_placement(p), m, work, memory_limits=work.peak_memory(schedule))
     orders = problem.orders(schedule)
-    filled, before = play(problem, without_weights(problem, orders)), play(problem, orders)
+    filled, before = time_orders(problem, without_weights(problem, orders)), time_orders(problem, orders)
     assert filled
     assert before
-    after = play(problem, filled.orders)
+    after = time_orders(problem, filled.orders)
     assert after
     assert all(map(problem.fits, range(p), filled.orders))
     assert filled.start == pytest.approx(after.start)
     assert filled.makespan == pytest.approx(after.makespan)
-    assert filled.makespan >= problem.least_makespan - 1e-9
+    assert filled.makespan >= problem.makespan_lower_bound - 1e-9
     weight_gradient = each[2]
     assert weight_gradient > 1 or filled.makespan <= before.makespan + 1e-9
 
 
-def without_weights(problem: Problem, orders: Orders) -> Orders:
-    return [[cell for cell in order if cell < problem.first_weight] for order in orders]
+def without_weights(problem: OrderingProblem, orders: TaskOrders) -> TaskOrders:
+    return [[cell for cell in order if cell < problem.first_weight_gradient] for order in orders]
 
 
 def test_orders_that_wait_for_each_other_or_for_memory_or_are_too_long_are_not_filled() -> None:
     work = Workload.uniform(2, memory_limit=1)
-    problem = make_problem(v_placement(2), 2, work, limits=(1, 1))
+    problem = make_ordering_problem(v_placement(2), 2, work, memory_limits=(1, 1))
     kept = without_weights(problem, problem.orders(make_schedule("v-min", 2, 2)))
-    assert play(problem, kept) is None
-    roomy = make_problem(v_placement(2), 2, work, limits=(2, 2))
-    filled = play(roomy, kept)
+    assert time_orders(problem, kept) is None
+    roomy = make_ordering_problem(v_placement(2), 2, work, memory_limits=(2, 2))
+    filled = time_orders(roomy, kept)
     assert filled
-    assert play(roomy, kept, longest=filled.makespan) == filled
-    assert play(roomy, kept, longest=filled.makespan - 0.5) is None
-    assert play(roomy, [kept[0], kept[1][::-1]]) is None
+    assert time_orders(roomy, kept, longest=filled.makespan) == filled
+    assert time_orders(roomy, kept, longest=filled.makespan - 0.5) is None
+    assert time_orders(roomy, [kept[0], kept[1][::-1]]) is None
 
 
 def test_annealing_keeps_every_cell_and_the_microbatches_in_turn() -> None:
     """The order in which gradients are added up is that of the microbatches."""
-    problem = make_problem(v_placement(3), 5, workload(3, 2, 3, 1, 1), limits=[3] * 3)
+    problem = make_ordering_problem(v_placement(3), 5, workload(3, 2, 3, 1, 1), memory_limits=[3] * 3)
     orders = problem.orders(make_schedule("v-half", 3, 5))
-    annealed = anneal(problem, orders, plays=300)
-    before, after = play(problem, orders), play(problem, annealed)
+    annealed = anneal(problem, orders, max_timings=300)
+    before, after = time_orders(problem, orders), time_orders(problem, annealed)
     assert before
     assert after
     assert after.makespan < before.makespan

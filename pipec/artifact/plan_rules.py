@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ArtifactError
-from pipec.ir import Kind, Plan, Value
-from pipec.ir.text import evaluate_dim, format_link, format_value, holds
+from pipec.ir import OpKind, Plan, Value
+from pipec.ir.text_format import evaluate_dim, format_link, format_value, holds
 
 
 def check_plan(plan: Plan, path: Path) -> None:
@@ -57,26 +57,31 @@ _MOST = 2**20
 """Above it, only the tables of a plan would take minutes and gigabytes."""
 
 
-def _parts(plan: Plan) -> Iterator[str]:
+def _segments(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
-        for phase, shares in stage.parts.items():
+        for phase, shares in stage.segments.items():
             if not 2 <= len(shares) <= _MOST or not all(0 <= share <= 1 for share in shares):
-                yield f"stage {stage.index} has shares {shares} for parts of {phase}, expected 0 to 1 each"
+                yield f"stage {stage.index} has shares {shares} for segments of {phase}, expected 0 to 1 each"
 
 
-def _joins(plan: Plan) -> Iterator[str]:
+def _model_collectives(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
-        for join in stage.joins:
-            num_parts, traits = len(stage.parts.get(join.phase, (1.0,))), join.op.traits
-            if traits.kind is not Kind.COLLECTIVE or not traits.per_microbatch:
-                yield f"stage {stage.index} joins {join.value.name!r} by {join.op}, which does not join"
-            if not 0 < join.part < num_parts:
-                what = f"before part {join.part} of {join.phase}, of {num_parts} parts"
-                yield f"stage {stage.index} joins {join.value.name!r} {what}"
+        for collective in stage.model_collectives:
+            what = f"stage {stage.index}: the model collective {collective.value.name!r}"
+            num_segments, traits = len(stage.segments.get(collective.phase, (1.0,))), collective.op.traits
+            if traits.kind is not OpKind.COLLECTIVE or not traits.per_microbatch:
+                yield f"{what} is a {collective.op}, which no model has"
+            if not 0 < collective.segment < num_segments:
+                at = f"before segment {collective.segment} of {collective.phase}"
+                yield f"{what} is {at}, of {num_segments} segments"
             replicas = len(plan.placement[stage.index])
-            if join.num_hosts < 1 or replicas % join.num_hosts:
-                yield f"the {replicas} replicas of stage {stage.index} cannot be on {join.num_hosts} hosts"
-        yield from _repeated((join.value.name for join in stage.joins), f"the joins of stage {stage.index}")
+            if collective.num_hosts < 1 or replicas % collective.num_hosts:
+                hosts = f"{collective.num_hosts} hosts"
+                yield f"the {replicas} replicas of stage {stage.index} cannot be on {hosts}"
+        yield from _duplicates(
+            (collective.value.name for collective in stage.model_collectives),
+            f"the model collectives of stage {stage.index}",
+        )
 
 
 def _offloads(plan: Plan) -> Iterator[str]:
@@ -90,10 +95,10 @@ def _values(plan: Plan) -> Iterator[str]:
         if not all(isinstance(size, int) and 0 <= size < 2**63 for size in value.shape):
             yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
     messages = [value for link in plan.links for value in link.values]
-    messages += [join.value for stage in plan.stages for join in stage.joins]
-    messages += [value for stage in plan.stages for value in stage.of_batch_sums]
-    sizes = {"b": 1, **plan.planned}
-    for value in [*plan.parameters, *plan.buffers, *messages, *(given.value for given in plan.inputs)]:
+    messages += [collective.value for stage in plan.stages for collective in stage.model_collectives]
+    messages += [value for stage in plan.stages for value in stage.batch_count_sums]
+    sizes = {"b": 1, **plan.planned_sizes}
+    for value in [*plan.parameters, *plan.buffers, *messages, *(entry.value for entry in plan.inputs)]:
         if not isinstance(_dtype(value), torch.dtype):
             yield f"{value.name!r} has dtype {value.dtype!r}, which torch does not have"
         try:
@@ -110,16 +115,20 @@ def _tensors(plan: Plan) -> Iterator[str]:
     held: dict[str, list[str]] = {"parameters": [], "buffers": []}
     for stage in plan.stages:
         where = f"stage {stage.index}"
-        yield from _repeated(stage.parameters + stage.buffers, f"the tensors of {where}")
-        yield from _strangers(stage.borrowed, stage.parameters, f"{where} borrows", "its parameters")
-        yield from _strangers(stage.updated_buffers, stage.buffers, f"{where} changes", "its buffers")
-        held["parameters"] += [fqn for fqn in stage.parameters if fqn not in stage.borrowed]
+        yield from _duplicates(stage.parameters + stage.buffers, f"the tensors of {where}")
+        yield from _unknown_names(
+            stage.borrowed_parameters, stage.parameters, f"{where} borrows", "its parameters"
+        )
+        yield from _unknown_names(stage.updated_buffers, stage.buffers, f"{where} changes", "its buffers")
+        held["parameters"] += [fqn for fqn in stage.parameters if fqn not in stage.borrowed_parameters]
         held["buffers"] += stage.buffers
-        yield from _strangers(stage.borrowed, _names(plan.parameters), f"{where} borrows", "the plan's")
-    for kind, values in (("parameters", plan.parameters), ("buffers", plan.buffers)):
-        yield from _repeated(_names(values), f"its {kind}")
-        yield from _strangers(held[kind], _names(values), "a stage has", f"the plan's {kind}")
-        yield from _strangers(_names(values), held[kind], "the plan has", f"the {kind} of any stage")
+        yield from _unknown_names(
+            stage.borrowed_parameters, _names(plan.parameters), f"{where} borrows", "the plan's"
+        )
+    for table, values in (("parameters", plan.parameters), ("buffers", plan.buffers)):
+        yield from _duplicates(_names(values), f"its {table}")
+        yield from _unknown_names(held[table], _names(values), "a stage has", f"the plan's {table}")
+        yield from _unknown_names(_names(values), held[table], "the plan has", f"the {table} of any stage")
 
 
 def _links(plan: Plan) -> Iterator[str]:
@@ -128,29 +137,29 @@ def _links(plan: Plan) -> Iterator[str]:
         targets = (-1,) if link.payload.is_result else stages
         if link.source not in stages or link.target not in targets:
             yield f"{format_link(link)} leads from or to a stage that is not there"
-    yield from _repeated(map(format_link, plan.links), "its links")
+    yield from _duplicates(map(format_link, plan.links), "its links")
     produced = [value.name for link in plan.links if link.payload.is_result for value in link.values]
-    yield from _strangers(plan.outputs, produced, "it returns", "what its stages send as results")
+    yield from _unknown_names(plan.outputs, produced, "it returns", "what its stages send as results")
 
 
 def _arguments(plan: Plan) -> Iterator[str]:
-    yield from _repeated(plan.arguments, "its arguments")
-    yield from _repeated((given.value.name for given in plan.inputs), "its inputs")
-    if len(plan.axes) != len(plan.arguments):
-        yield f"it says of {len(plan.axes)} arguments how they are split, and has {len(plan.arguments)}"
+    yield from _duplicates(plan.arguments, "its arguments")
+    yield from _duplicates((entry.value.name for entry in plan.inputs), "its inputs")
+    if len(plan.batch_axes) != len(plan.arguments):
+        yield f"it says of {len(plan.batch_axes)} arguments how they are split, and has {len(plan.arguments)}"
         return
-    for path, axis in zip(plan.arguments, plan.axes, strict=True):
+    for path, axis in zip(plan.arguments, plan.batch_axes, strict=True):
         if axis and (min(axis.dim, axis.outer, axis.inner) < 0 or axis.outer == axis.inner == 0):
             yield f"argument {path!r} has its rows in {axis}, which is no place"
-    for given in plan.inputs:
-        if not 0 <= given.position < len(plan.arguments) or plan.arguments[given.position] != given.path:
-            yield f"input {given.path!r} is not argument {given.position}"
+    for entry in plan.inputs:
+        if not 0 <= entry.position < len(plan.arguments) or plan.arguments[entry.position] != entry.path:
+            yield f"input {entry.path!r} is not argument {entry.position}"
             continue
-        axis = plan.axes[given.position]
-        if given.batched != (axis is not None):
-            yield f"input {given.path!r} is split or whole, and its argument is not"
-        if axis and len(given.value.shape) <= axis.dim + axis.num_merged:
-            yield f"input {given.path!r} is split along the batch, but has no dimension for that"
+        axis = plan.batch_axes[entry.position]
+        if entry.batched != (axis is not None):
+            yield f"input {entry.path!r} is split or whole, and its argument is not"
+        if axis and len(entry.value.shape) <= axis.dim + axis.num_merged:
+            yield f"input {entry.path!r} is split along the batch, but has no dimension for that"
 
 
 def _variables(plan: Plan) -> Iterator[str]:
@@ -161,9 +170,9 @@ def _variables(plan: Plan) -> Iterator[str]:
         if variable.name in ("b", "device") or not variable.name.isidentifier():
             yield f"it has {variable.name!r} as the name of a variable"
     names = {variable.name for variable in plan.variables}
-    yield from _strangers(names, plan.planned, "it has a variable", "the planned sizes")
-    yield from _strangers(plan.planned, names, "it plans for a size", "the names of its variables")
-    yield from _strangers(plan.fixed, names, "it fixes", "the names of its variables")
+    yield from _unknown_names(names, plan.planned_sizes, "it has a variable", "the planned sizes")
+    yield from _unknown_names(plan.planned_sizes, names, "it plans for a size", "the names of its variables")
+    yield from _unknown_names(plan.fixed_sizes, names, "it fixes", "the names of its variables")
     for guard in plan.guards:
         try:
             holds(guard, plan.sizes)
@@ -171,14 +180,16 @@ def _variables(plan: Plan) -> Iterator[str]:
             yield str(error)
 
 
-def _ending(plan: Plan) -> Iterator[str]:
+def _sync_spec(plan: Plan) -> Iterator[str]:
     stages = range(len(plan.stages))
-    for stage in (*plan.ending.averaged, *(bucket.stage for bucket in plan.ending.buckets)):
+    for stage in (*plan.sync_spec.buffer_sync_stages, *(bucket.stage for bucket in plan.sync_spec.buckets)):
         if stage not in stages:
-            yield f"its ending is for stage {stage}, which is not there"
-    for bucket in plan.ending.buckets:
+            yield f"its sync spec names stage {stage}, which does not exist"
+    for bucket in plan.sync_spec.buckets:
         own = plan.stages[bucket.stage].parameters if bucket.stage in stages else ()
-        yield from _strangers(bucket.names, own, f"a bucket of stage {bucket.stage} has", "its parameters")
+        yield from _unknown_names(
+            bucket.names, own, f"a bucket of stage {bucket.stage} has", "its parameters"
+        )
         replicas = len(plan.placement[bucket.stage]) if bucket.stage in range(len(plan.placement)) else 0
         if bucket.num_hosts < 1 or replicas % bucket.num_hosts:
             yield f"the {replicas} replicas of stage {bucket.stage} cannot be on {bucket.num_hosts} hosts"
@@ -187,8 +198,8 @@ def _ending(plan: Plan) -> Iterator[str]:
 Rule = Callable[[Plan], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
-    *(_stages_and_ranks, _sizes, _parts, _joins, _offloads, _values, _tensors, _links, _arguments),
-    *(_variables, _ending),
+    *(_stages_and_ranks, _sizes, _segments, _model_collectives, _offloads, _values, _tensors, _links),
+    *(_arguments, _variables, _sync_spec),
 )
 
 
@@ -196,13 +207,13 @@ def _names(values: Iterable[Value]) -> list[str]:
     return [value.name for value in values]
 
 
-def _repeated(names: Iterable[str], what: str) -> Iterator[str]:
+def _duplicates(names: Iterable[str], what: str) -> Iterator[str]:
     for name, count in Counter(names).items():
         if count > 1:
             yield f"{what} have {name!r} {count} times"
 
 
-def _strangers(names: Iterable[str], known: Iterable[str], who: str, among: str) -> Iterator[str]:
+def _unknown_names(names: Iterable[str], known: Iterable[str], who: str, among: str) -> Iterator[str]:
     allowed = {*known}
     for name in names:
         if name not in allowed:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipec.torch_compat import num_changes
 
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+NON_TORCH_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Sources of random numbers that are not torch's."""
 
 _ARRAYS = (np.ndarray, array.array, bytearray)
@@ -30,7 +30,7 @@ _LEAVES = (
     *(int, float, complex, str, bytes, type(None), enum.Enum, np.generic, set, frozenset),
     *(torch.dtype, torch.device, Tensor),
     *_ARRAYS,
-    *GENERATORS,
+    *NON_TORCH_GENERATORS,
 )
 
 _FOLLOWED = (
@@ -46,14 +46,14 @@ _DEPTH, _MOST_ITEMS = 3, 1000
 
 
 @dataclass(frozen=True, eq=False)
-class HeldTensor:
+class UnregisteredTensor:
     """A tensor that is registered nowhere, as it was after so many changes."""
 
     tensor: Tensor
     num_changes: int
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeldTensor) and (
+        return isinstance(other, UnregisteredTensor) and (
             self.tensor is other.tensor and self.num_changes == other.num_changes
         )
 
@@ -62,14 +62,14 @@ class HeldTensor:
 
 
 @dataclass(frozen=True)
-class HeldArray:
+class ArrayDigest:
     """An array of numbers that is no tensor, as it was when these were its values."""
 
     kind: str
     digest: str
 
     @classmethod
-    def of(cls, value: Any) -> "HeldArray":
+    def of(cls, value: Any) -> "ArrayDigest":
         kind = f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         values = value.tobytes() if isinstance(value, np.ndarray | array.array) else value
         return cls(kind, hashlib.blake2b(values, digest_size=8).hexdigest())
@@ -78,21 +78,21 @@ class HeldArray:
         return f"{self.kind} ({self.digest})"
 
 
-def readable_values(traced: nn.Module) -> dict[str, Any]:
+def readable_attributes(traced: nn.Module) -> dict[str, Any]:
     """By name, such as ``model.drop.p``, the plain values, functions and tensors below the modules."""
-    found = reachable_values(traced)
-    return {path: _mark(value) for path, value in found if not isinstance(value, GENERATORS)}
+    found = reachable_attributes(traced)
+    return {path: _mark(value) for path, value in found if not isinstance(value, NON_TORCH_GENERATORS)}
 
 
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return HeldTensor(value, num_changes(value))
+        return UnregisteredTensor(value, num_changes(value))
     if isinstance(value, _ARRAYS):
-        return HeldArray.of(value)
+        return ArrayDigest.of(value)
     return frozenset(value) if isinstance(value, set) else value
 
 
-def reachable_values(traced: nn.Module) -> Iterator[tuple[str, Any]]:
+def reachable_attributes(traced: nn.Module) -> Iterator[tuple[str, Any]]:
     """The values at most ``_DEPTH`` steps below a module, and their names.
 
     What is inside of functions that a module calls, but does not have as methods or attributes, is not found.
@@ -106,8 +106,8 @@ def reachable_values(traced: nn.Module) -> Iterator[tuple[str, Any]]:
     )
 
 
-def generators_of(traced: nn.Module) -> dict[str, Any]:
-    """By name, the sources of random numbers that are not torch's among ``reachable_values``, each once."""
+def non_torch_generators(traced: nn.Module) -> dict[str, Any]:
+    """By name, the generators among ``reachable_attributes`` that are not torch's, each once."""
     visited = dict[int, tuple[int, Any]]()
     return {
         name: generator
@@ -122,7 +122,7 @@ def _generators(
     path: str, value: Any, depth: int, visited: dict[int, tuple[int, Any]]
 ) -> Iterator[tuple[str, Any]]:
     """Those at most ``depth`` steps below a value, unless it was visited with as many steps left."""
-    if isinstance(value, GENERATORS):
+    if isinstance(value, NON_TORCH_GENERATORS):
         yield path, value
     elif depth and not isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
         if visited.get(id(value), (0, None))[0] >= depth:

@@ -17,7 +17,7 @@ def autocast(precision: Precision | None, device: torch.device) -> AbstractConte
     return nullcontext() if precision is None else torch.autocast(device.type, _TYPES[precision])
 
 
-def require_option(precision: Precision | None, device: torch.device, where: str) -> None:
+def require_matching_autocast(precision: Precision | None, device: torch.device, where: str) -> None:
     """Refuse an autocast around ``where`` that is not the precision that ``pipec.compile`` was given.
 
     Raises:
@@ -35,7 +35,7 @@ def require_option(precision: Precision | None, device: torch.device, where: str
     )
 
 
-def check_step(precision: Precision | None, device: torch.device, mode: Mode) -> None:
+def check_autocast(precision: Precision | None, device: torch.device, mode: Mode) -> None:
     """Refuse a call under an autocast that the pipeline was not compiled for.
 
     Without an option, an autocast around ``step`` to bfloat16 does what the option does, as an evaluation may
@@ -46,10 +46,10 @@ def check_step(precision: Precision | None, device: torch.device, mode: Mode) ->
     """
     entered = _entered(device)
     if precision is not None or (mode is Mode.TRAIN and entered not in (None, torch.bfloat16)):
-        require_option(precision, device, "this call")
+        require_matching_autocast(precision, device, "this call")
 
 
-def require_wide_weights(precision: Precision | None, model: nn.Module) -> None:
+def refuse_float16_weights(precision: Precision | None, model: nn.Module) -> None:
     """Refuse to train weights in float16, in which a gradient vanishes that is not scaled any more.
 
     Raises:

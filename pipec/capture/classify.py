@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipec.capture.operators import BACKWARD, OPERATOR_ID
+from pipec.capture.number_operators import BACKWARD, OPERATOR_ID
 from pipec.graph import (
     LossGradient,
+    depends_on_strides,
     is_check,
     is_collective,
     is_constant,
     is_random,
     is_view,
-    reads_memory,
 )
 from pipec.ir import Phase
 
 
 def classify(graph: fx.Graph) -> None:
-    """Set ``phase``, ``operator``, ``draw`` and ``constant``, which ``pipec.graph.nodes`` explains.
+    """Set ``phase``, ``operator``, ``random_seed`` and ``constant``, which ``pipec.graph.nodes`` explains.
 
     Differentiation annotates most nodes with their operator. The others are placed by what they read, and
     those that read nothing by what reads them.
@@ -38,7 +38,7 @@ def classify(graph: fx.Graph) -> None:
             if is_check(node):
                 node.meta["val"] = None
             if is_random(node):
-                node.meta["draw"] = next(draws)
+                node.meta["random_seed"] = next(draws)
             done_here = is_random(node) or is_collective(node) or is_check(node)
             free = node.meta["phase"] is Phase.FORWARD and not done_here
             node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
@@ -46,7 +46,7 @@ def classify(graph: fx.Graph) -> None:
         if node.op in ("call_function", "get_attr") and "operator" not in node.meta:
             node.meta["operator"] = _operator_of_readers(node)
     for node in list(graph.nodes):
-        if reads_memory(node) and node.meta["phase"] is Phase.FORWARD:
+        if depends_on_strides(node) and node.meta["phase"] is Phase.FORWARD:
             _keep_with_memory(node)
 
 

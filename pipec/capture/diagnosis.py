@@ -65,7 +65,7 @@ ADVICE = (
 )
 """Patterns and what to do. The first that is found in torch's reason, or in the line at fault, decides."""
 
-TRACED_OTHERWISE = (
+TRACES_DIFFERENTLY = (
     "It does not fail there in eager mode: it takes another way while it is traced, as code does that\n"
     "asks for torch.compiler.is_compiling(). Pass what it would make itself, such as masks, or change it."
 )
@@ -88,19 +88,19 @@ class SourceLine:
         return f"{self.place}: {self.text}"
 
 
-def lines_in(text: str) -> list[SourceLine]:
+def traceback_lines(text: str) -> list[SourceLine]:
     """The lines that a printed traceback names, outermost first."""
     found = re.findall(r'File "(.*?)", line (\d+)[^\n]*(?:\n\s*([^\n]*))?', text)
     return [SourceLine(file, int(number), code.strip()) for file, number, code in found]
 
 
-def model_line(lines: Iterable[SourceLine]) -> SourceLine | None:
+def innermost_model_line(lines: Iterable[SourceLine]) -> SourceLine | None:
     """The innermost line that is the model's own: not of torch, numpy, pipec or the standard library."""
-    own = [line for line in lines if not is_machinery(line.file)]
+    own = [line for line in lines if not is_library_file(line.file)]
     return own[-1] if own else None
 
 
-def is_machinery(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     if file.startswith(("<eval_with_key>", "<string>", "<frozen ", *_TRACING)):
         return True
     return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
@@ -118,20 +118,22 @@ def capture_error(
     """
     first, last = failures[0], failures[-1]
     if torch_compat.model_raised(first) and not dry_run.failed:
-        first = next(filter(torch_compat.needs_values, failures), first)
+        first = next(filter(torch_compat.is_data_dependent_error, failures), first)
     line = _line_of(first) or _line_of(last)
     where = f"\n  at {line}" if line else ""
     if torch_compat.model_raised(first):
         if dry_run.failed:
             return InputError(
-                f"the model fails on these arguments{where}\n  {brief(last)}\n"
+                f"the model fails on these arguments{where}\n  {error_summary(last)}\n"
                 "Sizes are those of one microbatch. "
                 "Check the arguments of step() against what the model expects."
             )
-        return CaptureError(f"the model fails while it is traced{where}\n  {brief(last)}\n{TRACED_OTHERWISE}")
+        return CaptureError(
+            f"the model fails while it is traced{where}\n  {error_summary(last)}\n{TRACES_DIFFERENTLY}"
+        )
     reason = torch_compat.reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
     advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
-    tried = "\n  ".join(dict.fromkeys(brief(failure) for failure in failures if failure is not first))
+    tried = "\n  ".join(dict.fromkeys(error_summary(failure) for failure in failures if failure is not first))
     return CaptureError(
         f"the model cannot be captured as one graph{where}\n  {reason}\n{advice}"
         + (f"\nOther ways of capturing it failed too:\n  {tried}" if tried else "")
@@ -140,7 +142,7 @@ def capture_error(
 
 def _innermost(error: Exception) -> str:
     """The text of the last line that the message of an error names, in the model or in torch."""
-    lines = lines_in(str(error))
+    lines = traceback_lines(str(error))
     return lines[-1].text if lines else ""
 
 
@@ -148,10 +150,10 @@ def _line_of(error: Exception) -> SourceLine | None:
     """The line of the model where an error arose, from its message or from its stack."""
     frames = [*traceback.extract_tb(error.__traceback__), *torch_compat.user_frames(error)]
     lines = [SourceLine(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames]
-    return model_line(lines_in(str(error))) or model_line(lines)
+    return innermost_model_line(traceback_lines(str(error))) or innermost_model_line(lines)
 
 
-def brief(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     first = next(filter(None, map(str.strip, str(error).splitlines())), "")
     return f"{type(error).__name__}: {first}"

@@ -10,41 +10,41 @@ import torch
 from torch import Tensor, fx
 
 from pipec import torch_compat
-from pipec.capture.call import Call
-from pipec.capture.calls import where
 from pipec.capture.classify import classify
-from pipec.capture.markers import EXPECT, RESULT
-from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
-from pipec.capture.rewriting import KEPT
-from pipec.capture.row_order import rows_in_front
-from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
+from pipec.capture.data_dependent_sizes import lift_data_dependent_sizes
+from pipec.capture.extract_batch_counts import extract_batch_counts, input_branches
+from pipec.capture.graph_calls import at_line
+from pipec.capture.graph_symbols import batch_symbol, check_evaluable, number_symbols, variable_symbols
+from pipec.capture.markers import OUTPUT_MERGE, REQUIRE
+from pipec.capture.model_call import ModelCall
+from pipec.capture.node_insertion import INHERITED_META
+from pipec.capture.output_merge import batch_first_output
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
-from pipec.capture.value_sizes import keep_value_sizes
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
-    PROVED,
-    Argument,
-    Assumed,
+    NO_FINDINGS,
+    ArgumentRole,
+    AssumedPerRow,
+    BatchFindings,
     Buffer,
-    Findings,
     Gradient,
     LossGradient,
     ModelInput,
     Operator,
     Output,
     Parameter,
-    Result,
+    ResultRole,
     TrainingGraph,
     UpdatedBuffer,
+    has_data_dependent_size,
     is_check,
     is_forward,
-    varies,
 )
-from pipec.graph.dimensions import Symbols, dimension
+from pipec.graph.size_text import SymbolNames, format_size
 from pipec.ir import Mode, Sizes, Variable
-from pipec.ir.axis import BatchAxis
+from pipec.ir.batch_axis import BatchAxis
 from pipec.ops import COLLECTIVES
-from pipec.primitives import check_rows, require
+from pipec.primitives import check_row_independence, require
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -73,68 +73,69 @@ HIGHER_ORDER = {
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """One call of the model as one joint graph, and what must be known to read it.
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
-    Its ``variables`` were to be symbolic, and are ``planned`` in the call; ``numbers`` has what the forward
-    graph has for those that are numbers.
-    ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
-    one. ``constants`` are the tensors that belong to the loss function alone. ``findings`` say what
-    was proved of the batch. ``joined`` is the first call
-    that joins the microbatches of a round, one of each of ``num_replicas``.
+    Its ``variables`` were to be symbolic, and are ``planned_sizes`` in the call; ``numbers`` has what the
+    forward graph has for those that are numbers. ``fqns`` maps the names of tensors in the joint graph to
+    their names in the model, where a tied tensor has one. ``constants`` are the tensors that belong to the
+    loss function alone. ``findings`` say what was proved of the batch. ``first_collective`` is the first
+    model collective, if any; a round has one microbatch for each of ``num_replicas``.
     """
 
     joint: torch_compat.JointGraph
     mode: Mode
     operators: tuple[Operator, ...]
-    call: Call
+    call: ModelCall
     batch_size: int
     symbolic: bool
-    planned: Sizes
+    planned_sizes: Sizes
     variables: Sequence[Variable]
     numbers: Mapping[str, Sequence[Any]]
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
     training: bool = True
-    findings: Findings = PROVED
-    joined: str = ""
+    findings: BatchFindings = NO_FINDINGS
+    first_collective: str = ""
     num_replicas: int = 1
 
 
-def training_graph(traced: Traced) -> TrainingGraph:
+def training_graph(traced: TracedCall) -> TrainingGraph:
     """Read the joint graph as a training graph, in place.
 
     Raises:
         CaptureError, InputError: pipec refuses the model, whichever front end traces it.
-        ValueDependentError, FixedBatchError, FixedVariableError: another attempt may succeed.
+        DataDependentError, SpecializedBatchError, SpecializedVariableError: another attempt may succeed.
     """
     module = traced.joint.module
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
-    value_sizes = keep_value_sizes(traced.joint, number_symbols(graph) if traced.variables else set())
+    data_dependent_sizes = lift_data_dependent_sizes(
+        traced.joint, number_symbols(graph) if traced.variables else set()
+    )
     _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
-    for node in graph.find_nodes(op="call_function", target=EXPECT):
+    for node in graph.find_nodes(op="call_function", target=REQUIRE):
         node.target = require
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
-    batch = batch_symbol(arguments, traced.joint.fixed_by) if traced.symbolic else None
+    batch = batch_symbol(arguments, traced.joint.specialized_by) if traced.symbolic else None
     symbols = variable_symbols(arguments, batch, traced.variables, traced.numbers, traced.joint)
     results = _read_results(graph, traced)
     merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["role"], Buffer):
-            node.meta["changed"] = node.meta["role"].fqn in changed
-    kept_row = _fix_squeezes(graph, batch)
+            node.meta["updated"] = node.meta["role"].fqn in changed
+    squeezed_at = _fix_squeezes(graph, batch)
     _drop_what_does_nothing(graph, NO_OPS if traced.num_replicas > 1 else NO_OPS.union(COLLECTIVES))
     _check_calls(graph.nodes)
     lifted = _lift_constants(module, traced.mode)
-    of_batch = lift_of_batch(graph)
+    batch_counts = extract_batch_counts(graph)
     _check_assumed(graph, traced.findings.assumed)
     classify(graph)
-    decided = decided_by_arguments(graph, of_batch)
+    decided = input_branches(graph, batch_counts)
     return _checked(
         TrainingGraph(
             module,
@@ -145,24 +146,24 @@ def training_graph(traced: Traced) -> TrainingGraph:
             batch,
             _guards(traced.joint),
             variables=tuple(traced.variables),
-            planned=traced.planned,
+            planned_sizes=traced.planned_sizes,
             variable_symbols=symbols,
-            value_sizes=value_sizes,
-            constants={**_used(graph, of_batch, traced.constants), **lifted},
-            of_batch=of_batch,
+            data_dependent_sizes=data_dependent_sizes,
+            constants={**_used(graph, batch_counts, traced.constants), **lifted},
+            batch_counts=batch_counts,
             findings=replace(
                 traced.findings,
-                output=results.unclear,
+                output=results.unproven,
                 branches=tuple((x.subs(traced.joint.replacements), at) for x, at in traced.joint.branches),
             ),
-            joined=traced.joined,
-            kept_row=kept_row,
+            first_collective=traced.first_collective,
+            squeezed_at=squeezed_at,
             logs=results.logs,
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
             axes=traced.call.axes,
             training=traced.training,
-            decided=decided,
+            input_branches=decided,
         )
     )
 
@@ -173,7 +174,7 @@ def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
     return tuple(each for guard in guards for each in sympy.And.make_args(guard) if each != sympy.true)
 
 
-def _check_assumed(graph: fx.Graph, assumed: Sequence[Assumed]) -> None:
+def _check_assumed(graph: fx.Graph, assumed: Sequence[AssumedPerRow]) -> None:
     """Check operators that nobody knows when a step runs, in the order in which they are called."""
     waiting = list(assumed)
     for node in list(graph.nodes):
@@ -182,9 +183,10 @@ def _check_assumed(graph: fx.Graph, assumed: Sequence[Assumed]) -> None:
             waiting.remove(found)
             with graph.inserting_after(node):
                 check = graph.call_function(
-                    check_rows, (found.op, list(node.args), node, list(found.dims), found.dim, found.place)
+                    check_row_independence,
+                    (found.op, list(node.args), node, list(found.dims), found.dim, found.location),
                 )
-            check.meta = {key: node.meta[key] for key in KEPT if key in node.meta}
+            check.meta = {key: node.meta[key] for key in INHERITED_META if key in node.meta}
 
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:
@@ -192,12 +194,12 @@ def _check_calls(nodes: Iterable[fx.Node]) -> None:
         if isinstance(node.target, torch_compat.HigherOrderOperator):
             name, ordinary = node.target.name(), "Write what it computes with ordinary operations of torch."
             raise CaptureError(
-                f"the model calls the higher-order operator {name!r}, which no stage can run{where(node)}\n"
+                f"the model calls the higher-order operator {name!r}, which no stage can run{at_line(node)}\n"
                 + HIGHER_ORDER.get(name, ordinary)
             )
 
 
-def _argument(described: tuple[str, str | int], traced: Traced) -> Argument:
+def _argument(described: tuple[str, str | int], traced: TracedCall) -> ArgumentRole:
     match described:
         case ("parameter", str(name)) if traced.fqns[name] not in traced.constants:
             return Parameter(traced.fqns[name])
@@ -230,13 +232,13 @@ class _Results:
     ``logs`` are the names of the tensors after the loss that belong to no output.
     """
 
-    roles: tuple[Result, ...]
+    roles: tuple[ResultRole, ...]
     logs: tuple[str, ...]
     output_spec: pytree.TreeSpec
-    unclear: str
+    unproven: str
 
 
-def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
+def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
     """Read the results, and leave in the graph those that are tensors.
 
     The traced module returned the results, and by name the tensors that replaced buffers.
@@ -247,11 +249,11 @@ def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
     num_leaves = sum(kind == "output" for kind, _ in described)
     returned, replaced = pytree.tree_unflatten(list(range(num_leaves)), traced.joint.output_spec)
     names = {position: name for name, position in replaced.items()}
-    kept: list[tuple[fx.Node, Result]] = []
+    kept: list[tuple[fx.Node, ResultRole]] = []
     fixed: dict[int, object] = {}
-    unclear = ""
+    unproven = ""
     for marked, (kind, what) in zip(values, described, strict=True):
-        is_marked = isinstance(marked, fx.Node) and marked.target is RESULT
+        is_marked = isinstance(marked, fx.Node) and marked.target is OUTPUT_MERGE
         value = marked.args[0] if is_marked else marked
         if kind == "output" and what in names:
             kept.append((value, UpdatedBuffer(traced.fqns[names[what]])))
@@ -261,27 +263,27 @@ def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
             role = _result((kind, what), traced, value)
             if is_marked and isinstance(role, Output):
                 role, value = _marked(role, marked, traced)
-                unclear = unclear or str(marked.args[1])
+                unproven = unproven or str(marked.args[1])
             kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
     logs, model_output = _logs_and_output(returned, fixed, traced.mode)
     tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, model_output)
-    return _Results(tuple(role for _, role in kept), logs, pytree.tree_structure(tree), unclear)
+    return _Results(tuple(role for _, role in kept), logs, pytree.tree_structure(tree), unproven)
 
 
-def _marked(role: Output, marked: fx.Node, traced: Traced) -> tuple[Output, fx.Node]:
-    """What a ``RESULT`` says of an output, and the output as the graph is to return it."""
-    value, unclear, *fields = marked.args
+def _marked(role: Output, marked: fx.Node, traced: TracedCall) -> tuple[Output, fx.Node]:
+    """What an ``OUTPUT_MERGE`` says of an output, and the output as the graph is to return it."""
+    value, unproven, *fields = marked.args
     assert isinstance(value, fx.Node)
     if not fields:
-        return replace(role, adds_up=not unclear), value
+        return replace(role, is_sum=not unproven), value
     axis = BatchAxis(*fields[0])  # type: ignore[misc]
     if axis.has_outer:
-        value = rows_in_front(marked, axis, _rows(marked.graph, traced))
+        value = batch_first_output(marked, axis, _rows(marked.graph, traced))
     return replace(role, axis=axis), value
 
 
-def _rows(graph: fx.Graph, traced: Traced) -> Any:
+def _rows(graph: fx.Graph, traced: TracedCall) -> Any:
     """The rows of the microbatch: a symbolic size if the batch is one."""
     if not traced.symbolic:
         return traced.batch_size
@@ -290,7 +292,7 @@ def _rows(graph: fx.Graph, traced: Traced) -> Any:
     return next(size for size in sizes if isinstance(size, torch.SymInt))
 
 
-def _is_split(role: Argument) -> bool:
+def _is_split(role: ArgumentRole) -> bool:
     return isinstance(role, ModelInput) and role.batched
 
 
@@ -314,23 +316,23 @@ def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> 
     return tuple(map(str, logs)), output
 
 
-def _is_tensor_node(value: object, traced: Traced) -> bool:
+def _is_tensor_node(value: object, traced: TracedCall) -> bool:
     if not isinstance(value, fx.Node):
         return False
     if isinstance(value.meta.get("val"), Tensor):
-        if not varies(value):
+        if not has_data_dependent_size(value):
             return True
         raise CaptureError(
-            f"the model returns a tensor whose size values tell{where(value)}\n"
+            f"the model returns a tensor whose size depends on values{at_line(value)}\n"
             "Microbatches cannot be joined to it. Return one of fixed size, such as a mask, or leave it out."
         )
     raise CaptureError(
-        f"the model returns a number that depends on the size of the batch{where(value)}\n"
+        f"the model returns a number that depends on the size of the batch{at_line(value)}\n"
         "Microbatches cannot be joined to it. Return it as a tensor, or leave it out."
     )
 
 
-def _result(described: tuple[str, str | int], traced: Traced, value: fx.Node) -> Result:
+def _result(described: tuple[str, str | int], traced: TracedCall, value: fx.Node) -> ResultRole:
     match described:
         case ("output", int(index)):
             return Output(index)
@@ -339,10 +341,10 @@ def _result(described: tuple[str, str | int], traced: Traced, value: fx.Node) ->
         case ("gradient", str(name)):
             return Gradient(traced.fqns[name])
         case (_, int(index)):
-            what = f"its argument {traced.call.paths[index]}{where(value)}\nChange a clone of it instead."
+            what = f"its argument {traced.call.paths[index]}{at_line(value)}\nChange a clone of it instead."
         case (_, name):
             fqn = traced.fqns.get(str(name), name)
-            what = f"{fqn}{where(value)}\nOnly buffers of the model can be changed."
+            what = f"{fqn}{at_line(value)}\nOnly buffers of the model can be changed."
     raise CaptureError(f"forward() changes {what}")
 
 
@@ -352,7 +354,7 @@ def _fix_squeezes(graph: fx.Graph, batch: sympy.Symbol | None) -> str:
     A microbatch of one row keeps its dimension of rows, as the batch does in eager torch. Returns where the
     first squeeze is that would remove it.
     """
-    kept_row = ""
+    squeezed_at = ""
     for node in graph.nodes:
         if node.target in SQUEEZES:
             source, *given = node.args
@@ -360,14 +362,14 @@ def _fix_squeezes(graph: fx.Graph, batch: sympy.Symbol | None) -> str:
             dims = sorted({dim % len(shape) for dim in _dims(given, len(shape))}) if shape else []
             ones = [dim for dim in dims if isinstance(shape[dim], int) and shape[dim] == 1]
             if any(isinstance(shape[dim], torch.SymInt) and shape[dim].node.expr == batch for dim in dims):
-                kept_row = kept_row or where(node) or f" by {node.name}"
+                squeezed_at = squeezed_at or at_line(node) or f" by {node.name}"
             if ones:
                 one = len(ones) == 1
                 node.target = _aten.squeeze.dim if one else _aten.squeeze.dims
                 node.args = (source, ones[0] if one else ones)
             else:
                 node.target, node.args = _aten.alias.default, (source,)
-    return kept_row
+    return squeezed_at
 
 
 def _dims(given: Sequence[Any], rank: int) -> Iterable[int]:
@@ -382,7 +384,7 @@ def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
     for node in list(graph.nodes):
         if _does_nothing(node, no_ops):
             node.replace_all_uses_with(node.args[0])
-        elif _is_number(node.meta.get("val")) and node.op != "output" and not varies(node):
+        elif _is_number(node.meta.get("val")) and node.op != "output" and not has_data_dependent_size(node):
             value = node.meta["val"]
             _replace_by(node, value.node.expr if hasattr(value, "node") else value)
     for node in reversed(list(graph.nodes)):
@@ -421,7 +423,7 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
         if attribute not in lifted:
             value: Tensor = getattr(module, attribute)
             if value.requires_grad and mode is Mode.TRAIN:
-                place = where(next(iter(node.users)))
+                place = at_line(next(iter(node.users)))
                 raise InputError(
                     f"a tensor of shape {tuple(value.shape)} requires a gradient but is no parameter of the "
                     f"model{place}\nRegister it as an nn.Parameter of the model, or detach it."
@@ -430,15 +432,17 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
             constants[fqn] = value
             with graph.inserting_before(next(iter(graph.nodes))):
                 lifted[attribute] = graph.placeholder(f"constant_{len(lifted)}")
-            lifted[attribute].meta.update(node.meta, role=Buffer(fqn), changed=False)
+            lifted[attribute].meta.update(node.meta, role=Buffer(fqn), updated=False)
             lifted[attribute].meta.setdefault("val", value)
         node.replace_all_uses_with(lifted[attribute])
         graph.erase_node(node)
     return constants
 
 
-def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    arguments = [x for each in (graph, of_batch) if each for x in each.find_nodes(op="placeholder")]
+def _used(
+    graph: fx.Graph, batch_counts: fx.Graph | None, constants: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    arguments = [x for each in (graph, batch_counts) if each for x in each.find_nodes(op="placeholder")]
     read = {node.meta["role"] for node in arguments if node.users}
     return {fqn: value for fqn, value in constants.items() if Buffer(fqn) in read}
 
@@ -453,21 +457,21 @@ def _checked(graph: TrainingGraph) -> TrainingGraph:
                 "follows from memory_limit=... and recompute=..."
             )
     if graph.batch is not None:
-        check_readable(graph)
+        check_evaluable(graph)
     for node in graph.nodes:
         if node.target in MATRIX_PRODUCTS:
             dtypes = {source.meta["val"].dtype for source in node.all_input_nodes}
             if len(dtypes) > 1:
                 raise InputError(
                     f"the model multiplies tensors of different dtypes, {', '.join(sorted(map(str, dtypes)))}"
-                    f"{where(node)}\nPass inputs of the model's dtype, or convert them there."
+                    f"{at_line(node)}\nPass inputs of the model's dtype, or convert them there."
                 )
     return graph
 
 
-def _described(value: Tensor, symbols: Symbols) -> str:
+def _described(value: Tensor, symbols: SymbolNames) -> str:
     """``torch.float32 of shape [b, 4]``"""
-    return f"{value.dtype} of shape [{', '.join(dimension(size, symbols) for size in value.shape)}]"
+    return f"{value.dtype} of shape [{', '.join(format_size(size, symbols) for size in value.shape)}]"
 
 
 def _check_loss(graph: TrainingGraph) -> None:

@@ -5,22 +5,22 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from pipec.graph import Argument, Result, sums_gradients
+from pipec.graph import ArgumentRole, ResultRole, is_gradient_sum
 
 
 def merge_tied_arguments(graph: fx.Graph) -> None:
     """Let every user of a tied tensor read the same argument."""
-    first: dict[Argument, fx.Node] = {}
+    first: dict[ArgumentRole, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         if first.setdefault(node.meta["role"], node) is not node:
             node.replace_all_uses_with(first[node.meta["role"]])
             graph.erase_node(node)
 
 
-def merge_tied_gradients(graph: fx.Graph, results: Iterable[Result]) -> tuple[Result, ...]:
+def merge_tied_gradients(graph: fx.Graph, results: Iterable[ResultRole]) -> tuple[ResultRole, ...]:
     """Sum the gradients of a tied parameter's names in the order of the graph, as autograd does."""
     output = graph.output_node()
-    found: dict[Result, list[fx.Node]] = {}
+    found: dict[ResultRole, list[fx.Node]] = {}
     for role, node in zip(results, output.args[0], strict=True):  # type: ignore[arg-type]
         found.setdefault(role, []).append(node)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -30,13 +30,13 @@ def merge_tied_gradients(graph: fx.Graph, results: Iterable[Result]) -> tuple[Re
             found[role] = [_sum(graph, terms)]
     output.args = (tuple(node for [node] in found.values()),)
     for node in reversed(order):
-        if not node.users and sums_gradients(node):
+        if not node.users and is_gradient_sum(node):
             graph.erase_node(node)
     return tuple(found)
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    if not sums_gradients(node):
+    if not is_gradient_sum(node):
         return [node]
     return [term for source in node.all_input_nodes for term in _terms(source)]
 

@@ -15,31 +15,30 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from pipec import ops, torch_compat
-from pipec.capture.attributes import readable_values
-from pipec.capture.batch import analyse, symbol_of_rows
-from pipec.capture.batch.fixed import Comparison, compare
-from pipec.capture.branches import Branches, describe_branches, refuse_branches
-from pipec.capture.caches import refuse_cache, without_caches
-from pipec.capture.call import Call
-from pipec.capture.checks import expect_all_scattered
-from pipec.capture.diagnosis import brief, capture_error
-from pipec.capture.differentiated import analyse_differentiated, analyse_outputs
-from pipec.capture.joins import join_replicas, sync_batch_norms_alone
-from pipec.capture.normalize import Traced, training_graph
-from pipec.capture.operators import checkpoints, number_operators
-from pipec.capture.randomness import Generators
-from pipec.capture.recurrent import separate_layers
-from pipec.capture.splitting import all_have_rows
-from pipec.capture.step import Step, model_names, step_of
-from pipec.capture.symbols import FixedVariableError, number_values
+from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
+from pipec.capture.attributes import readable_attributes
+from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
+from pipec.capture.batch_inputs import all_share_batch_symbol
+from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
+from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
+from pipec.capture.diagnosis import capture_error, error_summary
+from pipec.capture.graph_symbols import SpecializedVariableError, number_values
+from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
+from pipec.capture.microbatch_checks import require_full_scatter
+from pipec.capture.model_call import ModelCall
+from pipec.capture.normalize import TracedCall, training_graph
+from pipec.capture.number_operators import checkpoints, number_operators
+from pipec.capture.python_randomness import NonTorchGenerators
+from pipec.capture.split_recurrent import split_recurrent_layers
+from pipec.capture.traced_step import TracedStep, make_traced_step, model_names
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import PROVED, Assumptions, Findings, Gradient, TrainingGraph
+from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
 from pipec.ir import Mode, Variable
-from pipec.ir.batch import variable_values
-from pipec.torch_compat import Captured
+from pipec.ir.batch_split import variable_values
+from pipec.torch_compat import CapturedGraph
 
 log = logging.getLogger("pipec")
 
@@ -48,12 +47,12 @@ CPU = torch.device("cpu")
 _warned: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that changes of what their code reads may go unnoticed."""
 
-FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.Symbolic], Captured]
+FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]
 
 FRONT_ENDS: Mapping[str, FrontEnd] = {
     "Dynamo": torch_compat.capture_with_dynamo,
     "torch.export": torch_compat.capture_with_export,
-    "autograd": torch_compat.capture_directly,
+    "autograd": torch_compat.capture_with_autograd,
 }
 
 
@@ -61,15 +60,15 @@ def capture(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
     mode: Mode,
-    call: Call,
+    call: ModelCall,
     canonical: Mapping[str, str] | None = None,
     device: torch.device = CPU,
     symbolic: bool = True,
-    adds_up: bool = True,
+    rewrite_loss: bool = True,
     outputs: bool = False,
     variables: Sequence[Variable] = (),
     num_replicas: int | None = 1,
-    batch: Call | None = None,
+    batch: ModelCall | None = None,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -78,49 +77,49 @@ def capture(
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
         device: The model is traced as if it were there, wherever its tensors are.
-        adds_up: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the graph
-            is of the loss as the model has it.
+        rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the
+            graph is of the loss as the model has it.
         outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
-        num_replicas: How many replicas the model's own collectives join. None if that differs by stage, or is
-            not known; a model with collectives is then refused.
+        num_replicas: How many replicas take part in the model's own collectives. None if that differs by
+            stage, or is not known; a model with collectives is then refused.
         batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
             those of arguments.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
         InputError: the model fails on these arguments, or its loss is not one number.
-        FixedVariableError: the variables cannot be symbolic, all of them.
+        SpecializedVariableError: the variables cannot be symbolic, all of them.
     """
-    refuse_cache(call)
+    refuse_kv_cache(call)
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
-    step = step_of(model, loss_fn, mode, call, outputs, variables)
-    adds_up = adds_up or mode is Mode.FORWARD
+    step = make_traced_step(model, loss_fn, mode, call, outputs, variables)
+    rewrite_loss = rewrite_loss or mode is Mode.FORWARD
     with ExitStack() as stack:
-        stack.enter_context(torch_compat.quiet())
-        stack.enter_context(torch_compat.unchanged(step))
-        stack.enter_context(without_caches(model))
-        stack.enter_context(torch_compat.remembered_arithmetic())
-        stack.enter_context(torch_compat.unvalidated_distributions())
-        stack.enter_context(torch_compat.whole_interpolations())
-        stack.enter_context(torch_compat.whole_recurrent_networks())
-        stack.enter_context(torch_compat.bounded_ctc_losses())
-        stack.enter_context(sync_batch_norms_alone())
-        stack.enter_context(ops.joining(num_replicas or 1))
+        stack.enter_context(torch_compat.quiet_logging())
+        stack.enter_context(torch_compat.restore_module(step))
+        stack.enter_context(without_kv_cache(model))
+        stack.enter_context(torch_compat.cached_size_arithmetic())
+        stack.enter_context(torch_compat.skip_distribution_validation())
+        stack.enter_context(torch_compat.keep_interpolation_operators())
+        stack.enter_context(torch_compat.keep_recurrent_operators())
+        stack.enter_context(torch_compat.bound_ctc_loss_workspace())
+        stack.enter_context(local_sync_batch_norms())
+        stack.enter_context(ops.tracing_with_replicas(num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
-        branches = Branches(call, batch or call, torch_compat.place_fakes(step, device))
-        tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up, num_replicas, branches)
-        generators = Generators(step)
-        if not symbolic and call.unsure:
-            tracer.prove_split()
+        branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
+        tracer = _Tracer(step, mode, call, canonical or {}, device, rewrite_loss, num_replicas, branches)
+        generators = NonTorchGenerators(step)
+        if not symbolic and call.ambiguous_leaves:
+            tracer.trace_ambiguous_leaves()
         if variables:
             graph, failures = tracer.trace_variables(variables), list[Exception]()
         else:
             kinds = (True, False) if symbolic else (False,)
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
-        generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
+        generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
         batched = step.batched
     step.batched = batched  # which guards of the capture look at
     if not tracer.is_guarded and model not in _warned:
@@ -128,17 +127,17 @@ def capture(
         log.warning(
             "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
             "modules have it as attributes, or their methods and the loss function enclose it or name it",
-            "forward and backward were traced together: " * tracer.is_direct,
-            brief(failures[0]) if failures else "it was not asked",
+            "forward and backward were traced together: " * tracer.has_traced_backward,
+            error_summary(failures[0]) if failures else "it was not asked",
         )
     if mode is Mode.TRAIN:
         _check_trained(graph)
-    graph = replace(graph, assumptions=tracer.assumptions())
+    graph = replace(graph, model_guards=tracer.model_guards())
     if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
             graph.batch_size,
-            brief(failures[0]),
+            error_summary(failures[0]),
         )
     return graph
 
@@ -162,7 +161,9 @@ def _first_success(
         except PipecError:
             raise
         except Exception as error:
-            log.info("%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", brief(error))
+            log.info(
+                "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", error_summary(error)
+            )
             errors.append(error)
         if dry_run is None:
             dry_run = tracer.dry_run()
@@ -173,7 +174,7 @@ def _first_success(
     raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
 
 
-def _check_gradients(model: nn.Module, call: Call) -> None:
+def _check_gradients(model: nn.Module, call: ModelCall) -> None:
     """Refuse what eager torch would do with gradients and a pipeline would not."""
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -209,25 +210,25 @@ class _Tracer:
 
     def __init__(
         self,
-        step: Step,
+        step: TracedStep,
         mode: Mode,
-        call: Call,
+        call: ModelCall,
         canonical: Mapping[str, str],
         device: torch.device,
-        adds_up: bool,
+        rewrite_loss: bool,
         num_replicas: int | None,
-        branches: Branches,
+        branches: BranchDecider,
     ) -> None:
         self._step = step
         self._mode = mode
         self._call = call
-        self._adds_up = adds_up
+        self._adds_up = rewrite_loss
         self._num_replicas = num_replicas
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
         self._branches = branches
-        self._captured: Captured | None = None
-        self.draws_with_numpy = self.is_direct = False
+        self._captured: CapturedGraph | None = None
+        self.draws_with_numpy = self.has_traced_backward = False
 
     @property
     def refused_branch(self) -> str:
@@ -237,59 +238,61 @@ class _Tracer:
     @property
     def is_guarded(self) -> bool:
         """Whether the last graph comes with Dynamo's guards."""
-        return self._captured is not None and self._captured.noted is not None
+        return self._captured is not None and self._captured.dynamo_output is not None
 
     def dry_run(self) -> torch_compat.DryRun:
-        """Call the step in eager mode on fake tensors."""
+        """Run the step in eager mode on fake tensors."""
         return torch_compat.dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
 
     def trace_variables(self, variables: Sequence[Variable]) -> TrainingGraph:
         """With these variables symbolic, as the batch is.
 
         Raises:
-            FixedVariableError: that cannot be done.
+            SpecializedVariableError: that cannot be done.
         """
         try:
             graph = self.trace(torch_compat.capture_with_dynamo, True, variables)
-        except FixedVariableError:
+        except SpecializedVariableError:
             raise
         except Exception as error:
-            raise FixedVariableError(brief(error)) from error
-        if not graph.serves(self._call.batch_size, graph.planned):
-            raise FixedVariableError("what holds of it does not hold of this call")
+            raise SpecializedVariableError(error_summary(error)) from error
+        if not graph.is_valid_for(self._call.batch_size, graph.planned_sizes):
+            raise SpecializedVariableError("what holds of it does not hold of this call")
         return graph
 
     def trace(self, front_end: FrontEnd, symbolic: bool, variables: Sequence[Variable] = ()) -> TrainingGraph:
         size = self._call.batch_size
         proves = symbolic and front_end is torch_compat.capture_with_dynamo
-        captured = self.prove_split(variables) if proves else None
+        captured = self.trace_ambiguous_leaves(variables) if proves else None
         sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
         if captured is None:
             self._step.batched = tuple(sample.batched)
-            with self._branches.decided(sample, symbolic):
+            with self._branches.deciding(sample, symbolic):
                 captured = front_end(
                     self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
                 )
-        self._captured, self.is_direct = captured, captured.differentiated is not None
+        self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
-        separate_layers(captured.module)
+        split_recurrent_layers(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
-        expect_all_scattered(captured.module.graph, sample)
+        require_full_scatter(captured.module.graph, sample)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
-        joined = join_replicas(captured.module, self._step, self._num_replicas)
-        if joined and self.is_direct:
-            raise CaptureError(f"{joined} joins replicas, which a model cannot that differentiates by itself")
+        first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
+        if first_collective and self.has_traced_backward:
+            raise CaptureError(
+                f"{first_collective} is a collective, which a model that differentiates by itself cannot have"
+            )
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
-        if symbolic and symbol_of_rows(captured.module.graph, batched) is None:
-            findings = PROVED  # the graph is refused, for it is for this number of rows alone
+        if symbolic and batch_symbol_of(captured.module.graph, batched) is None:
+            findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
         else:
-            comparison = None if symbolic else self._compare(captured.module, front_end)
-            findings = self._analyse(captured, batched, joined, comparison)
+            of_batch = None if symbolic else self._capture_batch(front_end)
+            findings = self._analyse(captured, batched, first_collective, of_batch)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
-            Traced(
+            TracedCall(
                 joint,
                 self._mode,
                 operators,
@@ -303,12 +306,12 @@ class _Tracer:
                 self._constants,
                 self._step.model.training,
                 findings,
-                joined,
+                first_collective,
                 self._num_replicas or 1,
             )
         )
 
-    def _sample(self, variables: Sequence[Variable]) -> Call:
+    def _sample(self, variables: Sequence[Variable]) -> ModelCall:
         """A call to be traced with symbols, and numbers that are to be symbols in tensors.
 
         No symbol has one element, nor has the batch the size of another one by chance.
@@ -323,7 +326,7 @@ class _Tracer:
 
         return self._call.sample(rows, self._device).map(as_symbol)
 
-    def prove_split(self, variables: Sequence[Variable] = ()) -> Captured | None:
+    def trace_ambiguous_leaves(self, variables: Sequence[Variable] = ()) -> CapturedGraph | None:
         """Find out whether the model needs the tensors that may be split to have the batch's rows.
 
         They are traced with as many rows as the batch, but each with a symbol of its own; where the model
@@ -332,64 +335,68 @@ class _Tracer:
         Raises:
             InputError: a tensor may be split or whole.
         """
-        if not self._call.unsure:
+        if not self._call.ambiguous_leaves:
             return None
         sample = self._sample(variables)
         named = zip(sample.paths, sample.batched, strict=True)
-        self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
+        self._step.batched = tuple(split and path not in self._call.ambiguous_leaves for path, split in named)
         try:
             symbolic = _symbolic(sample, variables)
-            with self._branches.decided(sample, symbolic=True):
+            with self._branches.deciding(sample, symbolic=True):
                 captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
-            log.info("nothing shows which tensors are split: %s", brief(error))
+            log.info("nothing shows which tensors are split: %s", error_summary(error))
             return None
-        return captured if all_have_rows(captured.module, self._call) else None
+        return captured if all_share_batch_symbol(captured.module, self._call) else None
 
-    def _compare(self, module: fx.GraphModule, front_end: FrontEnd) -> Comparison | None:
-        """Compare what was captured of these rows alone with what is captured of the whole batch."""
+    def _capture_batch(self, front_end: FrontEnd) -> WholeBatchCapture | None:
+        """What is captured of the whole batch, to compare a graph with that is for these rows alone."""
         batch = self._branches.batch
-        own, all_rows = self._call.batch_size, batch.batch_size
-        if own == all_rows:
+        rows, batch_size = self._call.batch_size, batch.batch_size
+        if rows == batch_size:
             return None
-        sample = self._call.sample(all_rows, self._device)
+        sample = self._call.sample(batch_size, self._device)
         try:
-            with replace(self._branches, call=batch, refused=[]).decided(sample, symbolic=False):
-                captured = front_end(self._step, sample.tree, [])
+            with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
+                module = front_end(self._step, sample.tree, []).module
         except Exception as error:
-            log.info("nothing tells which numbers are the same for the whole batch: %s", brief(error))
-            return None
-        separate_layers(captured.module)
-        describe_branches(captured.module)
-        expect_all_scattered(captured.module.graph, sample)
-        return compare(module, captured.module, own, all_rows)
+            log.info("the whole batch cannot be captured: %s", error_summary(error))
+            return WholeBatchCapture(None, rows, batch_size)
+        split_recurrent_layers(module)
+        describe_branches(module)
+        require_full_scatter(module.graph, sample)
+        return WholeBatchCapture(module, rows, batch_size)
 
     def _analyse(
-        self, captured: Captured, batched: Sequence[str], joined: str, comparison: Comparison | None
-    ) -> Findings:
+        self,
+        captured: CapturedGraph,
+        batched: Sequence[str],
+        first_collective: str,
+        of_batch: WholeBatchCapture | None,
+    ) -> BatchFindings:
         """Make the losses of microbatches add up, as far as that can be proved.
 
         Where the user says how they add up, only the other results are looked at.
         """
-        if not (self._adds_up or joined):
+        if not (self._adds_up or first_collective):
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
-        if captured.differentiated is not None:
-            return analyse_differentiated(captured, batched, size, has_loss, num_replicas)
+        if captured.traced_backward is not None:
+            return analyse_differentiated(captured, batched, size, has_loss, num_replicas, of_batch)
         if self._adds_up:
-            return analyse(captured.module, batched, size, has_loss, num_replicas, comparison)
-        return analyse_outputs(captured.module, batched, size, num_replicas)
+            return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch)
+        return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
 
-    def assumptions(self) -> Assumptions:
+    def model_guards(self) -> ModelGuards:
         """What the last graph takes for granted of the model and of the loss function."""
-        noted = self._captured.noted if self._captured else None
+        noted = self._captured.dynamo_output if self._captured else None
         guards = torch_compat.Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
-        return Assumptions.of(self._step, guards, constants, readable_values)
+        return ModelGuards.of(self._step, guards, constants, readable_attributes)
 
 
-def _symbolic(call: Call, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:
+def _symbolic(call: ModelCall, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:
     """The dimensions that are to be symbols."""
     split = [(leaf, 0) for leaf, split in zip(call.leaves, call.batched, strict=True) if split]
     return split + [(call.leaves[x.position], x.dim) for x in variables if x.dim is not None]

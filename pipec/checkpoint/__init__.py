@@ -1,19 +1,21 @@
 """Checkpoints: a folder with all that a training needs to go on, in any layout. See docs/checkpoints.md.
 
-* ``training`` is what a checkpoint is of; ``optimizers`` describes their state by parameter.
-* ``parts`` says which process has and writes which part of each tensor; ``tensors`` are the files of them.
-* ``document`` is all the rest; ``values`` brings plain values through JSON, ``positions`` those of streams;
-  ``hugging_face`` is for others.
-* ``manifest`` has the sums of the files, ``directory`` lets a folder come to its place, and ``together`` lets
-  all processes succeed or fail.
-* ``background`` lets a checkpoint be written while the training goes on.
-* ``write`` and ``read`` are what these serve.
+* ``training_state`` is what a checkpoint holds; ``optimizer_state`` has an optimizer's state by parameter.
+* ``shards`` says which process holds and writes which part of each tensor; ``safetensors_files`` writes and
+  reads the files of tensors, and ``file_layout`` says which tensor is in which file.
+* ``metadata`` is ``checkpoint.json``; ``json_values`` brings plain values through JSON, ``stream_positions``
+  the positions of streams. ``torch_checkpoint`` and ``convert`` read and write the folders of
+  ``torch.distributed.checkpoint``, ``hugging_face`` those of transformers and diffusers.
+* ``manifest`` has the checksums of the files, ``staging_directory`` replaces a folder in one step, and
+  ``all_ranks`` lets all processes succeed or fail together.
+* ``async_save`` writes a checkpoint while the training goes on.
+* ``write`` and ``read`` bring these together.
 """
 
-from pipec.checkpoint.background import Saving
-from pipec.checkpoint.parts import Part, whole
-from pipec.checkpoint.positions import position_of
-from pipec.checkpoint.read import load, load_weights, profile_of
-from pipec.checkpoint.tensors import kind_of
-from pipec.checkpoint.training import Training
-from pipec.checkpoint.write import draft
+from pipec.checkpoint.async_save import AsyncSave
+from pipec.checkpoint.read import load, load_saved_profile, load_weights
+from pipec.checkpoint.safetensors_files import tensor_spec
+from pipec.checkpoint.shards import TensorShard, unsharded
+from pipec.checkpoint.stream_positions import replica_position
+from pipec.checkpoint.training_state import TrainingState
+from pipec.checkpoint.write import begin_checkpoint

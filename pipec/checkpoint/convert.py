@@ -1,7 +1,7 @@
 """Checkpoints to and from folders of ``torch.distributed.checkpoint``, by one process, tensor by tensor.
 
 There a model's tensors are under ``model``, and what ``get_state_dict`` of that library gives of an optimizer
-is under ``optim``. The rest of a checkpoint of pipec is one text there, ``pipec.document``, so that it comes
+is under ``optim``. The rest of a checkpoint of pipec is one text there, ``pipec.metadata``, so that it comes
 back.
 """
 
@@ -15,32 +15,45 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from pipec.checkpoint.directory import Workplace, found, require_own
-from pipec.checkpoint.document import DOCUMENT, Document, RandomStates, parse_document, read_document
-from pipec.checkpoint.folder import Destined, files_of, index_of, write_rest, write_tensors, writers_of
+from pipec.checkpoint.all_ranks import as_pipec_error
+from pipec.checkpoint.file_layout import (
+    TensorWrite,
+    assign_files,
+    open_writers,
+    weight_index,
+    write_small_files,
+    write_tensors,
+)
 from pipec.checkpoint.hugging_face import INDEX, weight_files
+from pipec.checkpoint.json_values import decode_value, encode_value
 from pipec.checkpoint.manifest import check_file, read_manifest
-from pipec.checkpoint.optimizers import Group, OptimizerState, tensor_names
-from pipec.checkpoint.parts import Stored
-from pipec.checkpoint.tensors import TensorFiles
-from pipec.checkpoint.together import as_own
-from pipec.checkpoint.torch_folder import METADATA, TorchFolder, names_in
-from pipec.checkpoint.values import decoded, encoded
+from pipec.checkpoint.metadata import (
+    METADATA_FILE,
+    CheckpointMetadata,
+    RandomStates,
+    parse_metadata,
+    read_metadata,
+)
+from pipec.checkpoint.optimizer_state import OptimizerState, ParamGroup, tensor_names
+from pipec.checkpoint.safetensors_files import TensorFiles
+from pipec.checkpoint.shards import SavedTensor
+from pipec.checkpoint.staging_directory import StagingDirectory, find_checkpoint, require_replaceable
+from pipec.checkpoint.torch_checkpoint import METADATA, TorchCheckpoint, model_and_optimizer_entries
 from pipec.errors import CheckpointError, InputError, PipecError
 
 
 @dataclass(frozen=True)
-class Converted:
-    """What was made. ``left_out`` are entries of a folder that a checkpoint has no place for."""
+class Conversion:
+    """What was made. ``skipped_entries`` are entries of a folder that a checkpoint has no place for."""
 
     made: str
-    document: Document
+    metadata: CheckpointMetadata
     num_tensors: int
     num_bytes: int
-    left_out: list[str]
+    skipped_entries: list[str]
 
 
-def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | None) -> Converted:
+def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | None) -> Conversion:
     """Make a checkpoint of a folder of ``torch.distributed.checkpoint``, or such a folder of a checkpoint.
 
     ``optimizer`` is the class of the optimizer, which such a folder does not tell; ``num_steps`` the number
@@ -50,119 +63,126 @@ def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | 
         CheckpointError: the source is damaged or neither of the two, or the target is there.
         InputError: the optimizer's class is missing, or given where nothing needs it.
     """
-    require_own(target, None)
+    require_replaceable(target, None)
     is_torch_folder = (source / METADATA).is_file()
     if not is_torch_folder and (optimizer is not None or num_steps is not None):
         raise InputError("a checkpoint of pipec has its optimizer and its steps; leave out both options")
     try:
         if is_torch_folder:
-            return _imported(TorchFolder.open(source), target, optimizer, num_steps)
-        return _exported(found(source), target)
+            return _imported(TorchCheckpoint.open(source), target, optimizer, num_steps)
+        return _exported(find_checkpoint(source), target)
     except PipecError:
         raise
     except Exception as error:
-        raise as_own(error, f"converting {source}") from error
+        raise as_pipec_error(error, f"converting {source}") from error
 
 
-def opened(place: Path) -> tuple[Document, TensorFiles, TensorFiles]:
+def open_checkpoint(place: Path) -> tuple[CheckpointMetadata, TensorFiles, TensorFiles]:
     """A checkpoint, its weights and its optimizer's state, once every file was checked.
 
     Raises:
         CheckpointError: it is damaged, or none.
     """
-    if not (place / DOCUMENT).is_file():
+    if not (place / METADATA_FILE).is_file():
         raise CheckpointError(
             f"{place} is neither a checkpoint of pipec nor a folder of torch.distributed.checkpoint: it has "
-            f"no {DOCUMENT} and no {METADATA}"
+            f"no {METADATA_FILE} and no {METADATA}"
         )
     manifest = read_manifest(place)
     for name, expected in sorted(manifest.files.items()):
         check_file(place, name, expected)
     state = [place / name for name in manifest.files if name.startswith("optimizer-")]
     weights = [place / name for name in sorted(weight_files(place))]
-    return read_document(place / DOCUMENT), TensorFiles(weights), TensorFiles(state)
+    return read_metadata(place / METADATA_FILE), TensorFiles(weights), TensorFiles(state)
 
 
-def _exported(source: Path, target: Path) -> Converted:
-    document, weights, state = opened(source)
-    tied = {other: weights[first] for other, first in (document.ties or {}).items()}
-    nested: dict[str, Any] = {"model": dict(weights) | tied, "pipec": {"document": document.text().decode()}}
-    if document.optimizer is not None:
+def _exported(source: Path, target: Path) -> Conversion:
+    metadata, weights, state = open_checkpoint(source)
+    tied = {other: weights[first] for other, first in (metadata.ties or {}).items()}
+    nested: dict[str, Any] = {"model": dict(weights) | tied, "pipec": {"metadata": metadata.text().decode()}}
+    if metadata.optimizer is not None:
         nested["optim"] = {
             "state": {
-                name: {key: state[x] if isinstance(x, str) else decoded(x[0]) for key, x in entries.items()}
-                for name, entries in document.optimizer.state.items()
+                name: {
+                    key: state[x] if isinstance(x, str) else decode_value(x[0]) for key, x in entries.items()
+                }
+                for name, entries in metadata.optimizer.state.items()
             },
             "param_groups": [
-                {**decoded(group.numbers), "params": list(group.names)} for group in document.optimizer.groups
+                {**decode_value(group.hyperparameters), "params": list(group.names)}
+                for group in metadata.optimizer.groups
             ],
         }
     with _coming_to(target) as partial, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of which this makes no use
         dcp.save(nested, checkpoint_id=partial, no_dist=True)
-    return _told("a folder of torch.distributed.checkpoint", document, weights, state, [])
+    return _summary("a folder of torch.distributed.checkpoint", metadata, weights, state, [])
 
 
-def _imported(folder: TorchFolder, target: Path, optimizer: str | None, num_steps: int | None) -> Converted:
+def _imported(
+    folder: TorchCheckpoint, target: Path, optimizer: str | None, num_steps: int | None
+) -> Conversion:
     contents = _Contents.of(folder)
-    document = contents.document(optimizer, num_steps)
-    ties = document.ties or {}
+    metadata = contents.metadata(optimizer, num_steps)
+    ties = metadata.ties or {}
     weights = {name: entry for name, entry in contents.weights.items() if name not in ties}
     state = {
         f"{name}/{key}": entry
         for name, entries in contents.state.items()
         for key, entry in entries.items()
-        if entry in folder.kinds
+        if entry in folder.specs
     }
-    if document.optimizer is not None and {*tensor_names(document.optimizer)} != state.keys():
+    if metadata.optimizer is not None and {*tensor_names(metadata.optimizer)} != state.keys():
         raise CheckpointError(f"{folder.directory} has another state of the optimizer than it says itself")
     families: dict[str, dict[str, str]] = {"model": weights, "optimizer": state}
-    files = {family: files_of(family, _stored(folder, names)) for family, names in families.items()}
+    files = {family: assign_files(family, _stored(folder, names)) for family, names in families.items()}
 
-    def tensors() -> Iterator[Destined]:
+    def tensors() -> Iterator[TensorWrite]:
         for family, names in families.items():
             for file, every in files[family].items():
                 for each in every:
                     yield file, each, folder.tensor(names[each.name])
 
-    texts = {DOCUMENT: document.text(), INDEX: index_of(files["model"])}
+    texts = {METADATA_FILE: metadata.text(), INDEX: weight_index(files["model"])}
     with _coming_to(target) as partial:
-        writers = writers_of(partial, files["model"] | files["optimizer"])
+        writers = open_writers(partial, files["model"] | files["optimizer"])
         try:
-            write_rest(partial, write_tensors(writers, tensors()), texts)
+            write_small_files(partial, write_tensors(writers, tensors()), texts)
         except BaseException:
             for writer in writers.values():
                 writer.abandon()
             raise
     made = {family: TensorFiles([target / file for file in own]) for family, own in files.items()}
-    return _told("a checkpoint of pipec", document, made["model"], made["optimizer"], contents.left_out)
+    return _summary(
+        "a checkpoint of pipec", metadata, made["model"], made["optimizer"], contents.skipped_entries
+    )
 
 
-def _stored(folder: TorchFolder, names: Mapping[str, str]) -> list[Stored]:
+def _stored(folder: TorchCheckpoint, names: Mapping[str, str]) -> list[SavedTensor]:
     """The tensors, in an order in which each lies at a multiple of its elements."""
-    kinds = {name: folder.kinds[entry] for name, entry in names.items()}
+    kinds = {name: folder.specs[entry] for name, entry in names.items()}
     aligned = sorted(kinds.items(), key=lambda item: -item[1].torch_dtype.itemsize)
-    return [Stored(name, kind, ((0, 0, kind.num_elements),), 0) for name, kind in aligned]
+    return [SavedTensor(name, kind, ((0, 0, kind.num_elements),), 0) for name, kind in aligned]
 
 
 @dataclass(frozen=True)
 class _Contents:
     """The entries of a folder: weights by name, the optimizer's state by parameter and key, its groups."""
 
-    folder: TorchFolder
+    folder: TorchCheckpoint
     weights: dict[str, str]
     state: dict[str, dict[str, str]]
     groups: dict[int, dict[str, str]]
     text: str | None
-    left_out: list[str]
+    skipped_entries: list[str]
 
     @classmethod
-    def of(cls, folder: TorchFolder) -> "_Contents":
+    def of(cls, folder: TorchCheckpoint) -> "_Contents":
         """Raises CheckpointError if it holds no weights, or a state of an optimizer in another form."""
         made = cls(folder, {}, defaultdict(dict), defaultdict(dict), None, [])
-        for entry, path in names_in(folder):
+        for entry, path in model_and_optimizer_entries(folder):
             match path:
-                case "model", *names if names and entry in folder.kinds:
+                case "model", *names if names and entry in folder.specs:
                     made.weights[".".join(map(str, names))] = entry
                 case "optimizer", "state", str(name), str(key):
                     made.state[name][key] = entry
@@ -173,22 +193,23 @@ class _Contents:
                         f"{folder.directory} has {entry}, which is not what get_state_dict(model, optimizer) "
                         "gives; save the state of the optimizer by that, and do not flatten it"
                     )
-                case "pipec", "document":
+                case "pipec", "metadata":
                     made = replace(made, text=folder.value(entry))
                 case _:
-                    made.left_out.append(entry)
+                    made.skipped_entries.append(entry)
         if not made.weights:
             raise CheckpointError(
-                f"{folder.directory} has no tensors under model: it has {', '.join(made.left_out[:3])}. Save "
+                f"{folder.directory} has no tensors under model: it has "
+                f"{', '.join(made.skipped_entries[:3])}. Save "
                 'them as dcp.save({"model": model.state_dict()}, checkpoint_id=...)'
             )
         return made
 
-    def document(self, optimizer: str | None, num_steps: int | None) -> Document:
+    def metadata(self, optimizer: str | None, num_steps: int | None) -> CheckpointMetadata:
         if self.text is not None:
             if optimizer is not None or num_steps is not None:
                 raise InputError("the folder was made of a checkpoint, and has its optimizer and its steps")
-            return parse_document(self.text.encode(), self.folder.directory)
+            return parse_metadata(self.text.encode(), self.folder.directory)
         if self.groups and optimizer is None:
             raise InputError(
                 f"{self.folder.directory} has the state of an optimizer, and does not tell of which; pass "
@@ -197,7 +218,7 @@ class _Contents:
         if optimizer is not None and not self.groups:
             raise InputError(f"{self.folder.directory} has no state of an optimizer; leave out --optimizer")
         state = None if optimizer is None else self._optimizer(optimizer)
-        return Document(num_steps or 0, None, None, RandomStates([], []), state, [], [], None)
+        return CheckpointMetadata(num_steps or 0, None, None, RandomStates([], []), state, [], [], None)
 
     def _optimizer(self, kind: str) -> OptimizerState:
         groups = []
@@ -205,10 +226,12 @@ class _Contents:
             values = {key: self._value(entry) for key, entry in entries.items()}
             names = tuple(values.pop("params", ()))
             values.pop("param_names", None)
-            groups.append(Group(kind, names, encoded(values, "a group of the optimizer")))
+            groups.append(ParamGroup(kind, names, encode_value(values, "a group of the optimizer")))
         state: dict[str, dict[str, list[Any] | str]] = {
             name: {
-                key: f"{name}/{key}" if entry in self.folder.kinds else [encoded(self._value(entry), key)]
+                key: f"{name}/{key}"
+                if entry in self.folder.specs
+                else [encode_value(self._value(entry), key)]
                 for key, entry in entries.items()
             }
             for name, entries in self.state.items()
@@ -216,24 +239,28 @@ class _Contents:
         return OptimizerState(groups, state)
 
     def _value(self, entry: str) -> Any:
-        return self.folder.tensor(entry) if entry in self.folder.kinds else self.folder.value(entry)
+        return self.folder.tensor(entry) if entry in self.folder.specs else self.folder.value(entry)
 
 
 @contextlib.contextmanager
 def _coming_to(target: Path) -> Iterator[Path]:
     """The folder to write to, which comes to its place at the end of a ``with``."""
-    place = Workplace(target)
+    place = StagingDirectory(target)
     try:
         yield Path(place.make())
-        require_own(target, None)
+        require_replaceable(target, None)
         place.publish()
     except BaseException:
         place.discard()
         raise
 
 
-def _told(
-    made: str, document: Document, weights: TensorFiles, state: TensorFiles, left_out: list[str]
-) -> Converted:
-    kinds = [*weights.kinds.values(), *state.kinds.values()]
-    return Converted(made, document, len(kinds), sum(kind.num_bytes for kind in kinds), left_out)
+def _summary(
+    made: str,
+    metadata: CheckpointMetadata,
+    weights: TensorFiles,
+    state: TensorFiles,
+    skipped_entries: list[str],
+) -> Conversion:
+    kinds = [*weights.specs.values(), *state.specs.values()]
+    return Conversion(made, metadata, len(kinds), sum(kind.num_bytes for kind in kinds), skipped_entries)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipec.errors import UNREADABLE, CheckpointError
+from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (
@@ -62,7 +62,7 @@ def _of_index(path: Path) -> dict[str, set[str]]:
         for name, file in found.items():
             files.setdefault(file, set()).add(name)
         strange = [file for file in files if Path(file).name != file]
-    except UNREADABLE as error:
+    except DAMAGED_DATA_ERRORS as error:
         raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
     if strange:
         raise CheckpointError(f"{path} names a file outside its folder: {strange[0]!r}")

@@ -21,14 +21,14 @@ _MOST_WAITING = 4
 
 
 @dataclass(frozen=True)
-class FileSum:
+class FileChecksum:
     """What a file must be."""
 
     bytes: int
     sha256: str
 
 
-class SummedFile:
+class ChecksummedFile:
     """A new file that is summed up while it is written, on a thread of its own.
 
     What is written must not change until ``sync``. ``end`` lets the thread come to its end, which takes as
@@ -59,13 +59,13 @@ class SummedFile:
             self._file.flush()
         self._parts.put(None)
 
-    def sync(self) -> FileSum:
+    def sync(self) -> FileChecksum:
         """Wait until the disk has it; returns what it must be from now on."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
         self._file.close()
-        return FileSum(self._size, self._sum.hexdigest())
+        return FileChecksum(self._size, self._sum.hexdigest())
 
     def abandon(self) -> None:
         """Let go of a file that could not be written."""
@@ -93,32 +93,32 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def sum_of(path: Path) -> FileSum:
+def checksum_of(path: Path) -> FileChecksum:
     """What a file that something else has written must be from now on. It is on the disk then."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return FileSum(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return FileChecksum(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def write_file(path: Path, data: bytes) -> FileSum:
+def write_file(path: Path, data: bytes) -> FileChecksum:
     """Write a new file to the disk."""
     with _naming(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return FileSum(len(data), hashlib.sha256(data).hexdigest())
+    return FileChecksum(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
 class _Manifest:
-    files: dict[str, FileSum]
+    files: dict[str, FileChecksum]
     sha256_of_files: str
 
 
 _MANIFEST = pydantic.TypeAdapter(_Manifest)
 
 
-def write_manifest(directory: Path, files: Mapping[str, FileSum]) -> str:
+def write_manifest(directory: Path, files: Mapping[str, FileChecksum]) -> str:
     """Write the manifest of these files; returns the digest that tells a checkpoint from all others."""
     sums = {name: asdict(files[name]) for name in sorted(files)}
     digest = _digest(sums)
@@ -131,7 +131,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileSum]) -> str:
 class Manifest:
     """What the files of a directory must be, and the digest of all of that."""
 
-    files: Mapping[str, FileSum]
+    files: Mapping[str, FileChecksum]
     digest: str
 
 
@@ -155,7 +155,7 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(found.files, found.sha256_of_files)
 
 
-def check_file(directory: Path, name: str, expected: FileSum) -> None:
+def check_file(directory: Path, name: str, expected: FileChecksum) -> None:
     """Raise CheckpointError unless a file is what was written."""
     path = directory / name
     try:

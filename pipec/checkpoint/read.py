@@ -8,84 +8,84 @@ from typing import Any
 
 import torch
 
-from pipec.checkpoint.directory import found
-from pipec.checkpoint.document import DOCUMENT, Document, read_document, scheduler_kind
+from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.checkpoint.hugging_face import weight_files
+from pipec.checkpoint.json_values import decode_value
 from pipec.checkpoint.manifest import MANIFEST, Manifest, check_file, read_manifest
-from pipec.checkpoint.optimizers import (
+from pipec.checkpoint.metadata import METADATA_FILE, CheckpointMetadata, read_metadata, scheduler_class_name
+from pipec.checkpoint.optimizer_state import (
     OptimizerState,
-    groups_of,
     load_state,
-    merged,
+    merge_states,
+    param_groups_of,
     parse_state,
     require_same_groups,
     tensor_names,
 )
-from pipec.checkpoint.tensors import TensorFiles, TensorKind
-from pipec.checkpoint.together import on_all, require_equal
-from pipec.checkpoint.training import PROFILE, Training
-from pipec.checkpoint.values import decoded
+from pipec.checkpoint.safetensors_files import TensorFiles, TensorSpec
+from pipec.checkpoint.staging_directory import find_checkpoint
+from pipec.checkpoint.training_state import PROFILE, TrainingState
 from pipec.console import log
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import CheckpointError, InputError
-from pipec.runtime.messages.facts import listed
+from pipec.runtime.messages.call_description import format_names
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint whose files are known to be what was written. They stay open."""
 
-    document: Document
+    metadata: CheckpointMetadata
     digest: str
     weights: TensorFiles
     state: TensorFiles
 
 
-def load(directory: Path, training: Training) -> tuple[Document, str]:
+def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, str]:
     """Let a training go on from a checkpoint; returns what it says, and its digest. Every process calls it.
 
     Raises:
         CheckpointError: it is damaged or incomplete, or it is of another training. Nothing was changed then.
         InputError: the optimizer or the scheduler is missing.
     """
-    ranks, place = training.ranks, found(directory)
-    doing = f"loading {directory}"
-    digests = on_all(ranks, doing, lambda: _check_sums(place, training))
+    ranks, place = training.ranks, find_checkpoint(directory)
+    activity = f"loading {directory}"
+    digests = call_on_all_ranks(ranks, activity, lambda: _check_sums(place, training))
     require_equal(digests, f"the checkpoint {directory}", "let every rank see the same folder")
-    opened: list[Opened] = []
+    opened: list[OpenedCheckpoint] = []
 
     def check() -> Any:
         opened.append(_open(place, digests[0]))
         return _check(opened[0], training, place)
 
-    every = [parse_state(each) for each in on_all(ranks, doing, check)]
+    every = [parse_state(each) for each in call_on_all_ranks(ranks, activity, check)]
     (checkpoint,) = opened
-    document = checkpoint.document
-    if document.optimizer is not None:
-        groups = merged(every, list(training.shapes)).groups
-        require_same_groups(document.optimizer.groups, groups)
-    _tell_of_frozen(document, training)
+    metadata = checkpoint.metadata
+    if metadata.optimizer is not None:
+        groups = merge_states(every, list(training.shapes)).groups
+        require_same_groups(metadata.optimizer.groups, groups)
+    _tell_of_frozen(metadata, training)
 
     def change() -> None:
         _fill(training, checkpoint.weights)
-        if document.optimizer is not None:
+        if metadata.optimizer is not None:
             assert training.optimizers is not None
-            load_state(training.optimizers, document.optimizer, checkpoint.state, training.names)
-        for scheduler, saved in zip(training.schedulers, document.schedulers, strict=True):
-            scheduler.load_state_dict(decoded(saved.state))
-        document.random.restore(ranks.world.rank, ranks.world.size)
+            load_state(training.optimizers, metadata.optimizer, checkpoint.state, training.names)
+        for scheduler, saved in zip(training.schedulers, metadata.schedulers, strict=True):
+            scheduler.load_state_dict(decode_value(saved.state))
+        metadata.random.restore(ranks.world.rank, ranks.world.size)
 
-    on_all(ranks, f"{doing}, of which a part may have been loaded,", change)
-    return document, checkpoint.digest
+    call_on_all_ranks(ranks, f"{activity}, of which a part may have been loaded,", change)
+    return metadata, checkpoint.digest
 
 
-def profile_of(directory: Path) -> Profile | None:
+def load_saved_profile(directory: Path) -> Profile | None:
     """The profile that the stages of a training were cut by, if there was one. A process calls it alone.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    place = found(directory)
+    place = find_checkpoint(directory)
     manifest = _manifest(place)
     if PROFILE not in manifest.files:
         return None
@@ -93,26 +93,28 @@ def profile_of(directory: Path) -> Profile | None:
     return load_profile(place / PROFILE)
 
 
-def load_weights(directory: Path, training: Training) -> None:
+def load_weights(directory: Path, training: TrainingState) -> None:
     """Take the weights alone, of a checkpoint or of a folder that ``save_pretrained`` wrote.
 
     Raises:
         CheckpointError: they are not those of this model. Nothing was changed then.
     """
-    ranks, place = training.ranks, found(directory)
-    doing = f"loading the weights of {directory}"
-    on_all(ranks, doing, lambda: (place / MANIFEST).exists() and _check_sums(place, training))
+    ranks, place = training.ranks, find_checkpoint(directory)
+    activity = f"loading the weights of {directory}"
+    call_on_all_ranks(ranks, activity, lambda: (place / MANIFEST).exists() and _check_sums(place, training))
     opened: list[TensorFiles] = []
 
     def check() -> None:
         opened.append(_open_weights(place))
         _require_weights(place, _without_equal(opened[0], training, place), training, training.ties)
 
-    on_all(ranks, doing, check)
-    on_all(ranks, f"{doing}, of which a part may have been loaded,", lambda: _fill(training, opened[0]))
+    call_on_all_ranks(ranks, activity, check)
+    call_on_all_ranks(
+        ranks, f"{activity}, of which a part may have been loaded,", lambda: _fill(training, opened[0])
+    )
 
 
-def _check_sums(place: Path, training: Training) -> str:
+def _check_sums(place: Path, training: TrainingState) -> str:
     """Check this process's share of the files; returns the digest of the checkpoint."""
     manifest = _manifest(place)
     world = training.ranks.world
@@ -129,23 +131,23 @@ _MOST_AT_A_TIME = 4
 def _manifest(place: Path) -> Manifest:
     if not place.is_dir():
         raise CheckpointError(f"{place} is not there; expected the folder of a checkpoint")
-    if not (place / MANIFEST).exists() and (place / DOCUMENT).exists():
+    if not (place / MANIFEST).exists() and (place / METADATA_FILE).exists():
         raise CheckpointError(f"{place / MANIFEST} is missing; the checkpoint is incomplete")
     if not (place / MANIFEST).exists():
         weight_files(place)
         raise CheckpointError(
             f"{place} holds weights alone, as save_pretrained(...) writes them. It has no state of an "
             "optimizer or a scheduler, no number of steps, no random state and no checksums. To start a new "
-            "training from them, pass weights_alone=True"
+            "training from them, pass model_only=True"
         )
     return read_manifest(place)
 
 
-def _open(place: Path, digest: str) -> Opened:
+def _open(place: Path, digest: str) -> OpenedCheckpoint:
     manifest = read_manifest(place)
     names = [name for name in manifest.files if name.startswith("optimizer-")]
-    document, weights = read_document(place / DOCUMENT), _open_weights(place)
-    opened = Opened(document, digest, weights, TensorFiles([place / name for name in names]))
+    metadata, weights = read_metadata(place / METADATA_FILE), _open_weights(place)
+    opened = OpenedCheckpoint(metadata, digest, weights, TensorFiles([place / name for name in names]))
     if read_manifest(place).digest != digest:
         raise CheckpointError(f"{place} was replaced by another checkpoint while it was read; load it again")
     return opened
@@ -155,46 +157,48 @@ def _open_weights(place: Path) -> TensorFiles:
     files = weight_files(place)
     opened = TensorFiles([place / file for file in sorted(files)])
     listed_there = {name for names in files.values() for name in names}
-    if listed_there and (strange := sorted(listed_there ^ opened.kinds.keys())):
-        raise CheckpointError(f"{place}: {listed(strange)} is in the index or in the files alone")
+    if listed_there and (strange := sorted(listed_there ^ opened.specs.keys())):
+        raise CheckpointError(f"{place}: {format_names(strange)} is in the index or in the files alone")
     return opened
 
 
-def _check(opened: Opened, training: Training, place: Path) -> Any:
+def _check(opened: OpenedCheckpoint, training: TrainingState, place: Path) -> Any:
     """Compare with what there is here; returns the groups of this process's optimizers."""
-    document = opened.document
-    if document.ties is None:
+    metadata = opened.metadata
+    if metadata.ties is None:
         kinds = _without_equal(opened.weights, training, place)
         _require_weights(place, kinds, training, training.ties)
     else:
-        _require_ties(document.ties, opened, training, place)
-        _require_weights(place, opened.weights.kinds, training, {})
-    _require_companions(document, training, place)
-    referred = [] if document.optimizer is None else tensor_names(document.optimizer)
-    if strange := sorted({*referred} ^ opened.state.kinds.keys()):
-        raise CheckpointError(f"{place}: {listed(strange)} is in {DOCUMENT} or in the files alone")
-    groups = [] if training.optimizers is None else groups_of(training.optimizers, training.names)
+        _require_ties(metadata.ties, opened, training, place)
+        _require_weights(place, opened.weights.specs, training, {})
+    _require_companions(metadata, training, place)
+    referred = [] if metadata.optimizer is None else tensor_names(metadata.optimizer)
+    if strange := sorted({*referred} ^ opened.state.specs.keys()):
+        raise CheckpointError(f"{place}: {format_names(strange)} is in {METADATA_FILE} or in the files alone")
+    groups = [] if training.optimizers is None else param_groups_of(training.optimizers, training.names)
     return asdict(OptimizerState(groups))
 
 
-def _require_ties(ties: Mapping[str, str], opened: Opened, training: Training, place: Path) -> None:
+def _require_ties(
+    ties: Mapping[str, str], opened: OpenedCheckpoint, training: TrainingState, place: Path
+) -> None:
     """Raise CheckpointError where other tensors are tied than in the model that was saved."""
-    same_names = {*ties, *opened.weights.kinds} == {*training.ties, *training.kinds}
+    same_names = {*ties, *opened.weights.specs} == {*training.ties, *training.specs}
     if same_names and ties != training.ties:
         other = sorted(name for name, _ in ties.items() ^ training.ties.items())
         raise CheckpointError(
-            f"{place}: {listed(other)} is tied to another parameter there or here alone; load it into the "
-            "model that was saved"
+            f"{place}: {format_names(other)} is tied to another parameter there or here alone; load it into "
+            "the model that was saved"
         )
 
 
-def _without_equal(weights: TensorFiles, training: Training, place: Path) -> dict[str, TensorKind]:
+def _without_equal(weights: TensorFiles, training: TrainingState, place: Path) -> dict[str, TensorSpec]:
     """The tensors that are there, each of tied ones once. Some write them under all of their names.
 
     Raises:
         CheckpointError: they differ there.
     """
-    found = dict(weights.kinds)
+    found = dict(weights.specs)
     for other, first in training.ties.items():
         if other in found and first in found:
             if not torch.equal(weights[other], weights[first]):
@@ -204,16 +208,16 @@ def _without_equal(weights: TensorFiles, training: Training, place: Path) -> dic
 
 
 def _require_weights(
-    place: Path, kinds: Mapping[str, TensorKind], training: Training, ties: Mapping[str, str]
+    place: Path, kinds: Mapping[str, TensorSpec], training: TrainingState, ties: Mapping[str, str]
 ) -> None:
     """Raise CheckpointError unless the tensors are those of the model, under one of their tied names."""
     training.require_memory()
     names = _stored_names(kinds, training, ties)
-    if missing := [name for name in training.kinds if name not in names]:
-        raise CheckpointError(f"{place} is of another model: it has no {listed(missing)}")
+    if missing := [name for name in training.specs if name not in names]:
+        raise CheckpointError(f"{place} is of another model: it has no {format_names(missing)}")
     if strange := sorted(kinds.keys() - names.values()):
-        raise CheckpointError(f"{place} is of another model, which has {listed(strange)} besides")
-    for name, kind in training.kinds.items():
+        raise CheckpointError(f"{place} is of another model, which has {format_names(strange)} besides")
+    for name, kind in training.specs.items():
         if kinds[names[name]] != kind:
             raise CheckpointError(
                 f"{place}: {name} is {kinds[names[name]]} there and {kind} in the model; load it into a "
@@ -222,29 +226,29 @@ def _require_weights(
 
 
 def _stored_names(
-    kinds: Mapping[str, TensorKind], training: Training, ties: Mapping[str, str]
+    kinds: Mapping[str, TensorSpec], training: TrainingState, ties: Mapping[str, str]
 ) -> dict[str, str]:
     """Under which of its names each tensor of the model is there."""
     tied = {first: other for other, first in ties.items() if other in kinds}
-    known = {name: name if name in kinds else tied.get(name) for name in training.kinds}
+    known = {name: name if name in kinds else tied.get(name) for name in training.specs}
     return {name: stored for name, stored in known.items() if stored is not None}
 
 
-def _require_companions(document: Document, training: Training, place: Path) -> None:
+def _require_companions(metadata: CheckpointMetadata, training: TrainingState, place: Path) -> None:
     """Raise InputError for an optimizer or a scheduler that is there or here alone, or of another class."""
-    kinds = [] if document.optimizer is None else [group.optimizer for group in document.optimizer.groups]
-    if document.optimizer is not None and training.optimizers is None:
+    kinds = [] if metadata.optimizer is None else [group.optimizer for group in metadata.optimizer.groups]
+    if metadata.optimizer is not None and training.optimizers is None:
         raise InputError(
             f"{place} has the state of {', '.join(dict.fromkeys(kinds))}; pass that as optimizer=..., or "
-            "weights_alone=True to leave its state and start anew"
+            "model_only=True to leave its state and start anew"
         )
-    if document.optimizer is None and training.optimizers is not None:
+    if metadata.optimizer is None and training.optimizers is not None:
         raise InputError(
             f"{place} has no state of an optimizer, for none was passed to save_checkpoint; leave out "
-            "optimizer=..., or pass weights_alone=True to start one anew"
+            "optimizer=..., or pass model_only=True to start one anew"
         )
-    saved = [each.kind for each in document.schedulers]
-    own = [scheduler_kind(each) for each in training.schedulers]
+    saved = [each.class_name for each in metadata.schedulers]
+    own = [scheduler_class_name(each) for each in training.schedulers]
     if saved != own:
         raise InputError(
             f"{place} has the state of {', '.join(saved) or 'no scheduler'}, and scheduler is "
@@ -252,21 +256,21 @@ def _require_companions(document: Document, training: Training, place: Path) -> 
         )
 
 
-def _tell_of_frozen(document: Document, training: Training) -> None:
-    if document.frozen is None:
+def _tell_of_frozen(metadata: CheckpointMetadata, training: TrainingState) -> None:
+    if metadata.frozen is None:
         return
     for names, now in (
-        (sorted({*document.frozen} - {*training.frozen}), "was frozen when it was saved, and is trained now"),
-        (sorted({*training.frozen} - {*document.frozen}), "was trained when it was saved, and is frozen now"),
+        (sorted({*metadata.frozen} - {*training.frozen}), "was frozen when it was saved, and is trained now"),
+        (sorted({*training.frozen} - {*metadata.frozen}), "was trained when it was saved, and is frozen now"),
     ):
         if names:
-            log(f"pipec: in the checkpoint, {listed(names)} {now}")
+            log(f"pipec: in the checkpoint, {format_names(names)} {now}")
 
 
 @torch.no_grad()
-def _fill(training: Training, weights: TensorFiles) -> None:
+def _fill(training: TrainingState, weights: TensorFiles) -> None:
     """Copy what this process has of each tensor out of the files, one after the other."""
-    names = _stored_names(weights.kinds, training, training.ties)
+    names = _stored_names(weights.specs, training, training.ties)
     for part in training.parts:
         value = weights[names[part.name]].reshape(-1)[part.start : part.stop]
         part.memory.copy_(value.view(part.memory.shape))

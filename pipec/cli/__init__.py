@@ -1,7 +1,7 @@
 """The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
 
 Each command imports what it needs when it runs: ``--help`` and ``schedule NAME`` load no torch, ``check`` and
-``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what commands share.
+``run`` no compiler. ``drawing``, ``output``, ``options`` and ``command_variants`` are what commands share.
 """
 
 from importlib.metadata import version
@@ -12,11 +12,11 @@ from typer.core import TyperGroup
 
 from pipec.cli.artifacts import check, run
 from pipec.cli.checkpoints import commands as checkpoint
-from pipec.cli.forms import Form, form_of
-from pipec.cli.models import dump, plan
+from pipec.cli.command_variants import CommandVariant, command_variant
 from pipec.cli.output import show_error
+from pipec.cli.plan_and_dump import dump, plan
 from pipec.cli.profiling import profile
-from pipec.cli.timelines import schedule_name, schedule_target
+from pipec.cli.schedule_command import schedule_name, schedule_target
 from pipec.cli.tracing import trace
 from pipec.errors import InputError, PipecError
 
@@ -26,7 +26,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """``schedule`` stands for one of two commands, which its arguments tell."""
-        named = form_of(args) if args[0] == "schedule" else args[0]
+        named = command_variant(args) if args[0] == "schedule" else args[0]
         _, command, rest = super().resolve_command(ctx, [named, *args[1:]])
         return args[0], command, rest
 
@@ -76,8 +76,8 @@ def options(
 app.command()(profile)
 app.command()(plan)
 app.command()(dump)
-app.command("schedule NAME", cls=Form)(schedule_name)
-app.command("schedule TARGET", cls=Form)(schedule_target)
+app.command("schedule NAME", cls=CommandVariant)(schedule_name)
+app.command("schedule TARGET", cls=CommandVariant)(schedule_target)
 app.command()(check)
 app.command()(run)
 app.command()(trace)

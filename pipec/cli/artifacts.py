@@ -20,7 +20,7 @@ from pipec.cli.options import (
 )
 from pipec.cli.output import show_json, status
 from pipec.console import log
-from pipec.ir.text import format_seconds
+from pipec.ir.text_format import format_seconds
 
 if TYPE_CHECKING:
     from pipec.ir import Plan
@@ -32,7 +32,7 @@ def check(directory: Artifact, as_json: Json = False) -> None:
     JSON keys: stages, ranks, instructions.
     """
     with status("loading torch"):
-        from pipec.artifact.check import read_verified
+        from pipec.artifact.verification import read_verified
 
     artifact, _ = read_verified(directory)
     stages, ranks = len(artifact.sources), len(artifact.programs)
@@ -74,14 +74,14 @@ def run(
     were not saved.
     """
     with status("loading torch"):
-        from pipec.cli.trial import load_filled, random_batches, read_batch
+        from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches, read_batch
 
-    pipe, num_random = load_filled(directory, seed, optimizer, clip_grad_norm, kernels)
+    pipe, num_random = load_with_random_tensors(directory, seed, optimizer, clip_grad_norm, kernels)
     batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
     if not as_json:
         log(_heading(pipe.plan, num_random, inputs, seed))
     losses, seconds, started = [], [], time.perf_counter()
-    for step, loss in enumerate(pipe.stream_on(islice(batches, steps))):
+    for step, loss in enumerate(pipe.stream_of_leaves(islice(batches, steps))):
         losses.append(loss.item())
         seconds.append(time.perf_counter() - started)
         started += seconds[-1]

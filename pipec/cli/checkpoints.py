@@ -7,10 +7,10 @@ import typer
 
 from pipec.cli.options import Json
 from pipec.cli.output import show_json, status
-from pipec.ir.text import format_bytes
+from pipec.ir.text_format import format_bytes
 
 if TYPE_CHECKING:
-    from pipec.checkpoint.document import Document
+    from pipec.checkpoint.metadata import CheckpointMetadata
 
 commands = typer.Typer(help="Look into checkpoints, and convert them.", no_args_is_help=True)
 
@@ -26,49 +26,53 @@ def show(
     position (mini-batches of a stream, by part of the data), has_extra.
     """
     with status("loading torch"):
-        from pipec.checkpoint.convert import opened
-        from pipec.checkpoint.directory import found
+        from pipec.checkpoint.convert import open_checkpoint
+        from pipec.checkpoint.staging_directory import find_checkpoint
 
-    document, weights, state = opened(found(directory))
-    facts = {
-        "num_steps": document.num_steps,
+    metadata, weights, state = open_checkpoint(find_checkpoint(directory))
+    summary = {
+        "num_steps": metadata.num_steps,
         "weights": _sizes(weights),
         "optimizer": _sizes(state),
-        **_rest(document),
+        **_rest(metadata),
     }
     if as_json:
-        show_json(facts)
+        show_json(summary)
         return
-    typer.echo(f"{directory} is sound, after {document.num_steps} steps")
+    typer.echo(f"{directory} is sound, after {metadata.num_steps} steps")
     for what in ("weights", "optimizer"):
-        typer.echo(f"{what:10} {facts[what]['tensors']} tensors, {format_bytes(facts[what]['bytes'])}")
-    for group in facts["groups"]:
-        typer.echo(f"group      {group['optimizer']}, {group['parameters']} parameters, {group['numbers']}")
-    for scheduler in facts["schedulers"]:
+        typer.echo(f"{what:10} {summary[what]['tensors']} tensors, {format_bytes(summary[what]['bytes'])}")
+    for group in summary["groups"]:
+        typer.echo(
+            f"group      {group['optimizer']}, {group['parameters']} parameters, {group['hyperparameters']}"
+        )
+    for scheduler in summary["schedulers"]:
         typer.echo(f"scheduler  {scheduler}")
-    for number in facts["position"]:
+    for number in summary["position"]:
         typer.echo(f"stream     after {number} mini-batches")
 
 
 def _sizes(files: Any) -> dict[str, int]:
-    return {"tensors": len(files), "bytes": sum(kind.num_bytes for kind in files.kinds.values())}
+    return {"tensors": len(files), "bytes": sum(kind.num_bytes for kind in files.specs.values())}
 
 
-def _rest(document: "Document") -> dict[str, Any]:
-    groups = document.optimizer.groups if document.optimizer is not None else []
+def _rest(metadata: "CheckpointMetadata") -> dict[str, Any]:
+    groups = metadata.optimizer.groups if metadata.optimizer is not None else []
     return {
         "groups": [
             {
                 "optimizer": group.optimizer,
                 "parameters": len(group.names),
-                "numbers": ", ".join(f"{key} {value}" for key, value in group.numbers.items()),
+                "hyperparameters": ", ".join(
+                    f"{key} {value}" for key, value in group.hyperparameters.items()
+                ),
             }
             for group in groups
         ],
-        "schedulers": [each.kind for each in document.schedulers],
-        "ranks": len(document.random.of_rank),
-        "position": [each.num_batches for each in document.stream_positions()],
-        "has_extra": document.extra is not None,
+        "schedulers": [each.class_name for each in metadata.schedulers],
+        "ranks": len(metadata.random.of_rank),
+        "position": [each.num_batches for each in metadata.stream_positions()],
+        "has_extra": metadata.extra is not None,
     }
 
 
@@ -90,16 +94,16 @@ def convert(
     There, weights are under model, and the optimizer under optim, as its get_state_dict gives them. Nothing
     that a folder holds is run: its metadata, a pickle, may name the classes of that library alone.
 
-    JSON keys: made, tensors, bytes, num_steps, left_out.
+    JSON keys: made, tensors, bytes, num_steps, skipped_entries.
     """
     with status("loading torch"):
         from pipec.checkpoint.convert import convert
 
     done = convert(source.resolve(), target.resolve(), optimizer, num_steps)
     if as_json:
-        facts = {"made": done.made, "tensors": done.num_tensors, "bytes": done.num_bytes}
-        show_json({**facts, "num_steps": done.document.num_steps, "left_out": done.left_out})
+        summary = {"made": done.made, "tensors": done.num_tensors, "bytes": done.num_bytes}
+        show_json({**summary, "num_steps": done.metadata.num_steps, "skipped_entries": done.skipped_entries})
         return
     typer.echo(f"{target} is {done.made}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}")
-    if done.left_out:
-        typer.echo(f"left out: {', '.join(done.left_out)}")
+    if done.skipped_entries:
+        typer.echo(f"left out: {', '.join(done.skipped_entries)}")

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipec.cli.output import say
+from pipec.cli.output import write_stdout
 from pipec.console import is_rank_zero
 
 if TYPE_CHECKING:
-    from pipec.viz import Step
+    from pipec.viz import DrawnStep
 
 
 def check_output(output: Path | None, least_events: int = 0) -> None:
@@ -22,7 +22,7 @@ def check_output(output: Path | None, least_events: int = 0) -> None:
         check_drawing(output, least_events)
 
 
-def draw(steps: Sequence["Step"], output: Path | None) -> None:
+def draw(steps: Sequence["DrawnStep"], output: Path | None) -> None:
     """Draw the steps to ``output``, if there is one, on rank 0."""
     from pipec.viz import draw_steps
 
@@ -30,8 +30,8 @@ def draw(steps: Sequence["Step"], output: Path | None) -> None:
         draw_steps(output, steps)
 
 
-def show_drawn(steps: Sequence["Step"], output: Path | None) -> None:
+def print_steps(steps: Sequence["DrawnStep"], output: Path | None) -> None:
     """Say where the steps were drawn to; if nowhere, print them as text."""
     from pipec.viz import steps_text
 
-    say(f"wrote {output}\n" if output is not None else steps_text(steps))
+    write_stdout(f"wrote {output}\n" if output is not None else steps_text(steps))

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from pipec.errors import InputError
-from pipec.ir import Precision, Shard
-from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
+from pipec.ir import Precision, ShardingLevel
+from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS
 
 
 class Kernels(StrEnum):
@@ -38,7 +38,7 @@ class Offload(StrEnum):
 
 
 @dataclass(frozen=True)
-class Around:
+class CompileOptions:
     """What the options say of replicas, of the end of a step, of its types and of the host: arguments of
     ``pipec.compile``.
     """
@@ -48,13 +48,13 @@ class Around:
     asynchronous: bool = False
     optimizer: str | None = None
     clip_grad_norm: float | None = None
-    shard: Shard | None = None
+    shard: ShardingLevel | None = None
     precision: Precision | None = None
     offload: Offload | None = None
-    fast_gradients: bool = False
+    fused_gradients: bool = False
 
 
-NOTHING_AROUND = Around()
+DEFAULT_COMPILE_OPTIONS = CompileOptions()
 """One pipeline, whose steps end with gradients."""
 
 
@@ -152,12 +152,12 @@ ClipGradNorm = Annotated[
     float | None, typer.Option("--clip-grad-norm", help="The most that the norm of all gradients may be.")
 ]
 ShardName = Annotated[
-    Shard | None,
+    ShardingLevel | None,
     typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
 ]
-FastGradients = Annotated[
+FusedGradients = Annotated[
     bool,
-    typer.Option("--fast-gradients", help="Make gradients in fewer steps, with other last bits."),
+    typer.Option("--fused-gradients", help="Make gradients in fewer steps, with other last bits."),
 ]
 PrecisionName = Annotated[
     Precision | None,

@@ -17,9 +17,9 @@ _ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 _PROGRESS = Console(stderr=True, quiet=not is_rank_zero())
 
 
-def status(doing: str) -> Status:
-    """Show ``doing`` beside a spinner while the block runs: in a terminal, and on rank 0 alone."""
-    return _PROGRESS.status(f"{doing} ...")
+def status(activity: str) -> Status:
+    """Show ``activity`` beside a spinner while the block runs: in a terminal, and on rank 0 alone."""
+    return _PROGRESS.status(f"{activity} ...")
 
 
 def show_error(error: Exception) -> None:
@@ -27,22 +27,22 @@ def show_error(error: Exception) -> None:
 
 
 @rank_zero_only
-def say(text: str) -> None:
+def write_stdout(text: str) -> None:
     """Write ``text`` to stdout as it is, on rank 0."""
     typer.echo(text, nl=False)
 
 
 @rank_zero_only
-def show_json(facts: Mapping[str, object]) -> None:
-    typer.echo(json.dumps(facts, indent=1))
+def show_json(summary: Mapping[str, object]) -> None:
+    typer.echo(json.dumps(summary, indent=1))
 
 
-def plan_facts(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
+def plan_summary(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
     """A plan as in plan.json, and what its programs predict."""
-    from pipec.plan.predictions import predicted
+    from pipec.plan.predictions import prediction_summary
 
-    facts = {each.name: getattr(plan, each.name) for each in fields(Plan)}
-    return {"plan": asdict(Plan(**facts)), **predicted(plan, programs)}
+    summary = {each.name: getattr(plan, each.name) for each in fields(Plan)}
+    return {"plan": asdict(Plan(**summary)), **prediction_summary(plan, programs)}
 
 
 def show_python(source: str) -> None:

@@ -10,7 +10,7 @@ from pipec.cli.options import Json, PrecisionName, Target
 from pipec.cli.output import show_json, status
 from pipec.cli.target import load_example
 from pipec.ir import Phase
-from pipec.ir.text import format_seconds
+from pipec.ir.text_format import format_seconds
 
 if TYPE_CHECKING:
     from pipec.cost.profile import Profile
@@ -61,7 +61,7 @@ def profile(
             repeats=repeats,
             ranks=ranks,
             precision=precision,
-            show=show,
+            progress=progress,
         )
     measured.save(output)
     operators, phases = measured.operators, ("forward", "backward")
@@ -86,7 +86,7 @@ def profile_table(profile: "Profile", most: int = 12) -> str:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from pipec.plan.tables import table_lines
+    from pipec.plan.plan_table import table_lines
 
     forward, backward = (sum(op.seconds(phase) for op in profile.operators) for phase in _FUSED)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

@@ -11,17 +11,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pipec.cli.options import NOTHING_AROUND, Around, parse_replicas
+from pipec.cli.options import DEFAULT_COMPILE_OPTIONS, CompileOptions, parse_replicas
 from pipec.cli.output import status
 from pipec.errors import InputError, PipecError
 
 if TYPE_CHECKING:
-    from pipec.arguments import Example
+    from pipec.api_arguments import Example
     from pipec.pipeline import Pipeline
     from pipec.runtime.optimizers import Factory
 
 
-def prepare(
+def compile_target(
     target: str,
     devices: int,
     schedule: str,
@@ -30,13 +30,13 @@ def prepare(
     memory_limit: str | None,
     profile: Path | None = None,
     topology: Path | None = None,
-    around: Around = NOTHING_AROUND,
+    compile_options: CompileOptions = DEFAULT_COMPILE_OPTIONS,
     *,
     calibrated: bool = False,
     dynamic: bool = True,
 ) -> "Pipeline":
     """Compile what ``step`` would run with the example of ``target``, and run nothing."""
-    replicas = parse_replicas(around.replicas)
+    replicas = parse_replicas(compile_options.replicas)
     with status("loading torch") as spinner:
         from pipec.api import compile
         from pipec.hardware.calibration import calibrate
@@ -52,17 +52,17 @@ def prepare(
             batched=example.batched,
             schedule=Path(schedule) if schedule.endswith(".txt") else schedule,
             microbatches=microbatches,
-            stages=around.stages,
+            stages=compile_options.stages,
             replicas=replicas,
-            asynchronous=around.asynchronous,
-            optimizer=load_optimizer(around.optimizer),
-            clip_grad_norm=around.clip_grad_norm,
-            shard=around.shard,
-            precision=around.precision,
-            fast_gradients=around.fast_gradients,
+            asynchronous=compile_options.asynchronous,
+            optimizer=load_optimizer(compile_options.optimizer),
+            clip_grad_norm=compile_options.clip_grad_norm,
+            shard=compile_options.shard,
+            precision=compile_options.precision,
+            fused_gradients=compile_options.fused_gradients,
             recompute=recompute,
             memory_limit=memory_limit,
-            offload=around.offload,
+            offload=compile_options.offload,
             profile=profile,
             topology=topology,
             device_model=calibrate(on) if calibrated else None,
@@ -78,7 +78,7 @@ def load_example(target: str) -> "Example":
     Raises InputError when there is no such file, module or factory, when they raise, or when the factory
     returns something else than an Example.
     """
-    from pipec.arguments import Example
+    from pipec.api_arguments import Example
 
     factory = _load_function("target", target, "() -> pipec.Example")
     with _errors_of(target):

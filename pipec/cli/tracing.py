@@ -1,6 +1,6 @@
 """``pipec trace``: what a step of a saved artifact takes for real, beside what was planned."""
 
-from pipec.cli.drawing import check_output, draw, show_drawn
+from pipec.cli.drawing import check_output, draw, print_steps
 from pipec.cli.options import Artifact, ClipGradNorm, Drawing, IntHigh, Json, OptimizerName, Seed, Steps
 from pipec.cli.output import show_json, status
 
@@ -26,25 +26,27 @@ def trace(
     waits, critical_path, num_events and events, as of pipec schedule.
     """
     with status("loading torch"):
-        from pipec.cli.trial import load_filled, random_batches
+        from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
         from pipec.plan.predictions import simulate_plan
-        from pipec.timeline.facts import timeline_facts
+        from pipec.timeline.report import timeline_report
         from pipec.timeline.trace import Trace, measured_timeline
-        from pipec.viz import Step
+        from pipec.viz import DrawnStep
 
     check_output(output)
-    pipe, _ = load_filled(directory, seed, optimizer, clip_grad_norm)
+    pipe, _ = load_with_random_tensors(directory, seed, optimizer, clip_grad_norm)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
-        pipe.step_on(next(batches))
+        pipe.step_with_leaves(next(batches))
     with pipe.record() as recorded:
         for _ in range(steps):
-            pipe.step_on(next(batches))
-    measured = [measured_timeline(step.programs, step.stamps, pipe.plan.ending) for step in recorded]
+            pipe.step_with_leaves(next(batches))
+    measured = [measured_timeline(step.programs, step.timestamps, pipe.plan.sync_spec) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
-    shown = [Step.of_plan(pipe.plan, pipe.programs, timeline, name) for name, timeline in timelines.items()]
+    shown = [
+        DrawnStep.of_plan(pipe.plan, pipe.programs, timeline, name) for name, timeline in timelines.items()
+    ]
     draw(shown, output)
     if as_json:
-        show_json({name: timeline_facts(timeline) for name, timeline in timelines.items()})
+        show_json({name: timeline_report(timeline) for name, timeline in timelines.items()})
     else:
-        show_drawn(shown, output)
+        print_steps(shown, output)

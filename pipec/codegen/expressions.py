@@ -16,9 +16,16 @@ import torch
 from torch import fx
 
 from pipec import primitives, torch_compat
-from pipec.graph import formula, is_assumption, is_in_rows, is_number, is_random, reuses_memory
-from pipec.graph.dimensions import Symbols, dimension
+from pipec.graph import (
+    is_branch_check,
+    is_data_dependent_number,
+    is_random,
+    is_row_sparse,
+    reuses_memory,
+    size_expression,
+)
 from pipec.graph.in_place import in_place_variant, out_variant
+from pipec.graph.size_text import SymbolNames, format_size
 
 aten = torch.ops.aten
 
@@ -125,7 +132,7 @@ FUNCTIONS = {
 
 PRIMITIVES = {
     primitives.cross_entropy_gradient: "cross_entropy_gradient",
-    primitives.check_rows: "check_rows",
+    primitives.check_row_independence: "check_row_independence",
     primitives.require: "require",
     primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
     primitives.RECURRENCE: "RECURRENCE",
@@ -143,7 +150,7 @@ DEFAULTS = {
 Namer = Callable[[fx.Node], str]
 
 
-def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | None = None) -> str:
+def expression(node: fx.Node, name: Namer, symbols: SymbolNames, written: fx.Node | None = None) -> str:
     """Python source that computes ``node``, into the operand ``written`` if there is one.
 
     ``name`` gives the source of a node it reads.
@@ -153,7 +160,7 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
         return literal(argument, name, symbols)
 
     target = node.target
-    if is_number(node):
+    if is_data_dependent_number(node):
         return _number(node, name, symbols)
     if target is operator.getitem:
         return f"{show(node.args[0])}[{show(node.args[1])}]"
@@ -165,17 +172,17 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
     ]
     if reuses_memory(node):
         kwargs.append(f"out={_reused(node, symbols)}")
-    if written is not None and (place := place_of(node)):
+    if written is not None and (place := output_argument(node)):
         call = f"primitives.{PRIMITIVES[target]}" if target in PRIMITIVES else _qualified(out_variant(target))
         return f"{call}({', '.join([*args, *kwargs, f'{place}={show(written)}'])})"
     if written is not None:
-        return _in_place(node, [show(each) for each in written_first(node, written)], kwargs)
+        return _in_place(node, [show(each) for each in in_place_arguments(node, written)], kwargs)
     if target is aten.slice.Tensor and args[1:2] >= ["0"]:
         return _slice(*args)
-    if is_assumption(node):
-        return f"assume({', '.join(args)})"
-    if is_in_rows(node):
-        return f"embedding_rows({', '.join(args)})"
+    if is_branch_check(node):
+        return f"check_branch({', '.join(args)})"
+    if is_row_sparse(node):
+        return f"embedding_row_gradient({', '.join(args)})"
     if is_random(node):
         return _random(node, args, kwargs)
     if target is aten.index.Tensor:
@@ -193,14 +200,14 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
     return f"{call}({', '.join(args + kwargs)})"
 
 
-def _reused(node: fx.Node, symbols: Symbols) -> str:
-    """``reused([128*b, 32768], torch.float32, device)``"""
+def _reused(node: fx.Node, symbols: SymbolNames) -> str:
+    """``empty_cached([128*b, 32768], torch.float32, device)``"""
     value = node.meta["val"]
-    sizes = ", ".join(dimension(size, symbols) for size in value.shape)
-    return f"reused([{sizes}], {value.dtype}, device)"
+    sizes = ", ".join(format_size(size, symbols) for size in value.shape)
+    return f"empty_cached([{sizes}], {value.dtype}, device)"
 
 
-def place_of(node: fx.Node) -> str | None:
+def output_argument(node: fx.Node) -> str | None:
     """The argument that tells a call where to write its value, if it writes into an operand that way."""
     if node.target is primitives.cross_entropy_gradient:
         return "out"
@@ -208,7 +215,7 @@ def place_of(node: fx.Node) -> str | None:
     return variant._schema.arguments[-1].name if variant else None
 
 
-def written_first(node: fx.Node, written: fx.Node) -> list[Any]:
+def in_place_arguments(node: fx.Node, written: fx.Node) -> list[Any]:
     """The arguments of a call by position, of which it writes into the first."""
     first, *others = node.args
     return [first, *others] if first is written else [written, first]
@@ -224,13 +231,15 @@ def _in_place(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
     return f"{_qualified(variant)}({', '.join(args + kwargs)})"
 
 
-def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
+def free_names(node: fx.Node, symbols: SymbolNames) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
-    names = {"primitives"} if node.target in PRIMITIVES else {"assume"} if is_assumption(node) else set()
-    names |= {"embedding_rows"} if is_in_rows(node) else set()
-    names |= {"reused", "device"} if reuses_memory(node) else set()
+    names = (
+        {"primitives"} if node.target in PRIMITIVES else {"check_branch"} if is_branch_check(node) else set()
+    )
+    names |= {"embedding_row_gradient"} if is_row_sparse(node) else set()
+    names |= {"empty_cached", "device"} if reuses_memory(node) else set()
     if is_random(node):
-        names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
+        names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "call_with_generator"}
     sizes = [*node.meta["val"].shape] if reuses_memory(node) else []
     formulas = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
     for argument in (*torch_compat.pytree.tree_leaves((node.args, node.kwargs)), *formulas):
@@ -238,19 +247,19 @@ def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
             names.add("device")
         elif isinstance(argument, sympy.Basic):
             names |= {name for symbol, name in symbols.items() if symbol in argument.free_symbols}
-            names |= {"math"} if "math." in dimension(argument, symbols) else set()
+            names |= {"math"} if "math." in format_size(argument, symbols) else set()
     return names
 
 
-def _number(node: fx.Node, name: Namer, symbols: Symbols) -> str:
+def _number(node: fx.Node, name: Namer, symbols: SymbolNames) -> str:
     """``selected.shape[0]``, or what follows from it: ``2*size``"""
     first, *others = node.args
-    if node.target is not formula:
+    if node.target is not size_expression:
         return f"{literal(first, name, symbols)}.shape[{others[0]}]"
     assert isinstance(first, sympy.Basic)
     unknown = sorted((symbol for symbol in first.free_symbols if symbol not in symbols), key=str)
     named = {symbol: name(size) for symbol, size in zip(unknown, others, strict=True)}  # type: ignore[arg-type]
-    return dimension(first, {**symbols, **named})
+    return format_size(first, {**symbols, **named})
 
 
 def _operand(argument: Any, source: str) -> str:
@@ -273,10 +282,10 @@ def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "", step: st
 
 def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
     """A random operator draws from a generator of its own, seeded by step, microbatch and operator."""
-    generator = f"rng({node.meta['draw']})"
+    generator = f"rng({node.meta['random_seed']})"
     if node.target is aten.native_dropout.default:
         return f"dropout({args[0]}, {args[1]}, {generator})"
-    return f"draw({', '.join([generator, _qualified(node.target), *args, *kwargs])})"
+    return f"call_with_generator({', '.join([generator, _qualified(node.target), *args, *kwargs])})"
 
 
 def _qualified(target: Any) -> str:
@@ -285,13 +294,13 @@ def _qualified(target: Any) -> str:
     raise NotImplementedError(f"code generation does not know how to call {target!r}")
 
 
-def literal(argument: Any, name: Namer, symbols: Symbols) -> str:
+def literal(argument: Any, name: Namer, symbols: SymbolNames) -> str:
     """Python source of any argument a node may have."""
     match argument:
         case fx.Node():
             return name(argument)
         case sympy.Basic():
-            return dimension(argument, symbols)
+            return format_size(argument, symbols)
         case torch.device():
             return "device"
         case float() if not math.isfinite(argument):

@@ -15,15 +15,15 @@ from torch import fx
 
 from pipec import primitives
 from pipec.graph import (
+    BatchCount,
+    BatchFraction,
     FirstRow,
     LossGradient,
     ModelInput,
-    OfBatch,
     Output,
-    Share,
     TrainingGraph,
+    is_data_dependent_number,
     is_forward,
-    is_number,
     is_tensor,
     recv,
     send,
@@ -37,24 +37,24 @@ RESERVED = frozenset(
         "w",
         "buffers",
         "constants",
-        "prepared",
+        "precomputed",
         "rng",
         "saved",
         "b",
         "device",
         "dropout",
-        "draw",
+        "call_with_generator",
         "primitives",
-        "assume",
+        "check_branch",
         "loss",
         "grad_loss",
-        "share",
+        "batch_fraction",
         "first_row",
-        "sums",
+        "gradient_sums",
     ]
 )
 
-ITEMS = {
+ITEM_NAMES = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: ("", "logsumexp"),
     torch.ops.aten._scaled_dot_product_flash_attention.default: ("", "logsumexp"),
     torch.ops.aten._scaled_dot_product_efficient_attention.default: ("", "logsumexp"),
@@ -72,7 +72,9 @@ ITEMS = {
 }
 """What the items of operators that return several tensors are called."""
 
-DETAILS = re.compile(r"native_|_legit_functional|scaled_dot_product_(flash_|efficient_|cudnn_)?|_for_cpu")
+IMPLEMENTATION_WORDS = re.compile(
+    r"native_|_legit_functional|scaled_dot_product_(flash_|efficient_|cudnn_)?|_for_cpu"
+)
 """What is left out of the name of an operator: how torch computes it."""
 
 
@@ -82,7 +84,7 @@ def identifier(text: str) -> str:
     return f"_{name}" if name[0].isdigit() else name
 
 
-def comment(text: str) -> str:
+def safe_comment(text: str) -> str:
     """Any text made safe to stand in a comment or a docstring."""
     return re.sub(r"[^\w .,:<>()\[\]=+*/·-]", "?", text)
 
@@ -94,28 +96,28 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     losses = {
         node for role, node in graph.outputs if isinstance(role, Output) and role.position == 0 and has_loss
     }
-    taken = words_of(graph)
+    taken = reserved_names(graph)
     results = _operator_results(graph)
     for node in graph.module.graph.nodes:
         if node.target in (send, recv):
             names[node] = names[node.args[0]]
         elif node.op == "placeholder" and isinstance(node.meta["role"], LossGradient):
             names[node] = "grad_loss"
-        elif node.op == "placeholder" and isinstance(node.meta["role"], Share):
-            names[node] = "share"
+        elif node.op == "placeholder" and isinstance(node.meta["role"], BatchFraction):
+            names[node] = "batch_fraction"
         elif node.op == "placeholder" and isinstance(node.meta["role"], FirstRow):
             names[node] = "first_row"
         elif node in losses:
             names[node] = "loss"
         elif node.op != "output":
-            names[node] = unique(_base_name(graph, node, results), taken)
-    apart = [each for each in (graph.of_batch, graph.prepared) if each is not None]
+            names[node] = unique_name(_base_name(graph, node, results), taken)
+    apart = [each for each in (graph.batch_counts, graph.precomputed) if each is not None]
     return names | _names_apart(graph, [node for each in apart for node in each.nodes], names, taken)
 
 
-def words_of(graph: TrainingGraph) -> set[str]:
+def reserved_names(graph: TrainingGraph) -> set[str]:
     """What means something else in a stage's code."""
-    return {*RESERVED, *keyword.kwlist, *dir(builtins), *graph.planned}
+    return {*RESERVED, *keyword.kwlist, *dir(builtins), *graph.planned_sizes}
 
 
 def _names_apart(
@@ -126,7 +128,7 @@ def _names_apart(
     return {
         node: arguments[node.meta["role"]]
         if node.op == "placeholder"
-        else unique(_operator_name(node), taken)
+        else unique_name(_operator_name(node), taken)
         for node in nodes
         if node.op != "output"
     }
@@ -152,7 +154,7 @@ def _item(node: fx.Node) -> int:
 def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Node]) -> str:
     if node.op == "placeholder":
         role = node.meta["role"]
-        if isinstance(role, OfBatch):
+        if isinstance(role, BatchCount):
             return f"batch_{_operator_name(_source_of_batch(graph, role))}"
         return _input_name(role.path) if isinstance(role, ModelInput) else "buffer"
     cause: int = node.meta["operator"]
@@ -173,10 +175,10 @@ def _result_name(graph: TrainingGraph, operator: int, results: Mapping[int, fx.N
     return identifier(name)
 
 
-def _source_of_batch(graph: TrainingGraph, role: OfBatch) -> fx.Node:
+def _source_of_batch(graph: TrainingGraph, role: BatchCount) -> fx.Node:
     """The node that makes a value of the whole mini-batch."""
-    assert graph.of_batch is not None
-    made: tuple[fx.Node, ...] = graph.of_batch.output_node().args[0]  # type: ignore[assignment]
+    assert graph.batch_counts is not None
+    made: tuple[fx.Node, ...] = graph.batch_counts.output_node().args[0]  # type: ignore[assignment]
     return made[role.index]
 
 
@@ -197,17 +199,17 @@ def _input_name(path: str) -> str:
 def _operator_name(node: fx.Node) -> str:
     if node.target is operator.getitem:
         source, item = node.all_input_nodes[0], _item(node)
-        known = ITEMS.get(source.target, ())  # type: ignore[call-overload]
+        known = ITEM_NAMES.get(source.target, ())  # type: ignore[call-overload]
         suffix = known[item] if item < len(known) else str(item)
         return "_".join(filter(None, [_operator_name(source), suffix]))
-    if is_number(node):
+    if is_data_dependent_number(node):
         return "size"
     schema = getattr(node.target, "_schema", None)
     name = schema.name.split("::")[1] if schema else str(node.target)
-    return identifier(DETAILS.sub("", name.strip("_")))
+    return identifier(IMPLEMENTATION_WORDS.sub("", name.strip("_")))
 
 
-def unique(base: str, taken: set[str]) -> str:
+def unique_name(base: str, taken: set[str]) -> str:
     """``base``, or that with a number if the name is ``taken``. It is from now on."""
     name, count = base, 0
     while name in taken:

@@ -3,7 +3,7 @@
 Without a flush that is the time from one mini-batch to the next.
 
 A way to run a step is tried on the stages of a cut graph: its schedule is lowered, verified and simulated,
-once. The best trial is what is returned, with its plan and its programs.
+once. The best plan is what is returned, with its plan and its programs.
 """
 
 import functools
@@ -13,25 +13,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product, takewhile
 
-from pipec.compiler.alternatives import alternative
-from pipec.compiler.policy import Replicas, SchedulePolicy
-from pipec.compiler.recompute import within_memory
-from pipec.compiler.staged import StagedGraph, Trial
+from pipec.compiler.alternatives import as_alternative
+from pipec.compiler.memory_budget import fit_into_memory
+from pipec.compiler.schedule_policy import Replicas, SchedulePolicy
+from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
 from pipec.errors import InputError, PlanError
-from pipec.hardware.topology import Topology, alike
+from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir import Alternative, Placement, RankMemory, Schedule, count_ranks
-from pipec.ir.batch import split_sizes
+from pipec.ir.batch_split import split_sizes
 from pipec.passes import Pass
+from pipec.passes.choose_replicas import ChooseReplicas
 from pipec.passes.cut_for_replicas import CutForReplicas
-from pipec.passes.cut_in_time import CutInTime
-from pipec.passes.cut_replaying import CutReplaying
+from pipec.passes.cut_recurrent_layers import CutRecurrentLayers
 from pipec.passes.cut_stages import CutStages
-from pipec.passes.place_replicas import PlaceReplicas
-from pipec.passes.share_stages import ShareStages
-from pipec.passes.stage_updates import StageUpdates
-from pipec.plan.updates import OptimizerFacts
+from pipec.passes.cut_with_recompute import CutWithRecompute
+from pipec.passes.replicate_pipeline import ReplicatePipeline
+from pipec.passes.update_cost import UpdateCost
+from pipec.plan.optimizer_cost import OptimizerProperties
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
-from pipec.schedules.replicas import neighbours, side_by_side
+from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
 
 CutGraph = Callable[[Pass], StagedGraph]
 """Runs every pass on a copy of the captured graph, which the given one cuts."""
@@ -51,12 +51,12 @@ _OF_UPDATES = frozenset({"optimizer", "versions"})
 
 
 @dataclass(frozen=True)
-class Choice:
+class TuningResult:
     """The best way to run a step, and all that was tried. ``base`` is its cut before any recomputing."""
 
-    best: Trial
+    best: EvaluatedPlan
     base: StagedGraph
-    tried: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...]
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Autotuner:
 
     If ``may_recompute``, ranks that would need more memory than they have get stages that recompute, and if
     ``may_offload``, such that let values wait on the host. Replicas of a stage are next to each other, or far
-    apart if the ranks of a pipeline are ``side_by_side``; unless it ``may_rearrange`` them, they are where
-    they are. Without a flush, stages update with the ``optimizer``, on devices that move
-    ``bytes_per_second``.
+    apart if the ranks of each pipeline are next to each other (``adjacent_pipelines``); unless it
+    ``may_rearrange`` them, they stay where they are. In an asynchronous step, stages update with the
+    ``optimizer``, on devices that move ``memory_bytes_per_second``.
     """
 
     policy: SchedulePolicy
     may_recompute: bool
-    side_by_side: bool = False
+    adjacent_pipelines: bool = False
     may_rearrange: bool = True
-    optimizer: OptimizerFacts | None = None
-    bytes_per_second: float = math.inf
+    optimizer: OptimizerProperties | None = None
+    memory_bytes_per_second: float = math.inf
     may_offload: bool = False
 
     def choose(
@@ -85,7 +85,7 @@ class Autotuner:
         placements: Sequence[Placement],
         batch: int,
         counts: Sequence[int],
-    ) -> Choice:
+    ) -> TuningResult:
         """The best way to run steps of ``batch`` rows, on stages that are cut for it.
 
         ``counts`` are the numbers of microbatches on offer, the usual one first.
@@ -96,19 +96,19 @@ class Autotuner:
         search = _Search(self, batch, counts)
         for placement in placements:
             search.try_cuts(cut, topology, placement)
-        return search.choice()
+        return search.result()
 
     def choose_on(
         self, staged: StagedGraph, placement: Placement, batch: int, counts: Sequence[int]
-    ) -> Choice:
+    ) -> TuningResult:
         """The best way to run steps of ``batch`` rows on stages that are cut. Raises as ``choose``."""
         search = _Search(self, batch, counts)
         search.try_schedules(staged, placement)
-        return search.choice()
+        return search.result()
 
-    def choose_unequal(
+    def choose_unequal_replicas(
         self, cut: CutGraph, topology: Topology, batch: int, counts: Sequence[int]
-    ) -> list[tuple["Autotuner", Choice]]:
+    ) -> list[tuple["Autotuner", TuningResult]]:
         """For each number of microbatches, the stages that the planner finds best for it, and who tries them.
 
         Without a flush the planner is asked several times, because its seconds are farther from what runs. A
@@ -119,42 +119,44 @@ class Autotuner:
         """
         joins, models = [topology], [PIPEC]
         if self.policy.is_asynchronous:
-            joins, models = list(dict.fromkeys([topology, topology.flat()])), [PIPEC, MAX_LOAD]
+            joins, models = list(dict.fromkeys([topology, topology.single_level()])), [PIPEC, MAX_LOAD]
         found = []
         for count, joined, model in product(counts, joins, models):
             size = split_sizes(batch, count)[0]
-            how = PlaceReplicas(joined, count, size, self.updates(count), model)
+            how = ChooseReplicas(joined, count, size, self.updates(count), model)
             with suppress(InputError, PlanError):
                 found += self._planned(cut, how, batch)
         return found
 
-    def _planned(self, cut: CutGraph, how: PlaceReplicas, batch: int) -> list[tuple["Autotuner", Choice]]:
+    def _planned(
+        self, cut: CutGraph, how: ChooseReplicas, batch: int
+    ) -> list[tuple["Autotuner", TuningResult]]:
         """The first plan, or others that need less memory: what a rank lacks on one is set aside next."""
         count = how.num_microbatches
         sizes = split_sizes(batch, count)
         reserved = [0.0] * len(how.topology.devices)
         for _ in range(_MEMORY_ATTEMPTS):
-            staged = cut(replace(how, topology=how.topology.reserving(reserved)))
+            staged = cut(replace(how, topology=how.topology.with_reserved_memory(reserved)))
             replicas = staged.graph.replicas
-            if len({*replicas}) == 1 or not all(map(staged.graph.serves, sizes)):
+            if len({*replicas}) == 1 or not all(map(staged.graph.is_valid_for, sizes)):
                 return []
             tuner = self.with_replicas(replicas)
             choice = tuner.choose_on(staged, tuner.policy.placements([count])[0], batch, [count])
-            if not any(choice.best.excess):
+            if not any(choice.best.excess_bytes):
                 break
-            lacking = zip(reserved, choice.best.excess, choice.best.memory, strict=True)
-            reserved = [max(held + excess, self.unplanned(need)) for held, excess, need in lacking]
+            lacking = zip(reserved, choice.best.excess_bytes, choice.best.memory, strict=True)
+            reserved = [max(held + excess, self.unplanned_bytes(need)) for held, excess, need in lacking]
         return [(tuner, choice)]
 
     def with_replicas(self, replicas: Replicas) -> "Autotuner":
         """The same on all ranks, with so many replicas of each stage, or of every one."""
-        return replace(self, policy=self.policy.with_replicas(replicas), side_by_side=False)
+        return replace(self, policy=self.policy.with_replicas(replicas), adjacent_pipelines=False)
 
-    def following(self, schedule: Schedule) -> "Autotuner":
+    def for_next_steps(self, schedule: Schedule) -> "Autotuner":
         """The same for steps that come after one of that schedule."""
-        return replace(self, policy=self.policy.following(schedule))
+        return replace(self, policy=self.policy.for_next_steps(schedule))
 
-    def arrangements(self, topology: Topology) -> list["Autotuner"]:
+    def replica_arrangements(self, topology: Topology) -> list["Autotuner"]:
         """The ways to put the replicas of stages on ranks that differ on these devices, this one first."""
         policy = self.policy
         if not self.may_rearrange:
@@ -162,12 +164,12 @@ class Autotuner:
         if len(set(topology.devices)) == 1 and sum(level.size > 1 for level in topology.levels) < 2:
             return [self]
         several = isinstance(policy.replicas, int) and policy.replicas > 1 and policy.num_ranks > 1
-        return [self, replace(self, side_by_side=not self.side_by_side)] if several else [self]
+        return [self, replace(self, adjacent_pipelines=not self.adjacent_pipelines)] if several else [self]
 
-    def members(self) -> Placement:
+    def replica_groups(self) -> Placement:
         """The ranks that act for each rank of a pipeline, where all stages have as many replicas."""
         assert isinstance(self.policy.replicas, int)
-        arranged = side_by_side if self.side_by_side else neighbours
+        arranged = adjacent_pipelines if self.adjacent_pipelines else adjacent_replicas
         return arranged(self.policy.num_ranks, self.policy.replicas)
 
     def fastest_cut(self, placement: Placement, topology: Topology, count: int, size: int) -> Pass:
@@ -179,88 +181,88 @@ class Autotuner:
         if not isinstance(self.policy.replicas, int):
             return CutForReplicas(self.policy.replicas, size, updates)
         if not _is_straight(placement):
-            devices = alike(len(placement), topology.slowest_link)
-            return self.shared(CutStages(devices, size), len(placement), size)
-        devices = self.grouped(topology).without_limits()
-        return self.shared(CutStages(devices, size, updates=updates), len(placement), size)
+            devices = equal_devices(len(placement), topology.slowest_link)
+            return self.for_replicas(CutStages(devices, size), len(placement), size)
+        devices = self.pipeline_topology(topology).without_memory_limits()
+        return self.for_replicas(CutStages(devices, size, updates=updates), len(placement), size)
 
-    def updates(self, count: int) -> StageUpdates | None:
+    def updates(self, count: int) -> UpdateCost | None:
         """The updates after each mini-batch of so many microbatches; None where there is a flush."""
         if not (self.policy.may_be_asynchronous and self.optimizer):
             return None
         state, versions = self.optimizer.state_bytes or {}, self.policy.versions
-        return StageUpdates(state, self.bytes_per_second, versions, count)
+        return UpdateCost(state, self.memory_bytes_per_second, versions, count)
 
-    def grouped(self, topology: Topology) -> Topology:
+    def pipeline_topology(self, topology: Topology) -> Topology:
         """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
-        return topology if self.policy.replicas == 1 else topology.grouped(self.members())
+        return topology if self.policy.replicas == 1 else topology.grouped(self.replica_groups())
 
-    def unplanned(self, need: RankMemory, planned: frozenset[str] = frozenset()) -> float:
+    def unplanned_bytes(self, need: RankMemory, planned: frozenset[str] = frozenset()) -> float:
         """What a rank holds at its peak of which the planner does not know. ``planned`` it knows as well."""
         updates = self.policy.may_be_asynchronous and self.optimizer is not None
-        return need.besides(planned | _OF_OPERATORS | (_OF_UPDATES if updates else frozenset()))
+        return need.excluding(planned | _OF_OPERATORS | (_OF_UPDATES if updates else frozenset()))
 
-    def replays_on(self, devices: Topology) -> bool:
+    def plans_recompute_on(self, devices: Topology) -> bool:
         """Whether cuts for these devices of a pipeline take into account what stages recompute.
 
         That is so if they may, and if the devices are alike.
         """
         return self.may_recompute and len({*devices.devices}) == 1 and len(devices.levels) == 1
 
-    def shared(self, cut: Pass, num_stages: int, size: int) -> Pass:
+    def for_replicas(self, cut: Pass, num_stages: int, size: int) -> Pass:
         """The cut for a pipeline as that for all its replicas. Without a flush, stages share no weights."""
         if not self.policy.may_be_asynchronous:
-            cut = CutInTime(cut, num_stages, size)
-        return cut if self.policy.replicas == 1 else ShareStages(cut, self.members())
+            cut = CutRecurrentLayers(cut, num_stages, size)
+        return cut if self.policy.replicas == 1 else ReplicatePipeline(cut, self.replica_groups())
 
-    def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
+    def evaluate_within_memory(self, staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
         """A schedule on these stages. Those that would not fit recompute, or offload, if they may."""
-        trial = staged.trial(schedule, size)
+        evaluated = staged.evaluate(schedule, size)
         may_fit = self.may_recompute or self.may_offload
-        return within_memory(trial) if may_fit and any(trial.excess) else trial
+        return fit_into_memory(evaluated) if may_fit and any(evaluated.excess_bytes) else evaluated
 
 
-def best_of(found: Sequence[tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:
+def fastest_result(found: Sequence[tuple[Autotuner, TuningResult]]) -> tuple[Autotuner, TuningResult]:
     """The fastest choice that fits; of those about as fast, one with a flush, if there is one."""
-    fastest = min((choice.best for _, choice in found), key=lambda trial: trial.score)
+    fastest = min((choice.best for _, choice in found), key=lambda evaluated: evaluated.score)
 
-    def order(trial: Trial) -> tuple[bool, bool, tuple[float, float]]:
-        return not fastest.is_close(trial), trial.overlaps, trial.score
+    def order(evaluated: EvaluatedPlan) -> tuple[bool, bool, tuple[float, float]]:
+        return not fastest.is_close(evaluated), evaluated.is_asynchronous, evaluated.score
 
     return min(found, key=lambda each: order(each[1].best))
 
 
 @dataclass
 class _Search:
-    """What has been tried for steps of ``batch`` rows: each trial with the cut it began from.
+    """What has been tried for steps of ``batch`` rows: each evaluated plan with the cut it began from.
 
-    ``obstacle`` is the first reason why something could not be tried.
+    ``first_error`` is the first reason why something could not be tried.
     """
 
     tuner: Autotuner
     batch: int
     counts: Sequence[int]
-    trials: list[tuple[Trial, StagedGraph]] = field(default_factory=list)
-    obstacle: InputError | PlanError | None = None
+    evaluated: list[tuple[EvaluatedPlan, StagedGraph]] = field(default_factory=list)
+    first_error: InputError | PlanError | None = None
 
     @functools.cached_property
     def sizes(self) -> Mapping[int, int]:
         """The rows of the first microbatch, by the number of microbatches."""
         return {count: split_sizes(self.batch, count)[0] for count in self.counts}
 
-    def choice(self) -> Choice:
-        """The best trial of all. Raises the obstacle if nothing could be tried."""
-        if not self.trials:
-            assert self.obstacle is not None, "nothing was tried, and nothing was in the way"
-            raise self.obstacle
-        tried = tuple(alternative(trial) for trial, _ in self.trials)
+    def result(self) -> TuningResult:
+        """The best plan of all. Raises ``first_error`` if nothing could be tried."""
+        if not self.evaluated:
+            assert self.first_error is not None, "nothing was tried, and nothing was in the way"
+            raise self.first_error
+        tried = tuple(as_alternative(evaluated) for evaluated, _ in self.evaluated)
         best, base = self._best()
         schedule, size = best.schedule, best.plan.microbatch_size
         work = functools.partial(base.workload, schedule.placement, size)
-        searched = self.tuner.policy.searched(schedule, work)
-        trials = [best, *(self.tuner.fitting(base, order, size) for order in searched)]
-        fastest = min(trials, key=lambda trial: trial.score)
-        return Choice(best if fastest.is_close(best) else fastest, base, tried)
+        searched = self.tuner.policy.searched_schedules(schedule, work)
+        evaluated = [best, *(self.tuner.evaluate_within_memory(base, order, size) for order in searched)]
+        fastest = min(evaluated, key=lambda evaluated: evaluated.score)
+        return TuningResult(best if fastest.is_close(best) else fastest, base, tried)
 
     def try_cuts(self, cut: CutGraph, topology: Topology, placement: Placement) -> None:
         """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
@@ -269,15 +271,15 @@ class _Search:
             fastest = self.tuner.fastest_cut(placement, topology, self.counts[0], first)
             nearest = self._nearest(cut(fastest), placement)
         except PlanError as error:
-            self.obstacle = self.obstacle or error
+            self.first_error = self.first_error or error
             return
         replicas = self.tuner.policy.replicas
-        if nearest and any(nearest.excess) and isinstance(replicas, int) and _is_straight(placement):
+        if nearest and any(nearest.excess_bytes) and isinstance(replicas, int) and _is_straight(placement):
             for size in dict.fromkeys([first, min(self.sizes.values())]):
                 self._try_cuts_within_memory(cut, topology, placement, size, nearest)
 
     def _try_cuts_within_memory(
-        self, cut: CutGraph, topology: Topology, placement: Placement, size: int, nearest: Trial
+        self, cut: CutGraph, topology: Topology, placement: Placement, size: int, nearest: EvaluatedPlan
     ) -> None:
         """Try cuts of which the planner finds that they fit.
 
@@ -286,66 +288,72 @@ class _Search:
         held of these, or lacked.
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
-        in_flight = self.tuner.policy.in_flight(count)
+        in_flight = self.tuner.policy.max_in_flight(count)
         updates = self.tuner.updates(count)
-        devices, members = self.tuner.grouped(topology), self.tuner.members()
-        replays = updates is None and self.tuner.replays_on(devices)
+        devices, members = self.tuner.pipeline_topology(topology), self.tuner.replica_groups()
+        replays = updates is None and self.tuner.plans_recompute_on(devices)
         planned = _OF_REPLAYING if replays else frozenset[str]()
-        unplanned = functools.partial(self.tuner.unplanned, planned=planned)
-        reserved = [max(unplanned(nearest.memory[rank]) for rank in group) for group in members]
+        unplanned_bytes = functools.partial(self.tuner.unplanned_bytes, planned=planned)
+        reserved = [max(unplanned_bytes(nearest.memory[rank]) for rank in group) for group in members]
         for _ in range(_MEMORY_ATTEMPTS):
             try:
-                options = devices.reserving(reserved), size, in_flight
-                within = CutReplaying(*options) if replays else CutStages(*options, updates)
-                shared = self.tuner.shared(within, len(placement), size)
+                options = devices.with_reserved_memory(reserved), size, in_flight
+                within = CutWithRecompute(*options) if replays else CutStages(*options, updates)
+                shared = self.tuner.for_replicas(within, len(placement), size)
                 found = self._nearest(cut(shared), placement, replays)
             except PlanError as error:
-                self.obstacle = self.obstacle or error
+                self.first_error = self.first_error or error
                 return
-            if found is None or not any(found.excess):
+            if found is None or not any(found.excess_bytes):
                 return
-            besides = [0.0 if replays else unplanned(need) for need in found.memory]
+            besides = [0.0 if replays else unplanned_bytes(need) for need in found.memory]
             reserved = [
-                max(max(held + found.excess[rank], besides[rank]) for rank in group)
+                max(max(held + found.excess_bytes[rank], besides[rank]) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 
-    def _nearest(self, staged: StagedGraph, placement: Placement, replays: bool = False) -> Trial | None:
-        """Try schedules; returns the trial that comes nearest to fitting, if any.
+    def _nearest(
+        self, staged: StagedGraph, placement: Placement, replays: bool = False
+    ) -> EvaluatedPlan | None:
+        """Try schedules; returns the evaluated plan that comes nearest to fitting, if any.
 
         It is one without recompute, unless the graph is cut for stages that replay.
         """
         tried = self.try_schedules(staged, placement)
         if not replays:
-            tried = [staged.trial(trial.schedule, trial.plan.microbatch_size) for trial in tried]
-        return min(tried, key=lambda trial: trial.score, default=None)
+            tried = [
+                staged.evaluate(evaluated.schedule, evaluated.plan.microbatch_size) for evaluated in tried
+            ]
+        return min(tried, key=lambda evaluated: evaluated.score, default=None)
 
-    def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[Trial]:
-        """Try every allowed schedule with each number of microbatches; returns the trials.
+    def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[EvaluatedPlan]:
+        """Try every allowed schedule with each number of microbatches; returns the evaluated plans.
 
         A graph may serve only some sizes of microbatch. A number of microbatches is then passed over, unless
         it is the only one: the microbatches are tried that the graph serves from the first one on.
         """
-        before = len(self.trials)
+        before = len(self.evaluated)
         for count in self.counts:
             sizes = split_sizes(self.batch, count)
-            served = len(list(takewhile(staged.graph.serves, sizes)))
+            served = len(list(takewhile(staged.graph.is_valid_for, sizes)))
             if served == count or (served and len(self.counts) == 1):
                 for schedule in self._schedules(staged, placement, served, sizes[0]):
-                    self.trials.append((self.tuner.fitting(staged, schedule, sizes[0]), staged))
-        return [trial for trial, _ in self.trials[before:]]
+                    self.evaluated.append(
+                        (self.tuner.evaluate_within_memory(staged, schedule, sizes[0]), staged)
+                    )
+        return [evaluated for evaluated, _ in self.evaluated[before:]]
 
     def _schedules(
         self, staged: StagedGraph, placement: Placement, count: int, size: int
     ) -> Sequence[Schedule]:
         work = functools.partial(staged.workload, placement, size)
         try:
-            return self.tuner.policy.options(count, placement, work)
+            return self.tuner.policy.candidate_schedules(count, placement, work)
         except (InputError, PlanError) as error:
-            self.obstacle = self.obstacle or error
+            self.first_error = self.first_error or error
             return []
 
-    def _best(self) -> tuple[Trial, StagedGraph]:
+    def _best(self) -> tuple[EvaluatedPlan, StagedGraph]:
         """The fastest that fits; of those about as fast, the simplest.
 
         It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
@@ -355,17 +363,23 @@ class _Search:
         What is about as fast as the fastest may still gain too little over what is simpler and is not. So of
         all schedules for these microbatches, a simpler one is given up only for one that is clearly faster::
 
-            1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2, which alone gains more than DOUBT
+            1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2, the only one to gain more than
+                                                           PREDICTION_TOLERANCE
         """
-        on_best_cut: dict[object, tuple[Trial, StagedGraph]] = {}
-        for pair in sorted(self.trials, key=lambda pair: pair[0].score):
+        on_best_cut: dict[object, tuple[EvaluatedPlan, StagedGraph]] = {}
+        for pair in sorted(self.evaluated, key=lambda pair: pair[0].score):
             how = pair[0].schedule
             on_best_cut.setdefault((how.name, how.placement, pair[0].plan.num_microbatches), pair)
         fastest, _ = next(iter(on_best_cut.values()))
         as_fast = [pair for pair in on_best_cut.values() if fastest.is_close(pair[0])]
 
-        def order(trial: Trial) -> tuple[bool, int, float, float]:
-            return trial.overlaps, trial.plan.num_microbatches, trial.num_instructions, trial.peak_bytes
+        def order(evaluated: EvaluatedPlan) -> tuple[bool, int, float, float]:
+            return (
+                evaluated.is_asynchronous,
+                evaluated.plan.num_microbatches,
+                evaluated.num_instructions,
+                evaluated.peak_bytes,
+            )
 
         simplest = min(as_fast, key=lambda pair: order(pair[0]))
         alike = [pair for pair in on_best_cut.values() if order(pair[0])[:2] == order(simplest[0])[:2]]

@@ -5,28 +5,28 @@ from dataclasses import dataclass
 from pipec.cost.profile import Profile
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology
-from pipec.ir import NOTHING_MORE, Ending
+from pipec.ir import NO_SYNC, SyncSpec
 from pipec.passes import Pass
-from pipec.passes.add_products import AddProducts
-from pipec.passes.add_rows import AddRows
 from pipec.passes.annotate_cost import AnnotateCost
-from pipec.passes.call_linear import CallLinear
-from pipec.passes.divide_phases import DividePhases
+from pipec.passes.fuse_cross_entropy import FuseCrossEntropy
+from pipec.passes.fuse_gradient_accumulation import FuseGradientAccumulation
 from pipec.passes.insert_communication import InsertCommunication
-from pipec.passes.join_cross_entropy import JoinCrossEntropy
-from pipec.passes.join_slices import JoinSlices
+from pipec.passes.make_row_sparse_gradients import MakeRowSparseGradients
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.passes.permute_parts import PermuteParts
-from pipec.passes.prepare_weights import PrepareWeights
+from pipec.passes.merge_slice_gradients import MergeSliceGradients
+from pipec.passes.permute_before_concat import PermuteBeforeConcat
+from pipec.passes.precompute_weights import PrecomputeWeights
+from pipec.passes.recompose_linear import RecomposeLinear
 from pipec.passes.reuse_memory import ReuseMemory
 from pipec.passes.simplify import Simplify
+from pipec.passes.split_at_collectives import SplitAtCollectives
 from pipec.passes.split_backward import SplitBackward
-from pipec.passes.take_apart import TakeApart
+from pipec.passes.split_operators import SplitOperators
 from pipec.passes.untie_gradients import UntieGradients
-from pipec.plan.updates import OptimizerFacts
+from pipec.plan.optimizer_cost import OptimizerProperties
 
-NOTHING_AWAY = MarkOffload()
+NO_OFFLOAD = MarkOffload()
 
 
 @dataclass(frozen=True)
@@ -34,33 +34,33 @@ class CompilerOptions:
     """What code is generated for.
 
     ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
-    ``recompute`` is "auto", "none" or "full". If it ``offloads``, saved values may wait in host memory.
-    ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
-    clip and shard, and ``optimizer`` what is known of the optimizer that does. ``buffers_anywhere`` says
-    whether any stage may hold a buffer; where one process has several devices, it has each buffer on one.
-    With ``fast_gradients``, products are added to sums of gradients as they are made, and the gradient of
-    cross entropy is made of probabilities.
+    ``recompute`` is "auto", "none" or "full". If it ``may_offload``, saved values may wait in host memory.
+    ``profile`` is of the training graph that decides the cut. ``sync_spec`` says whether the programs update,
+    clip and shard, and ``optimizer`` has the costs of its updates. ``buffers_on_any_stage`` says whether any
+    stage may hold a buffer; where one process has several devices, it has each buffer on one. With
+    ``fused_gradients``, products are added to sums of gradients as they are made, and the gradient of cross
+    entropy is made of probabilities.
     """
 
     device_model: DeviceModel
     topology: Topology
     recompute: str = "auto"
-    offloads: bool = False
+    may_offload: bool = False
     profile: Profile | None = None
-    ending: Ending = NOTHING_MORE
-    optimizer: OptimizerFacts | None = None
-    buffers_anywhere: bool = True
-    fast_gradients: bool = False
+    sync_spec: SyncSpec = NO_SYNC
+    optimizer: OptimizerProperties | None = None
+    buffers_on_any_stage: bool = True
+    fused_gradients: bool = False
 
     @property
-    def costs(self) -> str:
+    def cost_source(self) -> str:
         """What the seconds of plans are those of."""
         model = f"the device model {self.device_model.name}"
         return f"a profile made on {self.profile.device}, and {model}" if self.profile else model
 
 
-def passes(
-    options: CompilerOptions, cut: Pass, recompute: MarkRecompute, offload: MarkOffload = NOTHING_AWAY
+def make_passes(
+    options: CompilerOptions, cut: Pass, recompute: MarkRecompute, offload: MarkOffload = NO_OFFLOAD
 ) -> list[Pass]:
     """The compilation of a captured graph. ``cut`` is the pass that gives nodes their stages.
 
@@ -69,22 +69,22 @@ def passes(
     """
     return [
         Simplify(),
-        JoinSlices(),
-        PermuteParts(),
+        MergeSliceGradients(),
+        PermuteBeforeConcat(),
         AnnotateCost(options.device_model, options.profile),
-        AddRows(),
-        TakeApart(len(options.topology.devices)),
-        PrepareWeights(options.buffers_anywhere),
+        MakeRowSparseGradients(),
+        SplitOperators(len(options.topology.devices)),
+        PrecomputeWeights(options.buffers_on_any_stage),
         cut,
         UntieGradients(),
-        AddRows(),  # of tied tables, whose gradients are apart now
-        *([AddProducts()] if options.fast_gradients else []),
+        MakeRowSparseGradients(),  # of tied tables, whose gradients are separate now
+        *([FuseGradientAccumulation()] if options.fused_gradients else []),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None) if options.recompute == "full" else recompute,
         offload,
-        DividePhases(),
+        SplitAtCollectives(),
         SplitBackward(),
         ReuseMemory(),
-        CallLinear(),
-        JoinCrossEntropy(exact=not options.fast_gradients),
+        RecomposeLinear(),
+        FuseCrossEntropy(exact=not options.fused_gradients),
     ]

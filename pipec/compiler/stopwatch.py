@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pipec.console import notice
+from pipec.console import delayed_status
 from pipec.graph import TrainingGraph
 from pipec.passes import Pass
 
@@ -15,12 +15,12 @@ class Stopwatch:
     """``seconds`` that each step of all compilations took together, by its name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    _notice: notice = field(default_factory=lambda: notice(""))
+    _notice: delayed_status = field(default_factory=lambda: delayed_status(""))
 
     @contextmanager
-    def telling(self, what: str) -> Iterator[None]:
+    def reporting(self, what: str) -> Iterator[None]:
         """Tell what is done, step by step, if a block takes long."""
-        with notice(what) as self._notice:
+        with delayed_status(what) as self._notice:
             yield
 
     @contextmanager

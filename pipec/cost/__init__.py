@@ -1,5 +1,5 @@
 """What nodes take and hold: symbolic sizes, FLOPs, bytes moved and seconds, and measured profiles.
 
-Read ``symbols``, then ``formulas`` with its ``tables``. ``profile`` holds measured times, and ``fingerprint``
-tells which graph they are of.
+Read ``symbolic_sizes``, then ``formulas`` with its ``operator_tables``. ``profile`` holds measured times, and
+``graph_fingerprint`` tells which graph they are of.
 """

@@ -15,27 +15,34 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from pipec.cost.symbols import Planned, TensorSize, evaluate, in_microbatch, product, total
-from pipec.cost.tables import (
+from pipec.cost.operator_tables import (
     ALLOCATIONS,
+    DATA_MOVEMENT,
     FLOPS_PER_INPUT,
     FLOPS_PER_OUTPUT,
-    GATHERED,
-    MOVES,
-    RECURRENT,
-    SCATTERED,
-    UNREAD,
-    Recurrent,
+    GATHER_SOURCES,
+    RECURRENT_OPERATORS,
+    SCATTER_SOURCES,
+    SHAPE_ONLY,
+    RecurrentOperator,
+)
+from pipec.cost.symbolic_sizes import (
+    SymbolSubstitutions,
+    TensorSize,
+    evaluate_cost,
+    product,
+    substitute_symbols,
+    total,
 )
 from pipec.graph import is_collective, is_view
 from pipec.hardware.devices import Arithmetic, DeviceModel
 
-Sizes = Mapping[fx.Node, tuple[TensorSize, ...]]
+NodeSizes = Mapping[fx.Node, tuple[TensorSize, ...]]
 """The tensors that make up each node's value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTime:
     """How long a node took with microbatches of ``microbatch_size`` rows."""
 
     seconds: float
@@ -61,7 +68,7 @@ class OperatorCost:
     arithmetic: Arithmetic
     known: bool
     device: DeviceModel = field(repr=False)
-    measured: Measured | None = None
+    measured: MeasuredTime | None = None
 
     def seconds(self, microbatch_size: int) -> float:
         """Time on ``device``. A measured time grows with the microbatch as the formulas do."""
@@ -74,21 +81,23 @@ class OperatorCost:
         """Time that the formulas and the device model give."""
         if not self.launches:
             return 0.0
-        computed, moved = (evaluate(each, microbatch_size) for each in (self.flops, self.bytes_moved))
+        computed, moved = (evaluate_cost(each, microbatch_size) for each in (self.flops, self.bytes_moved))
         seconds = self.device.seconds(computed, moved, self.dtype, self.arithmetic)
         return seconds + (self.launches - 1) * self.device.launch_seconds
 
 
-def operator_cost(node: fx.Node, sizes: Sizes, planned: Planned, device: DeviceModel) -> OperatorCost:
-    """The cost of a node. ``sizes`` has it and its inputs, in the symbols that ``planned`` replaces."""
-    free = is_free(node) or not sizes[node]
+def operator_cost(
+    node: fx.Node, sizes: NodeSizes, substitutions: SymbolSubstitutions, device: DeviceModel
+) -> OperatorCost:
+    """The cost of a node. ``sizes`` has it and its inputs, in the symbols that ``substitutions`` replaces."""
+    free = launches_no_kernel(node) or not sizes[node]
     computed = sympy.Integer(0) if free else flops(node, sizes)
     moved = sympy.Integer(0) if free else bytes_moved(node, sizes)
     return OperatorCost(
-        flops=in_microbatch(sympy.Integer(0) if computed is None else computed, planned),
-        bytes_moved=in_microbatch(moved, planned),
-        output_bytes=in_microbatch(total(size.dense_bytes for size in sizes[node]), planned),
-        launches=0 if free else _launches(node, sizes, planned),
+        flops=substitute_symbols(sympy.Integer(0) if computed is None else computed, substitutions),
+        bytes_moved=substitute_symbols(moved, substitutions),
+        output_bytes=substitute_symbols(total(size.dense_bytes for size in sizes[node]), substitutions),
+        launches=0 if free else _launches(node, sizes, substitutions),
         dtype=_computed_in(node, sizes),
         arithmetic=_arithmetic(node),
         known=computed is not None,
@@ -99,7 +108,7 @@ def operator_cost(node: fx.Node, sizes: Sizes, planned: Planned, device: DeviceM
 def node_bytes(node: fx.Node, size: int) -> int:
     """Bytes of the node's value with microbatches of ``size`` rows. ``AnnotateCost`` must have run."""
     if "cost" in node.meta:
-        return evaluate(node.meta["cost"].output_bytes, size)
+        return evaluate_cost(node.meta["cost"].output_bytes, size)
     held: torch.Tensor = node.meta["val"]
     return int(held.numel()) * held.itemsize
 
@@ -113,7 +122,7 @@ def operator_name(node: fx.Node) -> str:
     return str(schema.name).removeprefix("aten::").removesuffix("_") if schema else str(node.target)
 
 
-def is_free(node: fx.Node) -> bool:
+def launches_no_kernel(node: fx.Node) -> bool:
     """Whether a node starts no kernel: an argument, a view, an allocation, picking from a tuple.
 
     What replicas do together has a price of its own.
@@ -123,16 +132,16 @@ def is_free(node: fx.Node) -> bool:
     return is_view(node) or operator_name(node) in ALLOCATIONS
 
 
-def flops(node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
+def flops(node: fx.Node, sizes: NodeSizes) -> sympy.Expr | None:
     """The arithmetic operations of one node, or None if no formula is known."""
     name = operator_name(node)
     if name == "convolution_backward":
         return _convolution_backward_flops(node, sizes)
-    if name in RECURRENT:
-        return _recurrent_flops(node, sizes, RECURRENT[name])
+    if name in RECURRENT_OPERATORS:
+        return _recurrent_flops(node, sizes, RECURRENT_OPERATORS[name])
     if (formula := flop_registry.get(_registered_as(node))) is not None:
         return _registered_flops(formula, node, sizes)
-    if name in MOVES:
+    if name in DATA_MOVEMENT:
         return sympy.Integer(0)
     if name in FLOPS_PER_INPUT:
         first = next(size for source in node.all_input_nodes for size in sizes[source])
@@ -146,28 +155,30 @@ def _arithmetic(node: fx.Node) -> Arithmetic:
     name = operator_name(node)
     if "scaled_dot_product" in name:
         return Arithmetic.ATTENTION
-    is_product = name == "convolution_backward" or name in RECURRENT or _registered_as(node) in flop_registry
+    is_product = (
+        name == "convolution_backward" or name in RECURRENT_OPERATORS or _registered_as(node) in flop_registry
+    )
     return Arithmetic.PRODUCT if is_product else Arithmetic.OTHER
 
 
-def bytes_moved(node: fx.Node, sizes: Sizes) -> sympy.Expr:
+def bytes_moved(node: fx.Node, sizes: NodeSizes) -> sympy.Expr:
     """Memory that one node reads and writes: its inputs and outputs, or the part of them that it touches."""
     name, arguments = operator_name(node), _arguments(node)
-    if name in SCATTERED and _writes_to_argument(node):
+    if name in SCATTER_SOURCES and _writes_to_argument(node):
         arguments.pop("self")
-        updates = arguments.get(SCATTERED[name], arguments.get("index"))
+        updates = arguments.get(SCATTER_SOURCES[name], arguments.get("index"))
         return total([*_touched(arguments.values(), sizes), *_touched([updates], sizes) * 2])
-    if name in UNREAD:
+    if name in SHAPE_ONLY:
         arguments.pop("self")
-    written = [size.touched_bytes for size in sizes[node]]
+    written = [size.storage_bytes for size in sizes[node]]
     gathered = []
-    if name in GATHERED:
-        arguments.pop(GATHERED[name])
+    if name in GATHER_SOURCES:
+        arguments.pop(GATHER_SOURCES[name])
         gathered = written
     return total([*_touched(arguments.values(), sizes), *gathered, *written])
 
 
-def _convolution_backward_flops(node: fx.Node, sizes: Sizes) -> sympy.Expr:
+def _convolution_backward_flops(node: fx.Node, sizes: NodeSizes) -> sympy.Expr:
     """Each gradient takes as many operations as the forward.
 
     torch's formula counts grouped ones too often.
@@ -179,7 +190,7 @@ def _convolution_backward_flops(node: fx.Node, sizes: Sizes) -> sympy.Expr:
     return sympy.Integer(2 * num_gradients) * positions[0] * product(positions[2:]) * filters
 
 
-def _recurrent_flops(node: fx.Node, sizes: Sizes, recurrent: Recurrent) -> sympy.Expr:
+def _recurrent_flops(node: fx.Node, sizes: NodeSizes, recurrent: RecurrentOperator) -> sympy.Expr:
     """Each weight is multiplied with every row of every step."""
     arguments = _arguments(node)
     weights = [arguments[name] for name in recurrent.weights if arguments[name] is not None]
@@ -191,13 +202,13 @@ def _recurrent_flops(node: fx.Node, sizes: Sizes, recurrent: Recurrent) -> sympy
     )
 
 
-def _launches(node: fx.Node, sizes: Sizes, planned: Planned) -> int:
+def _launches(node: fx.Node, sizes: NodeSizes, substitutions: SymbolSubstitutions) -> int:
     """How many operators the node starts, one after the other."""
-    recurrent = RECURRENT.get(operator_name(node))
+    recurrent = RECURRENT_OPERATORS.get(operator_name(node))
     if recurrent is None or not recurrent.launches:
         return 1
     length = sizes[_arguments(node)[recurrent.steps]][0].shape[0]
-    return recurrent.launches * evaluate(in_microbatch(length, planned), 1)
+    return recurrent.launches * evaluate_cost(substitute_symbols(length, substitutions), 1)
 
 
 _aten = torch.ops.aten
@@ -215,7 +226,7 @@ def _registered_as(node: fx.Node) -> object:
     return _TWINS.get(operator_name(node)) or getattr(node.target, "overloadpacket", node.target)
 
 
-def _registered_flops(formula: Callable[..., Any], node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
+def _registered_flops(formula: Callable[..., Any], node: fx.Node, sizes: NodeSizes) -> sympy.Expr | None:
     """What a formula of torch's registry says, or None if it cannot do with symbols: anyone may register one.
 
     Most formulas take shapes, which are symbolic here; the others take fake tensors.
@@ -247,14 +258,14 @@ def _writes_to_argument(node: fx.Node) -> bool:
     return any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns)
 
 
-def _touched(values: Iterable[Any], sizes: Sizes) -> list[sympy.Expr]:
+def _touched(values: Iterable[Any], sizes: NodeSizes) -> list[sympy.Expr]:
     """Memory behind the distinct nodes among ``values``, at any depth."""
     found: dict[fx.Node, None] = {}
     fx.node.map_arg(tuple(values), found.setdefault)
-    return [size.touched_bytes for source in found for size in sizes[source]]
+    return [size.storage_bytes for source in found for size in sizes[source]]
 
 
-def _computed_in(node: fx.Node, sizes: Sizes) -> str:
+def _computed_in(node: fx.Node, sizes: NodeSizes) -> str:
     """The first floating-point dtype among inputs and then outputs; other dtypes have no peak rates."""
     tensors = [size for source in (*node.all_input_nodes, node) for size in sizes[source]]
     dtype = next((size.dtype for size in tensors if size.dtype.is_floating_point), torch.float32)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipec.errors import UNREADABLE, InputError
+from pipec.errors import DAMAGED_DATA_ERRORS, InputError
 
 VERSION = 1
 
@@ -41,11 +41,11 @@ class ProfiledOperator:
 class Profile:
     """Times measured with microbatches of ``microbatch_size`` rows. Other sizes follow the cost formulas.
 
-    ``model`` identifies the graph that was run; see ``cost.fingerprint``. ``device`` and ``torch`` say what
-    it ran on.
+    ``fingerprint`` identifies the graph that was run; see ``cost.graph_fingerprint``. ``device`` and
+    ``torch`` say what it ran on.
     """
 
-    model: str
+    fingerprint: str
     device: str
     torch: str
     microbatch_size: int
@@ -68,7 +68,7 @@ def load_profile(path: str | Path) -> Profile:
     """Read what ``Profile.save`` wrote. Raises InputError, which says what is wrong with the file."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except UNREADABLE as error:
+    except DAMAGED_DATA_ERRORS as error:
         raise InputError(f"{path} is no profile: {error}; make one with `pipec profile`") from error
     if not isinstance(data, dict) or data.get("format") != "pipec profile":
         raise InputError(f"{path} is no profile of pipec; make one with `pipec profile`")
@@ -79,7 +79,7 @@ def load_profile(path: str | Path) -> Profile:
         )
     try:
         profile = _parse(data)
-    except UNREADABLE as error:
+    except DAMAGED_DATA_ERRORS as error:
         raise InputError(f"{path} is a damaged profile: {type(error).__name__} {error}") from error
     for name, seconds in profile.seconds().items():
         if not 0 <= seconds < math.inf:
@@ -113,5 +113,9 @@ def _parse(data: dict[str, Any]) -> Profile:
         for operator in data["operators"]
     )
     return Profile(
-        str(data["model"]), str(data["device"]), str(data["torch"]), int(data["microbatch_size"]), operators
+        str(data["fingerprint"]),
+        str(data["device"]),
+        str(data["torch"]),
+        int(data["microbatch_size"]),
+        operators,
     )

@@ -1,51 +1,51 @@
 """The training graph: one graph of forward, loss and backward that capture makes and passes annotate.
 
-Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``functions`` then says what each phase
-of a stage computes, keeps and returns, and ``parts`` how a phase is divided. ``invariants`` holds what is
-true after every pass; ``assumptions`` and ``branches`` tell whether a graph is still that of its model and of
-a call; ``dimensions`` writes sizes as text.
+Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``phase_functions`` then says what each
+phase of a stage computes, keeps and returns, and ``phase_segments`` how a phase is split. ``invariants``
+holds what is true after every pass; ``model_guards`` and ``branch_checks`` tell whether a graph is still that
+of its model and of a call; ``size_text`` writes sizes as text.
 """
 
-from pipec.graph.assumptions import Assumptions, ReadConstants
-from pipec.graph.branches import ASSUME, Decided, is_assumption, is_check
-from pipec.graph.findings import PROVED, Assumed, Findings
+from pipec.graph.branch_checks import CHECK_BRANCH, InputBranches, is_branch_check, is_check
+from pipec.graph.findings import NO_FINDINGS, AssumedPerRow, BatchFindings
+from pipec.graph.model_guards import ModelGuards, TracedConstants
 from pipec.graph.nodes import (
-    IN_SUMS,
-    Argument,
+    ACCUMULATING_METHODS,
+    ArgumentRole,
+    BatchCount,
+    BatchFraction,
     Buffer,
     FirstRow,
     Gradient,
     LossGradient,
     ModelInput,
-    OfBatch,
     Output,
     Parameter,
-    Prepared,
-    Result,
-    Share,
+    Precomputed,
+    ResultRole,
     UpdatedBuffer,
-    buffers_behind,
-    formula,
+    accumulates_in_place,
+    depends_on_inputs_only,
+    depends_on_strides,
+    has_data_dependent_size,
     is_collective,
     is_constant,
-    is_dense,
+    is_contiguous,
+    is_data_dependent_number,
     is_forward,
-    is_in_rows,
-    is_in_sum,
-    is_number,
+    is_gradient_sum,
     is_random,
+    is_row_sparse,
     is_tensor,
     is_view,
-    memory_of,
-    needs_only_inputs,
-    parameters_behind,
-    part_of,
-    reads_memory,
     recv,
     reuses_memory,
+    segment_of,
     send,
+    size_expression,
+    source_buffers,
+    source_parameters,
     stage_of,
-    sums_gradients,
-    varies,
+    storage_owner,
 )
-from pipec.graph.training_graph import Form, Operator, TrainingGraph, copy_graph
+from pipec.graph.training_graph import LoweringLevel, Operator, TrainingGraph, copy_graph

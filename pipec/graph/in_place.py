@@ -21,21 +21,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipec.graph.functions import Function
 from pipec.graph.nodes import (
+    accumulates_in_place,
+    depends_on_strides,
     is_collective,
     is_constant,
-    is_dense,
-    is_in_rows,
-    is_in_sum,
+    is_contiguous,
     is_random,
+    is_row_sparse,
     is_tensor,
     is_view,
-    memory_of,
-    reads_memory,
     recv,
     send,
+    storage_owner,
 )
+from pipec.graph.phase_functions import PhaseFunction
 from pipec.primitives import cross_entropy_gradient
 from pipec.torch_compat import OpOverload
 
@@ -53,7 +53,7 @@ ELEMENTWISE: Mapping[Any, OpOverload] = {
 }
 """Elementwise operators that can be told where to write, and what is told."""
 
-BY_ROWS: Mapping[Any, OpOverload] = {
+ROWWISE: Mapping[Any, OpOverload] = {
     aten._log_softmax.default: aten._log_softmax.out,
     aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
     aten._softmax.default: aten._softmax.out,
@@ -65,13 +65,13 @@ BY_ROWS: Mapping[Any, OpOverload] = {
 """
 
 
-def is_counted(owner: fx.Node) -> bool:
+def owns_new_storage(owner: fx.Node) -> bool:
     """Whether memory is taken for a value because a function made it."""
     made_here = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
-    return made_here and not is_in_sum(owner) and not is_in_rows(owner)
+    return made_here and not accumulates_in_place(owner) and not is_row_sparse(owner)
 
 
-def written_in_place(function: Function) -> dict[fx.Node, fx.Node]:
+def in_place_operands(function: PhaseFunction) -> dict[fx.Node, fx.Node]:
     """The operand that each such statement of the function is written into, by statement.
 
     The function made the operand's memory, or it was saved for this statement, and nobody else reads that: it
@@ -79,15 +79,15 @@ def written_in_place(function: Function) -> dict[fx.Node, fx.Node]:
     would have.
     """
     body, saved = {*function.body}, {*function.saved_in}
-    leaving = set(map(memory_of, function.results))
+    leaving = set(map(storage_owner, function.result_nodes))
     found: dict[fx.Node, fx.Node] = {}
     for node in function.body:
         for operand in _operands(node):
-            owner = memory_of(operand)
+            owner = storage_owner(operand)
             if owner in body:
-                is_last = {*readers(owner)} == {node}
+                is_last = {*storage_readers(owner)} == {node}
             else:
-                is_last = owner in saved and writes_saved(node) and _is_last(node, owner, body)
+                is_last = owner in saved and may_overwrite_saved(node) and _is_last(node, owner, body)
             own = is_last and owner not in leaving and _is_fresh(owner)
             if own and _is_whole(operand, owner) and _alike(operand, node):
                 found[node] = operand
@@ -95,7 +95,7 @@ def written_in_place(function: Function) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def writes_saved(node: fx.Node) -> bool:
+def may_overwrite_saved(node: fx.Node) -> bool:
     """Whether an operator may write into what a microbatch has saved.
 
     Functions that torch compiles run more than once, so that others may not. This one does not do it there.
@@ -108,7 +108,7 @@ def _is_last(node: fx.Node, owner: fx.Node, body: set[fx.Node]) -> bool:
 
     What a later function reads is among the function's results.
     """
-    seen = {*readers(owner)}
+    seen = {*storage_readers(owner)}
     shared = any(each.target is send or each.op == "output" or is_collective(each) for each in seen)
     return not shared and seen & body == {node}
 
@@ -125,17 +125,17 @@ def in_place_variant(target: Any) -> OpOverload | None:
 
 def out_variant(target: Any) -> OpOverload | None:
     """The operator that is another one, but for a last argument that says where its value goes."""
-    return ELEMENTWISE.get(target) or BY_ROWS.get(target)
+    return ELEMENTWISE.get(target) or ROWWISE.get(target)
 
 
 def _arguments(target: OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
-def readers(owner: fx.Node) -> Iterator[fx.Node]:
+def storage_readers(owner: fx.Node) -> Iterator[fx.Node]:
     """Whatever reads a node's memory, under any of its names."""
     for user in owner.users:
-        yield from readers(user) if user.op == "call_function" and is_view(user) else (user,)
+        yield from storage_readers(user) if user.op == "call_function" and is_view(user) else (user,)
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
@@ -145,7 +145,7 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
     for operand in _writable(node):
         if isinstance(operand, fx.Node) and is_tensor(operand):
             others = [each for each in node.all_input_nodes if each is not operand]
-            if memory_of(operand) not in map(memory_of, others):
+            if storage_owner(operand) not in map(storage_owner, others):
                 yield operand
 
 
@@ -153,7 +153,7 @@ def _writable(node: fx.Node) -> Iterator[Any]:
     """The operands into which the operator of a node could write."""
     if in_place_variant(node.target):
         yield from node.args[: 2 if node.target in COMMUTATIVE and not node.kwargs else 1]
-    elif node.target in ELEMENTWISE or (node.target in BY_ROWS and _has_rows(node)):
+    elif node.target in ELEMENTWISE or (node.target in ROWWISE and _has_rows(node)):
         yield from node.args
     elif node.target is cross_entropy_gradient:
         yield node.args[1]
@@ -162,21 +162,21 @@ def _writable(node: fx.Node) -> Iterator[Any]:
 def _has_rows(node: fx.Node) -> bool:
     """Whether kernels go through the operands row by row: on CPUs, where one row lies after another."""
     operands = [each for each in node.all_input_nodes if is_tensor(each)]
-    return node.meta["val"].device.type == "cpu" and all(map(is_dense, operands))
+    return node.meta["val"].device.type == "cpu" and all(map(is_contiguous, operands))
 
 
 def _is_fresh(owner: fx.Node) -> bool:
     """Whether an operator of torch made the memory. What others return may be what they hold."""
     maker = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
     is_torchs = isinstance(maker.target, OpOverload) and maker.target.namespace == "aten"
-    return is_torchs and is_counted(owner)
+    return is_torchs and owns_new_storage(owner)
 
 
 def _is_whole(operand: fx.Node, owner: fx.Node) -> bool:
     """Whether the operand shows each element of its memory once."""
     node = operand
     while node is not owner:
-        if reads_memory(node) or node.target is operator.getitem:
+        if depends_on_strides(node) or node.target is operator.getitem:
             return False
         node = node.all_input_nodes[0]
     one, other = operand.meta["val"], owner.meta["val"]

@@ -1,4 +1,4 @@
-"""What must hold of a training graph after every pass: a list of rules for each form it has reached."""
+"""What must hold of a training graph after every pass: a list of rules for each level it has reached."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -9,38 +9,38 @@ from torch import fx
 from pipec.errors import VerifyError
 from pipec.graph import (
     Buffer,
-    Form,
     Gradient,
+    LoweringLevel,
     TrainingGraph,
     UpdatedBuffer,
+    has_data_dependent_size,
     is_collective,
     is_constant,
     is_forward,
     is_tensor,
-    parameters_behind,
-    part_of,
     recv,
+    segment_of,
     send,
+    source_parameters,
     stage_of,
-    varies,
 )
 from pipec.ir import Phase
 
-Fault = tuple[fx.Node, str]
-Rule = Callable[[TrainingGraph], Iterator[Fault]]
+Violation = tuple[fx.Node, str]
+Rule = Callable[[TrainingGraph], Iterator[Violation]]
 
 CONTEXT_LINES = 3
 
 
-def verify(graph: TrainingGraph, after: object = "capture") -> None:
-    """Check every rule of the form that the graph has reached.
+def verify_graph(graph: TrainingGraph, after: object = "capture") -> None:
+    """Check every rule of the level that the graph has reached.
 
     Raises:
         VerifyError: a rule is broken; it names the pass, the stage and the node.
     """
     graph.module.graph.lint()
-    for form, rules in RULES.items():
-        if graph.form < form:
+    for level, rules in RULES.items():
+        if graph.level < level:
             break
         for rule in rules:
             for node, problem in rule(graph):
@@ -65,7 +65,7 @@ def _around(graph: TrainingGraph, node: fx.Node) -> str:
     return "\n".join(lines)
 
 
-def _nodes_are_classified(graph: TrainingGraph) -> Iterator[Fault]:
+def _nodes_are_classified(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         for key in ("val", "operator", "phase"):
             if key not in node.meta:
@@ -75,20 +75,20 @@ def _nodes_are_classified(graph: TrainingGraph) -> Iterator[Fault]:
                 )
 
 
-def _forward_never_reads_backward(graph: TrainingGraph) -> Iterator[Fault]:
+def _forward_never_reads_backward(graph: TrainingGraph) -> Iterator[Violation]:
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
             if not is_forward(source):
                 yield node, f"runs in the forward but reads {source.name}, which the backward makes"
 
 
-def _every_node_has_a_stage(graph: TrainingGraph) -> Iterator[Fault]:
+def _every_node_has_a_stage(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if not is_constant(node) and not isinstance(node.meta.get("stage"), int):
             yield node, "belongs to no stage"
 
 
-def _edges_follow_the_pipeline(graph: TrainingGraph) -> Iterator[Fault]:
+def _edges_follow_the_pipeline(graph: TrainingGraph) -> Iterator[Violation]:
     for source, user in _stage_edges(graph):
         if is_forward(source) and is_forward(user) and stage_of(source) > stage_of(user):
             yield user, f"reads {source.name} of the later stage {stage_of(source)}: a forward edge goes back"
@@ -99,7 +99,7 @@ def _edges_follow_the_pipeline(graph: TrainingGraph) -> Iterator[Fault]:
             )
 
 
-def _changed_buffers_stay_home(graph: TrainingGraph) -> Iterator[Fault]:
+def _changed_buffers_stay_home(graph: TrainingGraph) -> Iterator[Violation]:
     homes = {role.fqn: stage_of(n) for role, n in graph.outputs if isinstance(role, UpdatedBuffer)}
     for node in graph.arguments:
         role = node.meta["role"]
@@ -109,7 +109,7 @@ def _changed_buffers_stay_home(graph: TrainingGraph) -> Iterator[Fault]:
                     yield user, f"reads buffer {role.fqn}, which stage {homes[role.fqn]} changes"
 
 
-def _gradients_have_one_stage_each(graph: TrainingGraph) -> Iterator[Fault]:
+def _gradients_have_one_stage_each(graph: TrainingGraph) -> Iterator[Violation]:
     seen: dict[tuple[str, int], fx.Node] = {}
     for role, node in graph.outputs:
         if isinstance(role, Gradient):
@@ -119,10 +119,10 @@ def _gradients_have_one_stage_each(graph: TrainingGraph) -> Iterator[Fault]:
             seen[key] = node
 
 
-def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Fault]:
+def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Violation]:
     users: dict[str, set[int]] = {}
     for argument in graph.arguments:
-        for fqn in parameters_behind(argument):
+        for fqn in source_parameters(argument):
             users.setdefault(fqn, set()).update(
                 stage_of(user) for user in argument.users if user.op == "call_function"
             )
@@ -134,7 +134,7 @@ def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Fault]:
             )
 
 
-def _tuples_stay_whole(graph: TrainingGraph) -> Iterator[Fault]:
+def _tuples_stay_whole(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.target is operator.getitem and not is_constant(node):
             (source,) = node.all_input_nodes
@@ -142,28 +142,28 @@ def _tuples_stay_whole(graph: TrainingGraph) -> Iterator[Fault]:
                 yield node, f"is a part of {source.name} but runs elsewhere: only tensors are sent or saved"
 
 
-def _only_messages_cross(graph: TrainingGraph) -> Iterator[Fault]:
+def _only_messages_cross(graph: TrainingGraph) -> Iterator[Violation]:
     for source, user in _stage_edges(graph):
         if stage_of(source) != stage_of(user) and user.target is not recv:
             yield user, f"reads {source.name} of stage {stage_of(source)} without a send and a recv"
 
 
-def _messages_have_sizes(graph: TrainingGraph) -> Iterator[Fault]:
+def _messages_have_sizes(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
-        if node.target is send and varies(node.all_input_nodes[0]):
+        if node.target is send and has_data_dependent_size(node.all_input_nodes[0]):
             yield (
                 node,
                 f"sends {node.all_input_nodes[0].name}, whose size values tell: no stage could receive it",
             )
 
 
-def _values_go_straight(graph: TrainingGraph) -> Iterator[Fault]:
+def _values_go_straight(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.target is send and node.all_input_nodes[0].target is recv:
             yield node, f"relays {node.all_input_nodes[0].name}; the stage that makes a value sends it itself"
 
 
-def _messages_match(graph: TrainingGraph) -> Iterator[Fault]:
+def _messages_match(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.target is send:
             receivers = [user for user in node.users if user.target is recv]
@@ -179,7 +179,7 @@ def _messages_match(graph: TrainingGraph) -> Iterator[Fault]:
                 yield node, f"expects {_type(node)} but {source.name} carries {_type(source)}"
 
 
-def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Fault]:
+def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.meta["phase"] is Phase.BACKWARD_INPUT:
             for source in node.all_input_nodes:
@@ -192,21 +192,24 @@ def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Fault]:
             yield node, "is neither part of the input gradient nor of the weight gradient"
 
 
-def _parts_follow_each_other(graph: TrainingGraph) -> Iterator[Fault]:
+def _segments_are_ordered(graph: TrainingGraph) -> Iterator[Violation]:
     """A function may read what earlier functions of its stage have made, its own phase's or another's."""
     for source, user in _stage_edges(graph):
         alike = stage_of(source) == stage_of(user) and is_forward(source) == is_forward(user)
-        if alike and part_of(source) > part_of(user):
-            yield user, f"runs in part {part_of(user)} but reads {source.name} of part {part_of(source)}"
+        if alike and segment_of(source) > segment_of(user):
+            yield (
+                user,
+                f"runs in segment {segment_of(user)} but reads {source.name} of segment {segment_of(source)}",
+            )
 
 
-def _replicas_join_between_parts(graph: TrainingGraph) -> Iterator[Fault]:
+def _collectives_begin_segments(graph: TrainingGraph) -> Iterator[Violation]:
     """A function hands over what replicas join, and the next one takes what comes of it."""
     for node in filter(is_collective, graph.nodes):
         source = node.all_input_nodes[0]
         made = source.op == "call_function" and not is_constant(source) and _place(source) == _place(node)
-        if made or not part_of(node):
-            yield node, f"begins no part: it is in part {part_of(node)}, and reads {source.name}"
+        if made or not segment_of(node):
+            yield node, f"begins no segment: it is in segment {segment_of(node)}, and reads {source.name}"
         if node.meta["phase"] is Phase.BACKWARD_WEIGHT:
             yield node, "waits for other replicas in the weight gradient; expected it in the input gradient"
 
@@ -221,7 +224,7 @@ def _stage_edges(graph: TrainingGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _place(node: fx.Node) -> tuple[int, Phase, int]:
-    return stage_of(node), node.meta["phase"], part_of(node)
+    return stage_of(node), node.meta["phase"], segment_of(node)
 
 
 def _type(node: fx.Node) -> str:
@@ -234,9 +237,9 @@ def _same_type(one: fx.Node, other: fx.Node) -> bool:
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _type(one) == _type(other)
 
 
-RULES: dict[Form, tuple[Rule, ...]] = {
-    Form.CAPTURED: (_nodes_are_classified, _forward_never_reads_backward),
-    Form.CUT: (
+RULES: dict[LoweringLevel, tuple[Rule, ...]] = {
+    LoweringLevel.CAPTURED: (_nodes_are_classified, _forward_never_reads_backward),
+    LoweringLevel.CUT: (
         _every_node_has_a_stage,
         _edges_follow_the_pipeline,
         _changed_buffers_stay_home,
@@ -244,11 +247,15 @@ RULES: dict[Form, tuple[Rule, ...]] = {
         _gradients_have_owners,
         _tuples_stay_whole,
     ),
-    Form.COMMUNICATING: (
+    LoweringLevel.COMMUNICATION_INSERTED: (
         _only_messages_cross,
         _messages_have_sizes,
         _values_go_straight,
         _messages_match,
     ),
-    Form.SPLIT: (_weight_gradients_come_last, _parts_follow_each_other, _replicas_join_between_parts),
+    LoweringLevel.BACKWARD_SPLIT: (
+        _weight_gradients_come_last,
+        _segments_are_ordered,
+        _collectives_begin_segments,
+    ),
 }

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from pipec.graph.functions import Function
-from pipec.graph.in_place import is_counted, written_in_place
-from pipec.graph.nodes import is_tensor, is_view, memory_of
-from pipec.primitives import cross_entropy_gradient, rows_at_a_time
+from pipec.graph.in_place import in_place_operands, owns_new_storage
+from pipec.graph.nodes import is_tensor, is_view, storage_owner
+from pipec.graph.phase_functions import PhaseFunction
+from pipec.primitives import cross_entropy_gradient, rows_per_block
 
 _aten = torch.ops.aten
 
-REDUCED_INSIDE = (
+LOSSES_WITH_TEMPORARIES = (
     _aten.binary_cross_entropy.default,
     _aten.mse_loss.default,
     _aten.smooth_l1_loss.default,
@@ -32,7 +32,7 @@ BytesOf = Callable[[fx.Node], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Occupancy:
+class FunctionMemory:
     """Bytes that a microbatch holds before a function runs, at most while it runs, and after it."""
 
     before: int
@@ -40,87 +40,87 @@ class Occupancy:
     after: int
 
 
-def owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def storage_owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that made the memory behind these values, each once. What is held anyway is left out."""
-    return {owner for owner in map(memory_of, nodes) if is_counted(owner)}
+    return {owner for owner in map(storage_owner, nodes) if owns_new_storage(owner)}
 
 
-def held_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
+def storage_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
     """What a microbatch holds with these values: views are free, and what they show counts whole."""
-    return sum(map(bytes_of, owners(nodes)))
+    return sum(map(bytes_of, storage_owners(nodes)))
 
 
-def occupancy(function: Function, bytes_of: BytesOf) -> Occupancy:
-    """What the values of a microbatch take while a function runs, which deletes what is ``dying``."""
-    before = held_bytes(function.saved_in, bytes_of)
-    peak = max((saved + made for _, saved, made in course(function, bytes_of)), default=0)
-    after = held_bytes(map(memories(function), function.saved_out), bytes_of)
-    return Occupancy(before, max(before, peak), after)
+def function_memory(function: PhaseFunction, bytes_of: BytesOf) -> FunctionMemory:
+    """What the values of a microbatch take while a function runs, which deletes what is ``dead_after``."""
+    before = storage_bytes(function.saved_in, bytes_of)
+    peak = max((saved + made for _, saved, made in live_bytes(function, bytes_of)), default=0)
+    after = storage_bytes(map(storage_owners_in(function), function.saved_out), bytes_of)
+    return FunctionMemory(before, max(before, peak), after)
 
 
-def course(function: Function, bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
+def live_bytes(function: PhaseFunction, bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
     """Each statement of a function, with what is held while it runs: of what was saved, and of what was made.
 
-    The first are bytes of values that came saved and are not ``dying`` before, the second of all others.
+    The first are bytes of values that came saved and are not ``dead_after`` before, the second of all others.
     """
-    memory, gone, body = memories(function), dying(function), {*function.body}
-    came = owners(function.saved_in)
+    memory, gone, body = storage_owners_in(function), dead_after(function), {*function.body}
+    came = storage_owners(function.saved_in)
     saved, made = sum(map(bytes_of, came)), 0
     for node in filter(is_statement, function.body):
-        new = [each for each in made_by(node, body) if memory(each) is each and is_counted(each)]
+        new = [each for each in defined_by(node, body) if memory(each) is each and owns_new_storage(each)]
         made += sum(map(bytes_of, new))
-        yield node, saved, made + unread_bytes(node, body, bytes_of)
-        for owner in owners(map(memory, gone.get(node, ()))):
+        yield node, saved, made + temporary_bytes(node, body, bytes_of)
+        for owner in storage_owners(map(memory, gone.get(node, ()))):
             if owner in came:
                 saved -= bytes_of(owner)
             else:
                 made -= bytes_of(owner)
 
 
-def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:
+def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
     """For each statement of a function, the tensors to delete after it: nothing reads their memory later.
 
     Memory is let go of with the last of its names. Those of tensors that are held anyway may stay.
     """
-    memory, body = memories(function), {*function.body}
-    kept = set(map(memory, function.results))
+    memory, body = storage_owners_in(function), {*function.body}
+    kept = set(map(memory, function.result_nodes))
     last: dict[fx.Node, fx.Node] = {}
     names: dict[fx.Node, list[fx.Node]] = {}
     for value in function.saved_in:
         names.setdefault(memory(value), []).append(value)
     for node in filter(is_statement, function.body):
-        made = list(made_by(node, body))
+        made = list(defined_by(node, body))
         for value in made:
             names.setdefault(memory(value), []).append(value)
         last |= dict.fromkeys(map(memory, (*filter(is_tensor, node.all_input_nodes), *made)), node)
     gone: dict[fx.Node, list[fx.Node]] = {}
     for owner, node in last.items():
-        if owner in names and owner not in kept and is_counted(owner):
+        if owner in names and owner not in kept and owns_new_storage(owner):
             gone.setdefault(node, []).extend(names[owner])
     return gone
 
 
-def unread_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
+def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
     """What a statement makes that has no name: the items of its tuple that are not in ``read``.
 
     Of losses that is also what their kernels make of each element, and reduce, or of some rows at a time.
     """
-    if node.target in REDUCED_INSIDE and not node.meta["val"].dim():
+    if node.target in LOSSES_WITH_TEMPORARIES and not node.meta["val"].dim():
         return bytes_of(node.all_input_nodes[0])
     if node.target is cross_entropy_gradient and node.kwargs.get("exact", True):
         num_classes, itemsize = int(node.meta["val"].shape[1]), int(node.meta["val"].itemsize)
-        return min(bytes_of(node), rows_at_a_time(num_classes, itemsize) * num_classes * itemsize)
-    if not items_of(node) or is_view(node):
+        return min(bytes_of(node), rows_per_block(num_classes, itemsize) * num_classes * itemsize)
+    if not num_items(node) or is_view(node):
         return 0
-    return max(bytes_of(node) - sum(map(bytes_of, made_by(node, read))), 0)
+    return max(bytes_of(node) - sum(map(bytes_of, defined_by(node, read))), 0)
 
 
-def memories(function: Function) -> Callable[[fx.Node], fx.Node]:
+def storage_owners_in(function: PhaseFunction) -> Callable[[fx.Node], fx.Node]:
     """What owns the memory of a value, in a function that writes some values into others' memory."""
-    written = written_in_place(function)
+    written = in_place_operands(function)
 
     def memory(node: fx.Node) -> fx.Node:
-        while (owner := memory_of(node)) in written:
+        while (owner := storage_owner(node)) in written:
             node = written[owner]
         return owner
 
@@ -132,15 +132,15 @@ def is_statement(node: fx.Node) -> bool:
     return node.target is not operator.getitem
 
 
-def items_of(node: fx.Node) -> int:
+def num_items(node: fx.Node) -> int:
     """How many items the node's value has, if it is a tuple."""
     value = node.meta.get("val")
     return len(value) if isinstance(value, list | tuple) else 0
 
 
-def made_by(node: fx.Node, read: Container[fx.Node]) -> Iterator[fx.Node]:
+def defined_by(node: fx.Node, read: Container[fx.Node]) -> Iterator[fx.Node]:
     """The tensors that a statement names: the node itself, or the items of its tuple that are in ``read``."""
     if is_tensor(node):
         yield node
-    elif items_of(node):
+    elif num_items(node):
         yield from (each for each in node.users if each.target is operator.getitem and each in read)

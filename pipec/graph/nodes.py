@@ -10,16 +10,16 @@ key          set by    meaning
 ``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
 ``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
 ``role``     capture   on placeholders: what the argument is
-``draw``     capture   on random nodes: what seeds them, besides the step's seed and the microbatch
-``changed``  capture   on buffers: True where the forward gives the buffer a new value
-``varies``   capture   True if values tell the size of the node's value, or are told by it
+``random_seed`` capture   on random nodes: what seeds them, besides the step's seed and the microbatch
+``updated``  capture   on buffers: True where the forward gives the buffer a new value
+``has_data_dependent_size``   capture   True if its size depends on values, or it computes with such a size
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
-``replay``   mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that computes them again
-``part``     a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
-``in_sum``   a pass    True on gradients that are made within the sum of a parameter's gradients
-``in_rows``  a pass    True on gradients of which only the rows are made that are not zeros
-``reuses``   a pass    True on values that are made in memory which a former one has left
+``recompute`` mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that recomputes them
+``segment``  a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
+``accumulated_in_place``   a pass    True on gradients that are made within the sum of a parameter's gradients
+``row_sparse``  a pass    True on gradients of which only the rows are made that are not zeros
+``reuses_memory``   a pass    True on values that are made in memory which a former one has left
 ============ ========= ================================================================================
 """
 
@@ -35,7 +35,7 @@ from sympy.logic.boolalg import BooleanAtom
 from torch import fx
 
 from pipec.ir import Phase
-from pipec.ir.axis import BatchAxis
+from pipec.ir.batch_axis import BatchAxis
 from pipec.ops import COLLECTIVES
 from pipec.torch_compat import OpOverload
 
@@ -48,9 +48,9 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Precomputed:
     """What is made of the parameters ``fqns`` and of ``buffers`` that never change, once for each version of
-    the parameters: output ``index`` of the graph's ``prepared``."""
+    the parameters: output ``index`` of the graph's ``precomputed``."""
 
     index: int
     fqns: tuple[str, ...]
@@ -79,8 +79,8 @@ class LossGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The microbatch's rows as a share of the batch's: a 0-dim float64 tensor."""
+class BatchFraction:
+    """The microbatch's rows as a fraction of the batch's: a 0-dim float64 tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +89,25 @@ class FirstRow:
 
 
 @dataclass(frozen=True, slots=True)
-class OfBatch:
+class BatchCount:
     """A value of the whole mini-batch, such as how many labels count: output ``index`` of the graph's
-    ``of_batch``. If it ``adds_up``, it is the sum of what it is of parts of the batch."""
+    ``batch_counts``. If it ``is_sum``, its values for parts of the batch add up to it."""
 
     index: int
-    adds_up: bool
+    is_sum: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """Leaf ``position`` of what the captured function returns, which is the loss or the model's output.
 
-    ``adds_up``: that of the batch is the sum over microbatches. ``axis``: where the function has the rows of
+    ``is_sum``: that of the batch is the sum over microbatches. ``axis``: where the function has the rows of
     the batch, if that is known. If blocks of them are merged outside of the rows, the graph returns the rows
     in front instead.
     """
 
     position: int
-    adds_up: bool = False
+    is_sum: bool = False
     axis: BatchAxis | None = None
 
 
@@ -125,11 +125,16 @@ class Gradient:
     fqn: str
 
 
-IN_SUMS: Mapping[object, str] = {torch.ops.aten.mm.default: "addmm_", torch.ops.aten.bmm.default: "baddbmm_"}
+ACCUMULATING_METHODS: Mapping[object, str] = {
+    torch.ops.aten.mm.default: "addmm_",
+    torch.ops.aten.bmm.default: "baddbmm_",
+}
 """Products, and the methods of a sum that add them to it."""
 
-Argument = Parameter | Prepared | Buffer | ModelInput | LossGradient | Share | FirstRow | OfBatch
-Result = Output | UpdatedBuffer | Gradient
+ArgumentRole = (
+    Parameter | Precomputed | Buffer | ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount
+)
+ResultRole = Output | UpdatedBuffer | Gradient
 
 
 def send(value: torch.Tensor, target: int) -> torch.Tensor:
@@ -142,7 +147,7 @@ def recv(sent: torch.Tensor) -> torch.Tensor:
     return sent
 
 
-def formula(expression: sympy.Basic, *sizes: int) -> Any:
+def size_expression(expression: sympy.Basic, *sizes: int) -> Any:
     """Node: an expression in sizes that are nodes. They are its symbols, in alphabetical order."""
     symbols = sorted(expression.free_symbols, key=str)
     value: Any = expression.subs(dict(zip(symbols, sizes, strict=True)))
@@ -157,9 +162,9 @@ def stage_of(node: fx.Node) -> int:
     return stage
 
 
-def part_of(node: fx.Node) -> int:
+def segment_of(node: fx.Node) -> int:
     """Which of the functions that its phase consists of runs the node."""
-    part: int = node.meta.get("part", 0)
+    part: int = node.meta.get("segment", 0)
     return part
 
 
@@ -171,22 +176,22 @@ def is_constant(node: fx.Node) -> bool:
     return bool(node.meta.get("constant"))
 
 
-def parameters_behind(node: fx.Node) -> tuple[str, ...]:
+def source_parameters(node: fx.Node) -> tuple[str, ...]:
     """The parameters that an argument of the graph is, or is made of; none of another argument."""
     match node.meta.get("role"):
         case Parameter(fqn=fqn):
             return (fqn,)
-        case Prepared(fqns=fqns):
+        case Precomputed(fqns=fqns):
             return fqns
     return ()
 
 
-def buffers_behind(node: fx.Node) -> tuple[str, ...]:
+def source_buffers(node: fx.Node) -> tuple[str, ...]:
     """The buffers that an argument of the graph is, or is made of; none of another argument."""
     match node.meta.get("role"):
         case Buffer(fqn=fqn):
             return (fqn,)
-        case Prepared(buffers=fqns):
+        case Precomputed(buffers=fqns):
             return fqns
     return ()
 
@@ -196,12 +201,12 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def is_number(node: fx.Node) -> bool:
+def is_data_dependent_number(node: fx.Node) -> bool:
     """Whether the node's value is a number that values tell, as the length of what a mask selects."""
-    return node.target in (torch.ops.aten.sym_size.int, formula)
+    return node.target in (torch.ops.aten.sym_size.int, size_expression)
 
 
-def is_dense(node: fx.Node) -> bool:
+def is_contiguous(node: fx.Node) -> bool:
     """Whether the elements of a tensor lie in memory one after the other, row by row."""
     tensor, step = node.meta["val"], sympy.Integer(1)
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
@@ -211,24 +216,24 @@ def is_dense(node: fx.Node) -> bool:
     return True
 
 
-def varies(node: fx.Node) -> bool:
+def has_data_dependent_size(node: fx.Node) -> bool:
     """Whether the size of the node's value depends on values, so that no message can carry it."""
-    return bool(node.meta.get("varies"))
+    return bool(node.meta.get("has_data_dependent_size"))
 
 
-def is_in_sum(node: fx.Node) -> bool:
+def accumulates_in_place(node: fx.Node) -> bool:
     """Whether the node is a gradient that has no memory of its own: it is added to a sum as it is made."""
-    return bool(node.meta.get("in_sum"))
+    return bool(node.meta.get("accumulated_in_place"))
 
 
-def is_in_rows(node: fx.Node) -> bool:
+def is_row_sparse(node: fx.Node) -> bool:
     """Whether the node is the gradient of a table, of which few rows are made, to be added to the sum."""
-    return bool(node.meta.get("in_rows"))
+    return bool(node.meta.get("row_sparse"))
 
 
 def reuses_memory(node: fx.Node) -> bool:
     """Whether the node's value is made in memory that a former one has left."""
-    return bool(node.meta.get("reuses"))
+    return bool(node.meta.get("reuses_memory"))
 
 
 def is_random(node: fx.Node) -> bool:
@@ -266,19 +271,19 @@ def _returns_views(operator: OpOverload) -> bool:
     return any(info is not None and not info.is_write for info in returned)
 
 
-def reads_memory(node: fx.Node) -> bool:
+def depends_on_strides(node: fx.Node) -> bool:
     """Whether the node's value depends on how its input lies in memory, and not on its elements alone."""
     return node.target in (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 
 
-def memory_of(node: fx.Node) -> fx.Node:
+def storage_owner(node: fx.Node) -> fx.Node:
     """The node that owns the memory of this one: what it is a view of, or itself."""
     while node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def sums_gradients(node: fx.Node) -> bool:
+def is_gradient_sum(node: fx.Node) -> bool:
     """Whether the node is one of autograd's sums: a value used several times has a gradient from each use."""
     return (
         node.target is torch.ops.aten.add.Tensor
@@ -288,21 +293,21 @@ def sums_gradients(node: fx.Node) -> bool:
     )
 
 
-def needs_only_inputs(node: fx.Node) -> bool:
+def depends_on_inputs_only(node: fx.Node) -> bool:
     """Whether any stage can compute the forward node itself.
 
     It then depends on the model's inputs and constants alone: no random number is drawn for it, and no other
     replica takes part.
     """
-    if "needs_only_inputs" not in node.meta:
+    if "depends_on_inputs_only" not in node.meta:
         if node.op == "placeholder":
-            answer = isinstance(node.meta["role"], ModelInput | Share | FirstRow | OfBatch)
+            answer = isinstance(node.meta["role"], ModelInput | BatchFraction | FirstRow | BatchCount)
         else:
             answer = (
                 is_forward(node)
                 and not is_random(node)
                 and not is_collective(node)
-                and all(map(needs_only_inputs, node.all_input_nodes))
+                and all(map(depends_on_inputs_only, node.all_input_nodes))
             )
-        node.meta["needs_only_inputs"] = answer
-    return bool(node.meta["needs_only_inputs"])
+        node.meta["depends_on_inputs_only"] = answer
+    return bool(node.meta["depends_on_inputs_only"])

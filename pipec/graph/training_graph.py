@@ -10,13 +10,13 @@ import sympy
 import torch
 from torch import fx
 
-from pipec.graph.assumptions import NOTHING, Assumptions
-from pipec.graph.branches import ALL_THE_SAME, Decided
-from pipec.graph.dimensions import Symbols
-from pipec.graph.findings import PROVED, Findings
-from pipec.graph.nodes import Result
+from pipec.graph.branch_checks import NO_INPUT_BRANCHES, InputBranches
+from pipec.graph.findings import NO_FINDINGS, BatchFindings
+from pipec.graph.model_guards import NO_MODEL_GUARDS, ModelGuards
+from pipec.graph.nodes import ResultRole
+from pipec.graph.size_text import SymbolNames
 from pipec.ir import Mode, Sizes, Variable
-from pipec.ir.axis import BatchAxis
+from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat import pytree
 
 
@@ -30,13 +30,13 @@ class Operator:
     source: str
 
 
-class Form(IntEnum):
-    """How far the passes have brought a graph. ``RULES`` in ``invariants`` lists what holds of each form."""
+class LoweringLevel(IntEnum):
+    """How far the passes have brought a graph. ``RULES`` in ``invariants`` lists what holds of each level."""
 
     CAPTURED = 0
     CUT = 1
-    COMMUNICATING = 2
-    SPLIT = 3
+    COMMUNICATION_INSERTED = 2
+    BACKWARD_SPLIT = 3
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,17 @@ class TrainingGraph:
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. ``variables`` are the other sizes and the numbers that may change from call to
-    call, and ``planned`` has those of the call that was captured, for which costs are predicted.
-    ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph
-    serves sizes and numbers for which all ``guards`` hold. ``value_sizes`` are the sizes that values alone
-    tell, each with what is predicted for it.
-    ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
-    ``prepared`` computes, once for each version of the weights, what depends on them and on fixed buffers.
-    ``findings`` say what was proved of the batch. ``logs`` names the results that follow the loss; those
-    after them, of which ``output_spec`` is the tree, are the model's output.
-    ``joined`` is the first call of ``pipec.ops``, if any: it joins what replicas run at the same time.
-    ``kept_row`` is where eager torch would squeeze the dimension of rows of a batch of one row, if anywhere.
-    ``assumptions`` say whether capturing again would give the same, and ``decided`` whether the values of a
-    call's arguments let it branch in the same way; passes leave them alone.
+    call, and ``planned_sizes`` has those of the call that was captured, for which costs are predicted.
+    ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph is
+    valid for sizes and numbers for which all ``guards`` hold. ``data_dependent_sizes`` are the sizes that
+    depend on values, each with a prediction. ``batch_counts`` computes, once a step, what the stages must
+    know of the whole mini-batch; no pass changes it. ``precomputed`` computes, once for each version of the
+    weights, what depends on them and on fixed buffers. ``findings`` say what was proved of the batch.
+    ``logs`` names the results that follow the loss; those after them, of which ``output_spec`` is the tree,
+    are the model's output. ``first_collective`` is the first model collective, if any: replicas run it at the
+    same time. ``squeezed_at`` is where eager torch would squeeze the batch dimension of a batch of one row,
+    if anywhere. ``model_guards`` say whether capturing again would give the same, and ``input_branches``
+    whether the values of a call's arguments make it branch in the same way; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
     of the arguments, ``axes`` says where the user has the rows of those that are split, and ``training`` is
@@ -67,31 +66,31 @@ class TrainingGraph:
     module: fx.GraphModule
     mode: Mode
     operators: tuple[Operator, ...]
-    results: tuple[Result, ...]
+    results: tuple[ResultRole, ...]
     batch_size: int
     batch: sympy.Symbol | None = None
     guards: tuple[sympy.Basic, ...] = ()
     variables: tuple[Variable, ...] = ()
-    planned: Sizes = field(default_factory=dict)
-    variable_symbols: Symbols = field(default_factory=dict)
-    value_sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
-    form: Form = Form.CAPTURED
+    planned_sizes: Sizes = field(default_factory=dict)
+    variable_symbols: SymbolNames = field(default_factory=dict)
+    data_dependent_sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
+    level: LoweringLevel = LoweringLevel.CAPTURED
     num_stages: int = 1
     ranks: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    of_batch: fx.Graph | None = None
-    prepared: fx.Graph | None = None
-    findings: Findings = PROVED
-    joined: str = ""
-    kept_row: str = ""
+    batch_counts: fx.Graph | None = None
+    precomputed: fx.Graph | None = None
+    findings: BatchFindings = NO_FINDINGS
+    first_collective: str = ""
+    squeezed_at: str = ""
     logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
     paths: tuple[str, ...] = ()
     axes: tuple[BatchAxis | None, ...] = ()
     training: bool = True
-    assumptions: Assumptions = NOTHING
-    decided: Decided = ALL_THE_SAME
+    model_guards: ModelGuards = NO_MODEL_GUARDS
+    input_branches: InputBranches = NO_INPUT_BRANCHES
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -103,13 +102,13 @@ class TrainingGraph:
         return [node for node in self.module.graph.nodes if node.op == "placeholder"]
 
     @property
-    def outputs(self) -> list[tuple[Result, fx.Node]]:
+    def outputs(self) -> list[tuple[ResultRole, fx.Node]]:
         """Each result with its node. A parameter that does not influence the loss has no gradient."""
         nodes = self.module.graph.output_node().args[0]
         return list(zip(self.results, nodes, strict=True))  # type: ignore[arg-type]
 
     @property
-    def symbols(self) -> Symbols:
+    def symbols(self) -> SymbolNames:
         """What the symbols in the graph are called: ``b``, and the names of variables."""
         return {**({self.batch: "b"} if self.batch is not None else {}), **self.variable_symbols}
 
@@ -119,40 +118,40 @@ class TrainingGraph:
         return tuple(dict.fromkeys(self.symbols.values()))
 
     @property
-    def fixed(self) -> Sizes:
-        """The variables that are the same in every call that the graph serves."""
+    def fixed_sizes(self) -> Sizes:
+        """The variables that are the same in every call that the graph is valid for."""
         symbolic = {*self.variable_symbols.values()}
-        return {name: size for name, size in self.planned.items() if name not in symbolic}
+        return {name: size for name, size in self.planned_sizes.items() if name not in symbolic}
 
-    def serves(self, microbatch_size: int, values: Sizes | None = None) -> bool:
+    def is_valid_for(self, microbatch_size: int, values: Sizes | None = None) -> bool:
         """Whether the captured graph is right for this microbatch size and these variables, or for some."""
         if self.batch is None and microbatch_size != self.batch_size:
             return False
-        if values and any(values[name] != size for name, size in self.fixed.items()):
+        if values and any(values[name] != size for name, size in self.fixed_sizes.items()):
             return False
         sizes = {"b": microbatch_size, **(values or {})}
         known = self._known(sizes)
         return all(guard.subs(known) != sympy.false for guard in self.guards)
 
-    def found_in(self, batch_size: int, values: Sizes) -> Findings:
+    def findings_for(self, batch_size: int, values: Sizes) -> BatchFindings:
         """The findings of a batch of so many rows, for which a branch on sizes may go another way."""
         known = self._known({"b": batch_size, **values})
         names = {symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}
         for condition, line in self.findings.branches:
-            if condition.subs(known) == sympy.false and not self.findings.mixed:
+            if condition.subs(known) == sympy.false and not self.findings.mixed_rows:
                 why = f"({condition.subs(names)} for a microbatch of b rows, and not for all {batch_size})"
-                return replace(self.findings, mixed=f"{line} {why}")
+                return replace(self.findings, mixed_rows=f"{line} {why}")
         return self.findings
 
-    def obsolete(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:
+    def guard_failure(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:
         """Why capturing again would give another graph, for a call of these leaves; empty if it would not.
 
         ``sizes`` are those of the call, its rows among them. Without leaves, the model alone is looked at.
         """
-        changed = self.assumptions.broken()
-        if changed or leaves is None or not self.decided.branches:
+        changed = self.model_guards.violation()
+        if changed or leaves is None or not self.input_branches.branches:
             return changed
-        return self.decided.changed(leaves, self._known(sizes))
+        return self.input_branches.changed(leaves, self._known(sizes))
 
     def _known(self, sizes: Sizes) -> dict[sympy.Symbol, float]:
         return {symbol: sizes[name] for symbol, name in self.symbols.items() if name in sizes}

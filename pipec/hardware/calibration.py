@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from pipec.errors import InputError, PlanError
 from pipec.hardware.devices import DEVICES, DeviceModel, find_device
-from pipec.ir.arguments import shown
+from pipec.ir.argument_checks import short_repr
 
 FALLBACK_GPU = "a100"
 """Stands for accelerators without an entry: where to cut depends on ratios, which differ less than speeds."""
 
-_ROUND_SECONDS = 0.002
-_ROUNDS = 40
-"""Every round measures everything, so that a slow moment of the machine does not meet a figure in all. It is
+_REPEAT_SECONDS = 0.002
+_REPEATS = 40
+"""Every repeat measures everything, so that a slow moment of the machine does not meet a figure in all. It is
 shorter than what a busy system gives a process at a time."""
 
 
@@ -43,7 +43,7 @@ _ACCELERATOR = _Sizes(rows=4096, width=4096, num_weights=1, copied_bytes=1 << 28
 
 _HEAD_WIDTH = 64
 _OTHERS = 8 + 20 + 20 + 14
-"""Operations per element of what ``_others`` runs, as ``pipec/cost/tables.py`` counts them."""
+"""Operations per element of what ``_others`` runs, as ``pipec/cost/operator_tables.py`` counts them."""
 
 
 def default_device_model(device: torch.device) -> DeviceModel:
@@ -70,14 +70,14 @@ def calibrate(device: torch.device | str) -> DeviceModel:
 
     Products are of float32 and bfloat16, of weights that no core has in its own cache, as in a step; the rest
     of arithmetic is that of a layer norm, a GELU with its gradient and a softmax. The launch time is that of
-    a small matrix product between two views, as stages run it. Of several rounds the fastest counts: what
+    a small matrix product between two views, as stages run it. Of several repeats the fastest counts: what
     else the machine does makes none faster. The CPU is measured with torch's current number of threads.
 
     Raises:
         InputError: that is no device, or this machine has none like it.
         PlanError: it is ``meta``.
     """
-    device = usable_device(device)
+    device = resolve_device(device)
     if device.type == "meta":
         raise PlanError("the meta device computes nothing: calibrate on the device that will train the model")
     sizes = _CPU if device.type == "cpu" else _ACCELERATOR
@@ -103,12 +103,12 @@ def calibrate(device: torch.device | str) -> DeviceModel:
         launch_seconds=launch,
         memory_bytes=_memory_bytes(device, base),
         source=f"measured, {torch.get_num_threads()} threads; the link and the host as in {base.name}",
-        attention_share=min(1.0, attended / rates["float32"]),
+        attention_efficiency=min(1.0, attended / rates["float32"]),
         other_flops_per_second=_OTHERS * sizes.rows * sizes.width / _without(seconds["others"], 4 * launch),
     )
 
 
-def usable_device(device: torch.device | str) -> torch.device:
+def resolve_device(device: torch.device | str) -> torch.device:
     """The device, with its index. Raises InputError unless it exists here."""
     try:
         if not isinstance(device, str | torch.device):
@@ -116,7 +116,7 @@ def usable_device(device: torch.device | str) -> torch.device:
         return torch.empty(1, device=device).device
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(f"device is {shown(device)}, which cannot be used here: {reason}") from error
+        raise InputError(f"device is {short_repr(device)}, which cannot be used here: {reason}") from error
 
 
 Run = Callable[[], object]
@@ -170,22 +170,22 @@ def _without(seconds: float, launch: float) -> float:
 def _fastest(work: Mapping[str, Run], device: torch.device) -> dict[str, float]:
     """The seconds of one call of each, among calls back to back, whose launches overlap as in a step."""
     counts = {name: _num_calls(run, device) for name, run in work.items()}
-    rounds = [
-        {name: _round_seconds(run, counts[name], device) / counts[name] for name, run in work.items()}
-        for _ in range(_ROUNDS)
+    repeats = [
+        {name: _repeat_seconds(run, counts[name], device) / counts[name] for name, run in work.items()}
+        for _ in range(_REPEATS)
     ]
-    return {name: min(each[name] for each in rounds) for name in work}
+    return {name: min(each[name] for each in repeats) for name in work}
 
 
 def _num_calls(run: Run, device: torch.device) -> int:
-    """As many as fill a round, also where one of them is interrupted."""
+    """As many as fill a repeat, also where one of them is interrupted."""
     num_calls = 1
-    while min(_round_seconds(run, num_calls, device) for _ in range(4)) < _ROUND_SECONDS:
+    while min(_repeat_seconds(run, num_calls, device) for _ in range(4)) < _REPEAT_SECONDS:
         num_calls *= 2
     return num_calls
 
 
-def _round_seconds(run: Run, num_calls: int, device: torch.device) -> float:
+def _repeat_seconds(run: Run, num_calls: int, device: torch.device) -> float:
     start = time.perf_counter()
     for _ in range(num_calls):
         run()

@@ -47,7 +47,7 @@ class DeviceModel:
     """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
 
     ``flops_per_second`` maps names of dtypes to peak rates; the rate of ``float32`` serves for dtypes that it
-    lacks. Attention reaches the share ``attention_share`` of them, and what is no product does at most
+    lacks. Attention reaches the share ``attention_efficiency`` of them, and what is no product does at most
     ``other_flops_per_second``. Every operator takes at least ``launch_seconds``, and ``host`` is what the
     host takes besides operators. ``link`` joins the device to its peers in one host, and ``host_link`` to the
     memory of the host. ``source`` says where the figures come from.
@@ -62,7 +62,7 @@ class DeviceModel:
     source: str
     host_link: LinkModel = PCIE_4
     host: HostCost = _NOTHING
-    attention_share: float = 1.0
+    attention_efficiency: float = 1.0
     other_flops_per_second: float = math.inf
 
     def seconds(
@@ -75,7 +75,7 @@ class DeviceModel:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever takes longer."""
         rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
         if arithmetic is Arithmetic.ATTENTION:
-            rate *= self.attention_share
+            rate *= self.attention_efficiency
         elif arithmetic is Arithmetic.OTHER:
             rate = min(rate, self.other_flops_per_second)
         return self.launch_seconds + max(flops / rate, bytes_moved / self.memory_bytes_per_second)

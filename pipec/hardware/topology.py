@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipec.errors import UNREADABLE, PlanError
+from pipec.errors import DAMAGED_DATA_ERRORS, PlanError
 from pipec.hardware.devices import LinkModel
-from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
+from pipec.ir.argument_checks import MOST_RANKS, check_arguments, integer_between
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -104,14 +104,14 @@ class Topology:
     def slowest_link(self) -> LinkModel:
         return min(self.levels, key=lambda level: level.bytes_per_second).link
 
-    def within(self, memory_bytes: float) -> "Topology":
+    def with_memory_limit(self, memory_bytes: float) -> "Topology":
         """The same devices, none of which holds more than ``memory_bytes``."""
         limited = (
             replace(device, memory_bytes=min(device.memory_bytes, memory_bytes)) for device in self.devices
         )
         return replace(self, devices=tuple(limited))
 
-    def reserving(self, num_bytes: Sequence[float]) -> "Topology":
+    def with_reserved_memory(self, num_bytes: Sequence[float]) -> "Topology":
         """The same devices, ``num_bytes[d]`` of device d set aside. At least one byte is left on each."""
         pairs = zip(self.devices, num_bytes, strict=True)
         smaller = (
@@ -119,11 +119,11 @@ class Topology:
         )
         return replace(self, devices=tuple(smaller))
 
-    def without_limits(self) -> "Topology":
+    def without_memory_limits(self) -> "Topology":
         """The same devices with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
-    def flat(self) -> "Topology":
+    def single_level(self) -> "Topology":
         """The same devices on one level, any two of them joined by the slowest link."""
         slowest = min(self.levels, key=lambda level: level.bytes_per_second)
         return replace(self, levels=(replace(slowest, size=len(self.devices)),))
@@ -144,7 +144,7 @@ class Topology:
         )
         return Topology(tuple(worst), (level,))
 
-    def part(self, num_devices: int) -> "Topology":
+    def first_devices(self, num_devices: int) -> "Topology":
         """The first ``num_devices``, in the groups that they fill.
 
         The slowest link between any of those that fill none joins them, or their groups.
@@ -161,13 +161,13 @@ class Topology:
         return Topology(self.devices[:num_devices], tuple(levels))
 
 
-def alike(num_devices: int, link: LinkModel, memory_bytes: float = math.inf) -> Topology:
+def equal_devices(num_devices: int, link: LinkModel, memory_bytes: float = math.inf) -> Topology:
     """Equal devices, any two joined by the same link."""
     level = Level(num_devices, link.bytes_per_second, link.latency_seconds)
     return Topology((Device(memory_bytes),) * num_devices, (level,))
 
 
-def uniform(
+def uniform_topology(
     sizes: Sequence[int], bytes_per_second: Sequence[float], device: Device | None = None
 ) -> Topology:
     """Equal devices in equal groups, from the inside out. Every level needs a bandwidth, or PlanError."""
@@ -186,20 +186,20 @@ def read_topology(path: Path) -> Topology:
     """The topology in a ``.toml`` or ``.json`` file. PlanError if it is malformed."""
     try:
         text = path.read_text(encoding="utf-8")
-        return _from_facts(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-    except UNREADABLE as error:
+        return _parse_topology(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
+    except DAMAGED_DATA_ERRORS as error:
         raise PlanError(
             f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
             f"(size, bytes_per_second, latency_seconds), in TOML or JSON"
         ) from error
 
 
-def _from_facts(facts: Mapping[str, Any]) -> Topology:
+def _parse_topology(facts: Mapping[str, Any]) -> Topology:
     devices: list[Device] = []
     for entry in facts["devices"]:
         figures = {key: float(value) for key, value in entry.items() if key != "count"}
         count = entry.get("count", 1)
-        check_arguments({"count": whole(1, MOST_RANKS)}, locals())
+        check_arguments({"count": integer_between(1, MOST_RANKS)}, locals())
         devices += [Device(**figures)] * count
     return Topology(tuple(devices), tuple(Level(**entry) for entry in facts["levels"]))
 

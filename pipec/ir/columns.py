@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Kind, Link, Op, Phase, Placement, Program, Traits
+from pipec.ir import Compute, Instruction, Link, Op, OpKind, OpTraits, Phase, Placement, Program
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -28,19 +28,19 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS, PART = 10, 7
+NUM_COLUMNS, SEGMENT_COLUMN = 10, 7
 """Of instructions: how many, and which has the parts of phases."""
 
 
-def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
+def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:
     """For each op by its code, whether it has a trait."""
     return np.array([trait(op.traits) for op in OPS])
 
 
-_IS_COMPUTE = _having(lambda traits: traits.kind is Kind.COMPUTE)
+_IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
-_IS_COLLECTIVE = _having(lambda traits: traits.kind is Kind.COLLECTIVE)
-_IS_COPY = _having(lambda traits: traits.kind is Kind.COPY)
+_IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)
+_IS_COPY = _having(lambda traits: traits.kind is OpKind.COPY)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
 _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
@@ -74,7 +74,7 @@ def taken(column: Ints, numbers: Ints) -> Ints:
     return constant(column[0], numbers.size) if is_constant(column) and column.size else column[numbers]
 
 
-def concatenated(columns: Sequence[Ints]) -> Ints:
+def concatenate(columns: Sequence[Ints]) -> Ints:
     """Columns one after the other."""
     filled = [column for column in columns if column.size]
     if len(filled) == 1:
@@ -146,13 +146,13 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-class Cells(_Columns[Compute]):
+class ComputeColumns(_Columns[Compute]):
     """The order of a rank: columns of phase, stage and microbatch."""
 
     @classmethod
-    def of(cls, order: Sequence[Compute]) -> "Cells":
+    def of(cls, order: Sequence[Compute]) -> "ComputeColumns":
         """``order`` as columns. An order that is columns already is returned as it is."""
-        if isinstance(order, Cells):
+        if isinstance(order, ComputeColumns):
             return order
         rows = [(PHASE_CODE[cell.phase], cell.stage, cell.microbatch) for cell in order]
         return cls(_matrix(rows, 3))
@@ -161,22 +161,22 @@ class Cells(_Columns[Compute]):
     def phases(self) -> Ints:
         return self._column(0)
 
-    def where(self, mask: NDArray[np.bool_]) -> "Cells":
+    def where(self, mask: NDArray[np.bool_]) -> "ComputeColumns":
         """The cells at which ``mask`` is true."""
         numbers = np.flatnonzero(mask)
-        return Cells(taken(column, numbers) for column in self.columns)
+        return ComputeColumns(taken(column, numbers) for column in self.columns)
 
-    def repeated(self, counts: Ints) -> "Cells":
+    def repeated(self, counts: Ints) -> "ComputeColumns":
         """Each cell as often as ``counts`` says."""
-        return Cells(column.repeat(counts) for column in self.columns)
+        return ComputeColumns(column.repeat(counts) for column in self.columns)
 
     def _row(self, *numbers: int) -> Compute:
         phase, stage, microbatch = numbers
         return Compute(PHASES[phase], stage, microbatch)
 
 
-class Instructions(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, part, join, version.
+class InstructionColumns(_Columns[Instruction]):
+    """What a rank executes: a column for each field of ``Instruction``.
 
     ``link`` is an index into ``links``, or -1.
     """
@@ -186,9 +186,9 @@ class Instructions(_Columns[Instruction]):
         self.links = links
 
     @classmethod
-    def of(cls, instructions: Sequence[Instruction], links: Sequence[Link]) -> "Instructions":
+    def of(cls, instructions: Sequence[Instruction], links: Sequence[Link]) -> "InstructionColumns":
         """``instructions`` as columns. Links that ``links`` lacks are numbered after those it has."""
-        if isinstance(instructions, Instructions) and instructions.links == links:
+        if isinstance(instructions, InstructionColumns) and instructions.links == links:
             return instructions
         index = {link: number for number, link in enumerate(links)}
         rows = [
@@ -200,8 +200,8 @@ class Instructions(_Columns[Instruction]):
                 each.peer,
                 each.slot,
                 each.bucket,
-                each.part,
-                each.join,
+                each.segment,
+                each.model_collective,
                 each.version,
             )
             for each in instructions
@@ -209,10 +209,10 @@ class Instructions(_Columns[Instruction]):
         return cls(_matrix(rows, NUM_COLUMNS), tuple(index))
 
     @property
-    def cells(self) -> Cells:
+    def cells(self) -> ComputeColumns:
         """The computes, as the cells of a schedule."""
-        cells = self.where(self.is_cell)
-        return Cells((cells.phases, cells.stages, cells.microbatches))
+        cells = self.where(self.is_compute_start)
+        return ComputeColumns((cells.phases, cells.stages, cells.microbatches))
 
     @property
     def phases(self) -> Ints:
@@ -221,31 +221,31 @@ class Instructions(_Columns[Instruction]):
         return phases
 
     @property
-    def is_cell(self) -> NDArray[np.bool_]:
+    def is_compute_start(self) -> NDArray[np.bool_]:
         """Which computes stand for cells: of one in parts, the part with which a microbatch's memory changes.
 
         A forward takes memory with its first part, and a backward gives it back with its last.
         """
-        chosen = self.is_compute & (self.parts <= 0)
-        later = np.flatnonzero(self.is_compute & (self.parts >= 0) & (self.ops != OP_CODE[Op.FORWARD]))
+        chosen = self.is_compute & (self.segments <= 0)
+        later = np.flatnonzero(self.is_compute & (self.segments >= 0) & (self.ops != OP_CODE[Op.FORWARD]))
         chosen[later] = False
         cells = np.stack([column[later[::-1]] for column in self.columns[:3]])
         _, last = np.unique(cells, axis=1, return_index=True)
         chosen[later[::-1][last]] = True
         return chosen
 
-    def where(self, mask: NDArray[np.bool_]) -> "Instructions":
+    def where(self, mask: NDArray[np.bool_]) -> "InstructionColumns":
         """The instructions at which ``mask`` is true."""
         numbers = np.flatnonzero(mask)
-        return Instructions((taken(column, numbers) for column in self.columns), self.links)
+        return InstructionColumns((taken(column, numbers) for column in self.columns), self.links)
 
-    def part(self, first: int, last: int) -> "Instructions":
+    def between(self, first: int, last: int) -> "InstructionColumns":
         """The instructions from ``first`` on, before ``last``."""
-        return Instructions((column[first:last] for column in self.columns), self.links)
+        return InstructionColumns((column[first:last] for column in self.columns), self.links)
 
-    def of_microbatches(self, microbatches: Ints) -> "Instructions":
+    def for_microbatches(self, microbatches: Ints) -> "InstructionColumns":
         """The same instructions for other microbatches."""
-        return Instructions((*self.columns[:2], microbatches, *self.columns[3:]), self.links)
+        return InstructionColumns((*self.columns[:2], microbatches, *self.columns[3:]), self.links)
 
     @property
     def ops(self) -> Ints:
@@ -288,15 +288,15 @@ class Instructions(_Columns[Instruction]):
         return self._column(6)
 
     @property
-    def parts(self) -> Ints:
-        return self._column(PART)
+    def segments(self) -> Ints:
+        return self._column(SEGMENT_COLUMN)
 
     @property
     def versions(self) -> Ints:
-        return self._column(PART + 2)
+        return self._column(SEGMENT_COLUMN + 2)
 
     @property
-    def joins(self) -> Ints:
+    def model_collectives(self) -> Ints:
         return self._column(8)
 
     def _row(self, *numbers: int) -> Instruction:
@@ -304,21 +304,21 @@ class Instructions(_Columns[Instruction]):
         return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, *others)
 
 
-def aligned(programs: Sequence[Program]) -> list[Instructions]:
+def with_shared_links(programs: Sequence[Program]) -> list[InstructionColumns]:
     """The instructions of each program as columns, with one numbering of links for all programs."""
-    columns = [each.instructions for each in programs if isinstance(each.instructions, Instructions)]
+    columns = [each.instructions for each in programs if isinstance(each.instructions, InstructionColumns)]
     links = columns[0].links if columns else ()
     found = []
     for program in programs:
-        found.append(Instructions.of(program.instructions, links))
+        found.append(InstructionColumns.of(program.instructions, links))
         links = found[-1].links
-    return [Instructions(each.columns, links) for each in found]
+    return [InstructionColumns(each.columns, links) for each in found]
 
 
-def joined(parts: Sequence[Instructions]) -> Instructions:
-    """Concatenate instructions that share one numbering of links, as ``aligned`` returns them."""
-    columns = (concatenated([part.columns[k] for part in parts]) for k in range(NUM_COLUMNS))
-    return Instructions(columns, parts[0].links if parts else ())
+def concatenate_instructions(parts: Sequence[InstructionColumns]) -> InstructionColumns:
+    """Concatenate instructions that share one numbering of links, as ``with_shared_links`` returns them."""
+    columns = (concatenate([part.columns[k] for part in parts]) for k in range(NUM_COLUMNS))
+    return InstructionColumns(columns, parts[0].links if parts else ())
 
 
 def _matrix(rows: Iterable[tuple[int, ...]], num_columns: int) -> Ints:

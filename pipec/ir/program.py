@@ -23,7 +23,7 @@ class Op(StrEnum):
     PREFETCH = "prefetch"
     REDUCE_GRAD = "reduce_grad"
     AVERAGE_BUFFERS = "average_buffers"
-    NORM = "norm"
+    GRAD_NORM = "grad_norm"
     UPDATE = "update"
     UNSHARD = "unshard"
     RESHARD = "reshard"
@@ -32,7 +32,7 @@ class Op(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
 
     @property
-    def traits(self) -> "Traits":
+    def traits(self) -> "OpTraits":
         return TRAITS[self]
 
     @property
@@ -41,7 +41,7 @@ class Op(StrEnum):
         return TRAITS[self].phase
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """The kinds of ops, in the order in which they stand around one compute of a program."""
 
     RECEIVE = "receive"
@@ -54,7 +54,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class OpTraits:
     """What is true of an op, for code that treats several ops alike.
 
     ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
@@ -63,7 +63,7 @@ class Traits:
     microbatch receives into a buffer slot.
     """
 
-    kind: Kind
+    kind: OpKind
     phase: Phase | None = None
     timed: bool = False
     per_microbatch: bool = False
@@ -72,23 +72,23 @@ class Traits:
     fills_slot: bool = False
 
 
-TRAITS: Mapping[Op, Traits] = {
-    Op.RECV: Traits(Kind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
-    Op.SEND: Traits(Kind.SEND, timed=True, carries_link=True, has_peer=True),
-    Op.MOVE: Traits(Kind.SEND, carries_link=True, fills_slot=True),
-    Op.FREE: Traits(Kind.RELEASE, per_microbatch=True),
-    Op.OFFLOAD: Traits(Kind.COPY, timed=True, per_microbatch=True),
-    Op.PREFETCH: Traits(Kind.COPY, timed=True, per_microbatch=True),
-    Op.REDUCE_GRAD: Traits(Kind.COLLECTIVE, timed=True),
-    Op.AVERAGE_BUFFERS: Traits(Kind.COLLECTIVE, timed=True),
-    Op.NORM: Traits(Kind.COLLECTIVE, timed=True),
-    Op.UNSHARD: Traits(Kind.COLLECTIVE, timed=True),
-    Op.ALL_REDUCE: Traits(Kind.COLLECTIVE, timed=True, per_microbatch=True),
-    Op.ALL_GATHER: Traits(Kind.COLLECTIVE, timed=True, per_microbatch=True),
-    Op.REDUCE_SCATTER: Traits(Kind.COLLECTIVE, timed=True, per_microbatch=True),
-    Op.UPDATE: Traits(Kind.UPDATE, timed=True),
-    Op.RESHARD: Traits(Kind.RELEASE),
-    **{Op(phase): Traits(Kind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
+TRAITS: Mapping[Op, OpTraits] = {
+    Op.RECV: OpTraits(OpKind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
+    Op.SEND: OpTraits(OpKind.SEND, timed=True, carries_link=True, has_peer=True),
+    Op.MOVE: OpTraits(OpKind.SEND, carries_link=True, fills_slot=True),
+    Op.FREE: OpTraits(OpKind.RELEASE, per_microbatch=True),
+    Op.OFFLOAD: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
+    Op.PREFETCH: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
+    Op.REDUCE_GRAD: OpTraits(OpKind.COLLECTIVE, timed=True),
+    Op.AVERAGE_BUFFERS: OpTraits(OpKind.COLLECTIVE, timed=True),
+    Op.GRAD_NORM: OpTraits(OpKind.COLLECTIVE, timed=True),
+    Op.UNSHARD: OpTraits(OpKind.COLLECTIVE, timed=True),
+    Op.ALL_REDUCE: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
+    Op.ALL_GATHER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
+    Op.REDUCE_SCATTER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
+    Op.UPDATE: OpTraits(OpKind.UPDATE, timed=True),
+    Op.RESHARD: OpTraits(OpKind.RELEASE),
+    **{Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
 }
 """Everything that is known of ops. A new op is a row here."""
 
@@ -110,22 +110,22 @@ class Instruction:
     prefetch        start to copy it back
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
-    norm            sum the squared norms of all gradients over all ranks, and the losses that are NaN
+    grad_norm       sum the squared norms of all gradients over all ranks, and the losses that are NaN
     update          run the optimizer on what this rank updates of ``stage``, once its gradients are there
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
     reshard         let go of what was gathered of ``bucket``
-    all_reduce      start to sum the value of ``join`` over the microbatches of a round
-    all_gather      start to put the values of ``join`` of a round one after the other
-    reduce_scatter  start to sum the value of ``join`` over a round; each replica gets its part
+    all_reduce      start to sum the value of ``model_collective`` over the microbatches of a round
+    all_gather      start to put the values of ``model_collective`` of a round one after the other
+    reduce_scatter  start to sum the value of ``model_collective`` over a round; each replica gets its part
     =============== ==================================================================================
 
     ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer``, ``slot``,
-    ``bucket``, ``part`` and ``join`` are -1 where they mean nothing; a link that moves once per step has no
-    microbatch. Replicas of a stage start their collectives in the same order. With r replicas, microbatches
-    0 to r - 1 are the first round.
+    ``bucket``, ``segment`` and ``model_collective`` are -1 where they mean nothing; a link that moves once
+    per step has no microbatch. Replicas of a stage start their collectives in the same order. With r
+    replicas, microbatches 0 to r - 1 are the first round.
 
-    A compute runs its phase as a whole if ``part`` is -1, and only that part of it otherwise. What the phase
-    sends leaves when all parts are over, and what it receives is there before the first.
+    A compute runs its phase as a whole if ``segment`` is -1, and only that segment of it otherwise. What the
+    phase sends leaves when all segments are over, and what it receives is there before the first.
 
     Where steps follow each other without a flush, ``version`` is that of the weights: the one that a compute
     reads, or the one that an update makes. An update then belongs to the last of the microbatches whose
@@ -139,38 +139,38 @@ class Instruction:
     peer: int = -1
     slot: int = -1
     bucket: int = -1
-    part: int = -1
-    join: int = -1
+    segment: int = -1
+    model_collective: int = -1
     version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class ModelCollective:
     """What the replicas of a stage make of a value that each of them has, round by round, with ``op``.
 
-    Functions of ``phase`` before part ``part`` make what each replica has, and this part may read what comes
-    of it: ``value``. Both have that name. The ranks meet as those of ``num_hosts``, as they do for a bucket,
-    and take ``seconds``.
+    A function of ``phase`` before segment ``segment`` makes the input of each replica, and that segment may
+    read the result; both are called ``value.name``. The ranks are on ``num_hosts`` hosts, as for a bucket,
+    and the collective takes ``seconds``.
     """
 
     op: Op
     phase: Phase
-    part: int
+    segment: int
     value: Value
     num_hosts: int = 1
     seconds: float = 0.0
 
 
-Joins = Mapping[int, Sequence[Join]]
-"""By stage, what its replicas join, in the order in which a microbatch comes to it."""
+ModelCollectives = Mapping[int, Sequence[ModelCollective]]
+"""By stage, its model collectives, in the order in which a microbatch comes to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """What one rank executes in one step. Every peer, slot and microbatch is resolved.
 
-    If it has a ``period``, it is the round of a program without end: it is executed again and again, each
-    time for microbatches that are so many further. See ``pipec.ir.rounds``.
+    A periodic program has a ``period``: it is executed again and again, each time for microbatches that are
+    so many later. See ``pipec.ir.periodic_program``.
     """
 
     rank: int

@@ -9,11 +9,11 @@ from pipec.ir.values import Phase
 Placement = tuple[tuple[int, ...], ...]
 """The ranks of each stage, its replicas: microbatch i is run by the i-th of them, in turn."""
 
-Parts = Mapping[tuple[int, Phase], int]
+SegmentCounts = Mapping[tuple[int, Phase], int]
 """How many functions a phase of a stage consists of, one after the other, where it is more than one."""
 
 
-def unreplicated(ranks: Iterable[int]) -> Placement:
+def one_rank_per_stage(ranks: Iterable[int]) -> Placement:
     """Stage k on the k-th of these ranks alone."""
     return tuple((rank,) for rank in ranks)
 
@@ -30,7 +30,7 @@ def microbatches_on(placement: Placement, stage: int, rank: int, num_microbatche
     return range(ranks.index(rank), num_microbatches, len(ranks))
 
 
-def replicas_of(placement: Placement) -> tuple[int, ...]:
+def replica_counts(placement: Placement) -> tuple[int, ...]:
     """How many ranks each stage has."""
     return tuple(map(len, placement))
 
@@ -47,7 +47,7 @@ def count_ranks(placement: Placement) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One cell of a schedule: run ``phase`` of ``stage`` on ``microbatch``."""
+    """One compute of a schedule: run ``phase`` of ``stage`` on ``microbatch``."""
 
     phase: Phase
     stage: int
@@ -56,7 +56,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What each rank computes, in order, before communication is added. ``orders[rank]`` are its cells.
+    """What each rank computes, in order, before communication is added. ``orders[rank]`` are its computes.
 
     With a ``stream``, the microbatches are those of several mini-batches that follow each other.
     """

@@ -1,8 +1,8 @@
 """How the parameters of a stage are divided among its replicas: a flat buffer, cut into equal slices.
 
 Each replica owns one slice, and the whole of what lies there. Elementwise optimizers update any part of a
-tensor, so that ``even_slices`` may cut tensors; for others ``whole_tensors`` puts none across a cut. Either
-way one reduce-scatter of the buffer brings each replica its gradients, and one all-gather the parameters.
+tensor, so that ``shard_evenly`` may cut tensors; for others ``shard_whole_tensors`` cuts none. Either way one
+reduce-scatter of the buffer brings each replica its gradients, and one all-gather the parameters.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ takes two vectors at a time, and a vector has at most 32 of them.
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterShard:
     """Elements ``start`` to ``stop`` of a parameter, flattened row by row."""
 
     name: str
@@ -45,17 +45,17 @@ class Sharding:
     width: int
     num_replicas: int
 
-    def pieces(self, replica: int) -> tuple[Piece, ...]:
+    def shards_of(self, replica: int) -> tuple[ParameterShard, ...]:
         """What a replica owns: at most one piece of each parameter."""
         every = range(len(self.names))
         return tuple(self._piece(index, replica) for index in every if replica in self._replicas(index))
 
-    def owners(self, name: str) -> dict[int, Piece]:
+    def owners(self, name: str) -> dict[int, ParameterShard]:
         """Which replicas own a parameter, and which piece each of them owns."""
         index = self.names.index(name)
         return {replica: self._piece(index, replica) for replica in self._replicas(index)}
 
-    def position(self, piece: Piece) -> int:
+    def position(self, piece: ParameterShard) -> int:
         """Where a piece begins in the buffer."""
         return self.offsets[self.names.index(piece.name)] + piece.start
 
@@ -64,19 +64,19 @@ class Sharding:
         first, last = self.offsets[index], self.offsets[index] + max(self.sizes[index], 1) - 1
         return range(first // self.width, last // self.width + 1)
 
-    def _piece(self, index: int, replica: int) -> Piece:
+    def _piece(self, index: int, replica: int) -> ParameterShard:
         before = replica * self.width - self.offsets[index]
-        return Piece(self.names[index], max(before, 0), min(before + self.width, self.sizes[index]))
+        return ParameterShard(self.names[index], max(before, 0), min(before + self.width, self.sizes[index]))
 
 
-def even_slices(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
+def shard_evenly(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
     """Parameters one after the other, cut wherever a slice ends."""
     *offsets, total = accumulate(map(_room, sizes.values()), initial=0)
     width = _room(-(-total // num_replicas))
     return Sharding(tuple(sizes), tuple(sizes.values()), tuple(offsets), width, num_replicas)
 
 
-def whole_tensors(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
+def shard_whole_tensors(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
     """Each parameter in one slice: the largest first, always to the replica that has least (Graham's LPT)."""
     loads = [0] * num_replicas
     replicas: dict[str, int] = {}

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 
-class Versions(StrEnum):
+class VersionPolicy(StrEnum):
     """Which version of its weights a stage uses for a mini-batch, in its forward and in its backward.
 
     Version v of a stage is what v updates have made of the weights that it had when the pipeline was last
@@ -35,16 +35,16 @@ class Stream:
     updates after each mini-batch, of which every replica has as many microbatches.
     """
 
-    versions: Versions
+    versions: VersionPolicy
     microbatches: int = 1
 
-    def per_update(self, stage: int, replicas: Sequence[int]) -> int:
+    def microbatches_per_update(self, stage: int, replicas: Sequence[int]) -> int:
         """How many microbatches' gradients an update of a stage uses."""
-        return self.microbatches if self.versions is Versions.DOUBLE else replicas[stage]
+        return self.microbatches if self.versions is VersionPolicy.DOUBLE else replicas[stage]
 
     def period(self, replicas: Sequence[int]) -> int:
         """After how many microbatches all ranks do the same again."""
-        return math.lcm(*(self.per_update(stage, replicas) for stage in range(len(replicas))))
+        return math.lcm(*(self.microbatches_per_update(stage, replicas) for stage in range(len(replicas))))
 
     def version(self, microbatch: int, stage: int, replicas: Sequence[int]) -> int:
         """The version that a stage reads for a microbatch.
@@ -53,22 +53,22 @@ class Stream:
         Without replicas, these are the p - 1 - s microbatches before it in stage s of p.
         """
         match self.versions:
-            case Versions.STASHED:
+            case VersionPolicy.STASHED:
                 updates = microbatch // replicas[stage] - (window(stage, replicas) - 1)
-            case Versions.VERTICAL:
+            case VersionPolicy.VERTICAL:
                 updates = microbatch - (len(replicas) - 1)
-            case Versions.DOUBLE:
+            case VersionPolicy.DOUBLE:
                 updates = microbatch // self.microbatches - 1
         return max(updates, 0)
 
-    def most_live(self, stage: int, replicas: Sequence[int]) -> int:
+    def max_live_versions(self, stage: int, replicas: Sequence[int]) -> int:
         """The most versions that a replica of a stage holds at a time."""
         match self.versions:
-            case Versions.STASHED:
+            case VersionPolicy.STASHED:
                 return window(stage, replicas)
-            case Versions.VERTICAL:
+            case VersionPolicy.VERTICAL:
                 return len(replicas)
-            case Versions.DOUBLE:
+            case VersionPolicy.DOUBLE:
                 return 2
 
 

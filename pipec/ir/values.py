@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipec.ir.axis import BatchAxis
+from pipec.ir.batch_axis import BatchAxis
 
 Dim = int | str
 """A dimension: a number, or an integer expression such as ``"128*b"``.
@@ -30,12 +30,12 @@ GRADIENT_PHASES = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 """The phases at whose end the gradients of parameters are complete."""
 
 
-def function_names(phase: Phase, num_parts: int) -> tuple[str, ...]:
+def function_names(phase: Phase, num_segments: int) -> tuple[str, ...]:
     """What generated code calls the functions of a phase, in the order in which they run.
 
-    A phase is one function, ``backward``, or is run in parts: ``backward_0``, ``backward_1`` and so on.
+    A phase is one function, ``backward``, or is run in segments: ``backward_0``, ``backward_1`` and so on.
     """
-    return (str(phase),) if num_parts == 1 else tuple(f"{phase}_{part}" for part in range(num_parts))
+    return (str(phase),) if num_segments == 1 else tuple(f"{phase}_{part}" for part in range(num_segments))
 
 
 class Mode(StrEnum):
@@ -58,22 +58,22 @@ class Payload(StrEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
-    OUTCOME = "outcome"
+    MICROBATCH_RESULT = "microbatch_result"
     WEIGHT = "weight"
     WEIGHT_GRADIENT = "weight_gradient"
     RESULT = "result"
 
     @property
     def per_microbatch(self) -> bool:
-        return self in (Payload.ACTIVATION, Payload.GRADIENT, Payload.OUTCOME)
+        return self in (Payload.ACTIVATION, Payload.GRADIENT, Payload.MICROBATCH_RESULT)
 
     @property
     def is_result(self) -> bool:
         """Whether it goes to every other rank, and no compute reads it."""
-        return self in (Payload.OUTCOME, Payload.RESULT)
+        return self in (Payload.MICROBATCH_RESULT, Payload.RESULT)
 
     @property
-    def between_computes(self) -> bool:
+    def feeds_compute(self) -> bool:
         """Whether a compute makes it, and another one reads it, for a microbatch."""
         return self in (Payload.ACTIVATION, Payload.GRADIENT)
 
@@ -84,7 +84,7 @@ class Payload(StrEnum):
         Weights have none, they are there at first.
         """
         match self:
-            case Payload.ACTIVATION | Payload.OUTCOME | Payload.RESULT:
+            case Payload.ACTIVATION | Payload.MICROBATCH_RESULT | Payload.RESULT:
                 return (Phase.FORWARD,)
             case Payload.GRADIENT:
                 return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
@@ -101,7 +101,7 @@ class Payload(StrEnum):
                 return (Phase.FORWARD,)
             case Payload.GRADIENT:
                 return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
-            case Payload.WEIGHT_GRADIENT | Payload.OUTCOME | Payload.RESULT:
+            case Payload.WEIGHT_GRADIENT | Payload.MICROBATCH_RESULT | Payload.RESULT:
                 return ()
 
 
@@ -137,17 +137,17 @@ class Variable:
     @property
     def size(self) -> str:
         """``dimension 1``, if it is no number"""
-        return self.axis.named(self.dim) if self.axis and self.dim else f"dimension {self.dim}"
+        return self.axis.dim_name(self.dim) if self.axis and self.dim else f"dimension {self.dim}"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """Values that travel together from one stage to another.
 
-    ``WEIGHT`` links lend a tied parameter from the stage that owns it to a stage that borrows it,
-    ``WEIGHT_GRADIENT`` links bring its gradient home; ``RESULT`` links carry the loss or the outputs
-    of ``source`` to every other rank, and have ``target`` -1. Where steps follow each other without a flush,
-    ``OUTCOME`` links do so for each microbatch.
+    ``WEIGHT`` links carry a tied parameter from the stage that owns it to a stage that borrows it,
+    ``WEIGHT_GRADIENT`` links carry its gradient back; ``RESULT`` links carry the loss or the outputs of
+    ``source`` to every other rank, and have ``target`` -1. Where steps follow each other without a flush,
+    ``MICROBATCH_RESULT`` links do so for each microbatch.
     """
 
     source: int
@@ -157,7 +157,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class InputLeaf:
     """A leaf of ``step``'s arguments that some stage reads; ``position`` counts the flattened leaves.
 
     ``batched``: its rows, which are dimension 0 of ``value``, are split into microbatches; otherwise every

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pipec.graph import TrainingGraph
-from pipec.graph.invariants import verify
+from pipec.graph.invariants import verify_graph
 
 
 class Pass(Protocol):
@@ -19,14 +19,14 @@ Observer = Callable[[int, Pass, TrainingGraph, float], None]
 
 
 def run_passes(
-    graph: TrainingGraph, passes: Sequence[Pass], observe: Sequence[Observer] = ()
+    graph: TrainingGraph, passes: Sequence[Pass], observers: Sequence[Observer] = ()
 ) -> TrainingGraph:
     """Run the passes in order, verifying after each. Raises VerifyError naming the pass at fault."""
     for position, transform in enumerate(passes):
         started = time.perf_counter()
         graph = transform(graph)
-        verify(graph, after=transform)
+        verify_graph(graph, after=transform)
         seconds = time.perf_counter() - started
-        for observer in observe:
+        for observer in observers:
             observer(position, transform, graph, seconds)
     return graph

@@ -8,10 +8,10 @@
 
 from dataclasses import dataclass, field, replace
 
-from pipec.cost.fingerprint import check_model
-from pipec.cost.formulas import Measured, OperatorCost, operator_cost
+from pipec.cost.formulas import MeasuredTime, OperatorCost, operator_cost
+from pipec.cost.graph_fingerprint import check_profile
 from pipec.cost.profile import Profile
-from pipec.cost.symbols import planned_sizes, tensor_sizes
+from pipec.cost.symbolic_sizes import symbol_substitutions, tensor_sizes
 from pipec.errors import InputError
 from pipec.graph import Gradient, TrainingGraph, is_collective
 from pipec.hardware.devices import DeviceModel
@@ -34,7 +34,7 @@ class AnnotateCost:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         nodes = graph.module.graph.nodes
         sizes = {node: tensor_sizes(node.meta.get("val")) for node in nodes}
-        planned = planned_sizes(graph)
+        planned = symbol_substitutions(graph)
         for node in nodes:
             node.meta["cost"] = operator_cost(node, sizes, planned, self.device)
         for result, node in graph.outputs:
@@ -56,9 +56,9 @@ def _measure(graph: TrainingGraph, profile: Profile) -> None:
             "a profile is of one replica alone, but the model joins what several have, by pipec.ops or "
             "nn.SyncBatchNorm; leave out profile=..."
         )
-    check_model(profile, graph)
+    check_profile(profile, graph)
     seconds = profile.seconds()
     for node in graph.nodes:
         if node.name in seconds:
-            measured = Measured(seconds[node.name], profile.microbatch_size)
+            measured = MeasuredTime(seconds[node.name], profile.microbatch_size)
             node.meta["cost"] = replace(node.meta["cost"], measured=measured)

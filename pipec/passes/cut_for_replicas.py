@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from pipec.errors import PlanError
 from pipec.graph import TrainingGraph
-from pipec.passes.cut_stages import assign, blocks_of, operator_seconds, spans_of
-from pipec.passes.stage_updates import StageUpdates
+from pipec.passes.cut_stages import assign_stages, find_colocations, operator_blocks, operator_seconds
+from pipec.passes.update_cost import UpdateCost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -42,11 +42,11 @@ class CutForReplicas:
 
     replicas: tuple[int, ...]
     microbatch_size: int
-    updates: StageUpdates | None = None
+    updates: UpdateCost | None = None
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        blocks = blocks_of(seconds, spans_of(graph))
+        blocks = operator_blocks(seconds, find_colocations(graph))
         num_blocks = blocks[-1] + 1 if blocks else 0
         if num_blocks < len(self.replicas):
             raise PlanError(
@@ -56,37 +56,37 @@ class CutForReplicas:
         work = [0.0] * num_blocks
         for block, time in zip(blocks, seconds, strict=True):
             work[block] += time
-        firsts = balanced(work, self.replicas)
+        firsts = balanced_starts(work, self.replicas)
         stages = [bisect_right(firsts, block) - 1 for block in blocks]
-        return assign(graph, stages, len(self.replicas))
+        return assign_stages(graph, stages, len(self.replicas))
 
 
-def balanced(work: Sequence[float], shares: Sequence[int]) -> list[int]:
+def balanced_starts(work: Sequence[float], capacities: Sequence[int]) -> list[int]:
     """The first of the consecutive items of each part, such that no part has much work for its share.
 
-    Every part has an item. For example, work of 2, 1, 1 and 2 in shares of two and one begins at 0 and 3.
+    Every part has an item. For example, work of 2, 1, 1 and 2 in capacities of two and one begins at 0 and 3.
     Among cuts that are equally good, earlier parts are as long as they can be.
     """
     totals = np.array([0.0, *accumulate(work)])
     low, high = 0.0, float(totals[-1])
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _reached(totals, shares, middle)[-1][-1]:
+        if _reached(totals, capacities, middle)[-1][-1]:
             high = middle
         else:
             low = middle
     firsts, end = list[int](), len(work)
-    for reached, share in zip(_reached(totals, shares, high)[-2::-1], reversed(shares), strict=True):
+    for reached, share in zip(_reached(totals, capacities, high)[-2::-1], reversed(capacities), strict=True):
         fitting = reached[:end] & (_furthest(totals, share, high)[:end] >= end)
         end = int(np.flatnonzero(fitting)[-1])
         firsts.insert(0, end)
     return firsts
 
 
-def _reached(totals: Floats, shares: Sequence[int], limit: float) -> list[Bools]:
+def _reached(totals: Floats, capacities: Sequence[int], limit: float) -> list[Bools]:
     """After none, one, two ... parts, at which items the next one may begin if none exceeds its limit."""
     reached = [np.arange(totals.size) == 0]
-    for share in shares:
+    for share in capacities:
         starts = np.flatnonzero(reached[-1])
         ends = _furthest(totals, share, limit)[starts]
         steps = np.bincount(starts + 1, minlength=totals.size + 1)

@@ -17,69 +17,69 @@ from typing import NamedTuple
 from torch import fx
 
 from pipec.cost.formulas import node_bytes
-from pipec.cost.symbols import evaluate
+from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.errors import PlanError
 from pipec.graph import (
     Buffer,
-    Form,
     Gradient,
+    LoweringLevel,
     Parameter,
-    Prepared,
+    Precomputed,
     TrainingGraph,
     UpdatedBuffer,
+    depends_on_inputs_only,
+    has_data_dependent_size,
     is_constant,
     is_forward,
+    is_gradient_sum,
     is_tensor,
-    memory_of,
-    needs_only_inputs,
-    parameters_behind,
+    source_parameters,
     stage_of,
-    sums_gradients,
-    varies,
+    storage_owner,
 )
 from pipec.hardware.topology import Topology
 from pipec.ir import Mode
-from pipec.passes.stage_updates import StageUpdates
+from pipec.passes.update_cost import UpdateCost
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import OperatorGraph, Transfer
-from pipec.planner.placement import TOLERANCE, place
+from pipec.planner.partition import TOLERANCE, partition_graph
 
 
 @dataclass(frozen=True)
-class Span:
-    """The first and the last of some operators that are on one stage, and ``why`` they are."""
+class Colocation:
+    """The first and the last of some operators that are on one stage, and ``reason`` they are."""
 
-    why: str
+    reason: str
     first: int
     last: int
 
 
-def spans_of(graph: TrainingGraph) -> list[Span]:
-    """The spans of more than one operator. Those that overlap are one, with the reason of the first.
+def find_colocations(graph: TrainingGraph) -> list[Colocation]:
+    """The colocations of more than one operator. Those that overlap are one, with the reason of the first.
 
     Operators that read a buffer which forward changes, or change it, are on one stage: else a microbatch
     would wait there for what the one before does on a later stage. So are those that make and that read a
     value whose size no other stage knows. Each stage makes for itself what follows from the arguments alone.
     """
-    spans: list[Span] = []
+    colocations: list[Colocation] = []
     found = [*_spans_of_buffers(graph), *_spans_of_values(graph)]
     for span in sorted(found, key=lambda span: span.first):
-        if spans and span.first <= spans[-1].last:
-            spans[-1] = replace(spans[-1], last=max(spans[-1].last, span.last))
+        if colocations and span.first <= colocations[-1].last:
+            colocations[-1] = replace(colocations[-1], last=max(colocations[-1].last, span.last))
         else:
-            spans.append(span)
-    return spans
+            colocations.append(span)
+    return colocations
 
 
-def _spans_of_values(graph: TrainingGraph) -> Iterator[Span]:
+def _spans_of_values(graph: TrainingGraph) -> Iterator[Colocation]:
     for node in graph.nodes:
-        if varies(node) and not needs_only_inputs(node):
+        if has_data_dependent_size(node) and not depends_on_inputs_only(node):
             operators = [_operator_of(each) for each in (node, *node.users) if each.op == "call_function"]
             if min(operators) < max(operators):
-                yield Span("values tell the size of a tensor", min(operators), max(operators))
+                yield Colocation("values tell the size of a tensor", min(operators), max(operators))
 
 
-def _spans_of_buffers(graph: TrainingGraph) -> Iterator[Span]:
+def _spans_of_buffers(graph: TrainingGraph) -> Iterator[Colocation]:
     readers = {
         node.meta["role"].fqn: [user for user in node.users if user.op == "call_function"]
         for node in graph.arguments
@@ -90,7 +90,7 @@ def _spans_of_buffers(graph: TrainingGraph) -> Iterator[Span]:
             changed_by = [node] if node.op == "call_function" else []
             operators = [_operator_of(user) for user in [*readers.get(role.fqn, ()), *changed_by]]
             if operators and min(operators) < max(operators):
-                yield Span(f"forward() changes buffer {role.fqn}", min(operators), max(operators))
+                yield Colocation(f"forward() changes buffer {role.fqn}", min(operators), max(operators))
 
 
 def _operator_of(node: fx.Node) -> int:
@@ -115,38 +115,38 @@ class CutStages:
     topology: Topology
     microbatch_size: int
     in_flight: tuple[int, ...] = ()
-    updates: StageUpdates | None = None
+    updates: UpdateCost | None = None
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        spans = spans_of(graph)
-        blocks = blocks_of(seconds, spans)
-        self._check_enough(graph, blocks[-1] + 1 if blocks else 0, spans)
+        colocations = find_colocations(graph)
+        blocks = operator_blocks(seconds, colocations)
+        self._check_enough(graph, blocks[-1] + 1 if blocks else 0, colocations)
         model = replace(PIPEC, in_flight=self._in_flight)
-        operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
+        operators = build_operator_graph(graph, blocks, seconds, self.microbatch_size)
         if self.updates:
             num_stages = len(self.topology.devices)
-            operators = with_versions(operators, graph, blocks, self.updates, num_stages)
-        stages = place(
-            operators, self.topology, model, max_replicas=1, every_device=True, tolerance=TOLERANCE
+            operators = with_weight_versions(operators, graph, blocks, self.updates, num_stages)
+        stages = partition_graph(
+            operators, self.topology, model, max_replicas=1, use_all_devices=True, tolerance=TOLERANCE
         ).stages
         stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
         ranks = tuple(stage.devices[0] for stage in stages)
-        graph = assign(graph, [stage_of[block] for block in blocks], len(stages))
+        graph = assign_stages(graph, [stage_of[block] for block in blocks], len(stages))
         return replace(graph, ranks=() if ranks == tuple(range(len(ranks))) else ranks)
 
-    def _check_enough(self, graph: TrainingGraph, num_blocks: int, spans: Sequence[Span]) -> None:
+    def _check_enough(self, graph: TrainingGraph, num_blocks: int, colocations: Sequence[Colocation]) -> None:
         """Say so if it is what belongs together that leaves fewer blocks than devices."""
         num_devices = len(self.topology.devices)
-        if spans and num_blocks < num_devices:
-            widest = max(spans, key=lambda span: span.last - span.first)
+        if colocations and num_blocks < num_devices:
+            widest = max(colocations, key=lambda span: span.last - span.first)
             places = [graph.operators[op] for op in (widest.first, widest.last)]
             where = " to ".join(
                 f"{made.name} of {made.module or 'the model'} ({made.source})" for made in places
             )
             raise PlanError(
                 f"there are {num_devices} devices, but the model falls into {num_blocks} parts, because "
-                f"{widest.why}: whatever reads or changes it is on one stage, from {where}. "
+                f"{widest.reason}: whatever reads or changes it is on one stage, from {where}. "
                 "Use fewer devices, give each use a buffer of its own, or pad to a size that is known."
             )
 
@@ -155,7 +155,7 @@ class CutStages:
         return max(self.in_flight[-1 - later_devices :], default=0)
 
 
-def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> TrainingGraph:
+def assign_stages(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> TrainingGraph:
     """Put every node on the stage of its operator."""
     for node in graph.nodes:
         if node.target is operator.getitem:
@@ -163,7 +163,7 @@ def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> Trai
         if not is_constant(node):
             node.meta["stage"] = stages[node.meta["operator"]]
     _check_sparse_gradients(graph)
-    return replace(graph, form=Form.CUT, num_stages=num_stages)
+    return replace(graph, level=LoweringLevel.CUT, num_stages=num_stages)
 
 
 def _check_sparse_gradients(graph: TrainingGraph) -> None:
@@ -182,7 +182,7 @@ def _check_sparse_gradients(graph: TrainingGraph) -> None:
 
 def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
     """The nodes of which a gradient is the sum."""
-    if sums_gradients(gradient):
+    if is_gradient_sum(gradient):
         for term in gradient.all_input_nodes:
             yield from _terms(term)
     else:
@@ -190,12 +190,12 @@ def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
 
 
 def operator_seconds(
-    graph: TrainingGraph, microbatch_size: int, updates: StageUpdates | None = None
+    graph: TrainingGraph, microbatch_size: int, updates: UpdateCost | None = None
 ) -> list[float]:
     """The seconds of each operator, forward and backward, and to update what it is the first to read."""
     seconds = [0.0] * len(graph.operators)
     if updates:
-        for tensor in filter(lambda tensor: tensor.is_trained, _held(graph)):
+        for tensor in filter(lambda tensor: tensor.is_trained, _model_tensors(graph)):
             seconds[tensor.operator] += updates.seconds(tensor.fqn, tensor.num_bytes)
     for node in graph.nodes:
         if not is_constant(node):
@@ -203,7 +203,7 @@ def operator_seconds(
     return seconds
 
 
-def blocks_of(seconds: Sequence[float], spans: Sequence[Span]) -> list[int]:
+def operator_blocks(seconds: Sequence[float], colocations: Sequence[Colocation]) -> list[int]:
     """The block of each operator. Stages consist of whole blocks, and each span is within one.
 
     A block begins with an operator that takes time, so that no stage is without work. For example, operators
@@ -211,7 +211,7 @@ def blocks_of(seconds: Sequence[float], spans: Sequence[Span]) -> list[int]:
     """
     busy = [op for op, time in enumerate(seconds) if time > 0]
     begins = set(busy[1:])
-    for span in spans:
+    for span in colocations:
         within = {op for op in begins if span.first <= op <= span.last}
         begins -= within
         if within and busy[0] < span.first:
@@ -219,7 +219,7 @@ def blocks_of(seconds: Sequence[float], spans: Sequence[Span]) -> list[int]:
     return list(accumulate(int(op in begins) for op in range(len(seconds))))
 
 
-def operator_graph(
+def build_operator_graph(
     graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int
 ) -> OperatorGraph:
     """The blocks, one after the other, as the planner distributes them."""
@@ -248,14 +248,14 @@ def _transfers(graph: TrainingGraph, size: int) -> Iterator[Transfer]:
     readers: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
         for source in filter(is_tensor, node.all_input_nodes):
-            readers.setdefault(memory_of(source), set()).add(node.meta["operator"])
+            readers.setdefault(storage_owner(source), set()).add(node.meta["operator"])
     differentiated = {node.meta["operator"] for node in graph.nodes if not is_forward(node)}
     for node, ops in readers.items():
         if node.op == "call_function" and is_forward(node) and not is_constant(node):
             made_by = node.meta["operator"]
             later = tuple(sorted(op for op in ops if op > made_by))
-            if later and not needs_only_inputs(node):
-                num_bytes = evaluate(node.meta["cost"].output_bytes, size)
+            if later and not depends_on_inputs_only(node):
+                num_bytes = evaluate_cost(node.meta["cost"].output_bytes, size)
                 returns = graph.mode is Mode.TRAIN and made_by in differentiated
                 trained = returns and node.meta["val"].is_floating_point()
                 yield Transfer(made_by, later, num_bytes, num_bytes if trained else 0)
@@ -269,16 +269,16 @@ def _between_blocks(values: Iterable[Transfer], blocks: Sequence[int]) -> Iterat
             yield replace(value, producer=maker, consumers=readers)
 
 
-def with_versions(
+def with_weight_versions(
     operators: OperatorGraph,
     graph: TrainingGraph,
     blocks: Sequence[int],
-    updates: StageUpdates,
+    updates: UpdateCost,
     num_stages: int,
 ) -> OperatorGraph:
     """The blocks with what they hold where stages update after each mini-batch: state, and versions."""
     resident, saved = list(operators.resident_bytes), list(operators.saved_bytes)
-    for tensor in _held(graph):
+    for tensor in _model_tensors(graph):
         if tensor.is_trained:
             block = blocks[tensor.operator]
             resident[block] += updates.resident_bytes(tensor.fqn, tensor.num_bytes, num_stages)
@@ -288,16 +288,16 @@ def with_versions(
 
 def _resident_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
     """The bytes of each of the model's tensors, and of its gradient, at the first operator that reads it."""
-    for tensor in _held(graph):
+    for tensor in _model_tensors(graph):
         yield tensor.operator, tensor.num_bytes * (2 if tensor.is_trained else 1)
 
 
 def _parameter_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
     """The bytes of each gradient that replicas sum, at the first operator that reads the parameter."""
-    return ((tensor.operator, tensor.num_bytes) for tensor in _held(graph) if tensor.is_trained)
+    return ((tensor.operator, tensor.num_bytes) for tensor in _model_tensors(graph) if tensor.is_trained)
 
 
-class _Held(NamedTuple):
+class _ModelTensor(NamedTuple):
     """One of the model's tensors, or what is made of some alone, and the first operator that reads it."""
 
     operator: int
@@ -306,25 +306,25 @@ class _Held(NamedTuple):
     is_trained: bool
 
 
-def _held(graph: TrainingGraph) -> Iterator[_Held]:
+def _model_tensors(graph: TrainingGraph) -> Iterator[_ModelTensor]:
     trained = {result.fqn for result in graph.results if isinstance(result, Gradient)}
     first: dict[str, int] = {}
     for node in graph.arguments:
         readers = [user.meta["operator"] for user in node.users if user.op == "call_function"]
-        for fqn in parameters_behind(node) if readers else ():
+        for fqn in source_parameters(node) if readers else ():
             first[fqn] = min(*readers, first.get(fqn, readers[0]))
-        if isinstance(node.meta["role"], Prepared | Buffer) and readers:
-            yield _Held(min(readers), node.name, node_bytes(node, 1), is_trained=False)
+        if isinstance(node.meta["role"], Precomputed | Buffer) and readers:
+            yield _ModelTensor(min(readers), node.name, node_bytes(node, 1), is_trained=False)
     for node in graph.arguments:
         role = node.meta["role"]
         if isinstance(role, Parameter) and role.fqn in first:
-            yield _Held(first[role.fqn], role.fqn, node_bytes(node, 1), role.fqn in trained)
+            yield _ModelTensor(first[role.fqn], role.fqn, node_bytes(node, 1), role.fqn in trained)
 
 
 def _saved_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
     """What the backward reads of the forward, at the operator that makes it."""
     backward = (node for node in graph.nodes if not is_forward(node))
-    read = {memory_of(source) for node in backward for source in filter(is_tensor, node.all_input_nodes)}
+    read = {storage_owner(source) for node in backward for source in filter(is_tensor, node.all_input_nodes)}
     for node in read:
         if node.op == "call_function" and is_forward(node) and not is_constant(node):
             yield node.meta["operator"], node_bytes(node, size)

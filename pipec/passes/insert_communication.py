@@ -20,20 +20,20 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from pipec.cost.formulas import OperatorCost
-from pipec.cost.symbols import evaluate
+from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import (
-    Form,
+    LoweringLevel,
     TrainingGraph,
+    depends_on_inputs_only,
+    depends_on_strides,
+    has_data_dependent_size,
     is_constant,
     is_forward,
     is_tensor,
     is_view,
-    needs_only_inputs,
-    reads_memory,
     recv,
     send,
     stage_of,
-    varies,
 )
 from pipec.hardware.devices import LinkModel
 
@@ -53,7 +53,7 @@ class InsertCommunication:
                 if _is_computed(source) and stage_of(source) != stage_of(user):
                     user.replace_input_with(source, crossings.on_stage_of(source, user))
         graph.module.graph.eliminate_dead_code()
-        return replace(graph, form=Form.COMMUNICATING)
+        return replace(graph, level=LoweringLevel.COMMUNICATION_INSERTED)
 
 
 def _is_computed(node: fx.Node) -> bool:
@@ -78,7 +78,7 @@ class _Crossings:
         if is_constant(source) or stage_of(source) == stage:
             return source
         if (source, stage) not in self.copies:
-            if needs_only_inputs(source) and self.should_make(source, stage):
+            if depends_on_inputs_only(source) and self.should_make(source, stage):
                 self.make(source, stage)
             elif self.is_view_of_no_more(source, user):
                 self.view_there(source, user)
@@ -88,11 +88,15 @@ class _Crossings:
 
     def should_make(self, node: fx.Node, stage: int) -> bool:
         """Whether to make a value again on ``stage``, which no message could carry or which costs less so."""
-        return varies(node) or self.cost_to_make(node, stage) < self.cost_to_send(node)
+        return has_data_dependent_size(node) or self.cost_to_make(node, stage) < self.cost_to_send(node)
 
     def is_view_of_no_more(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether sending what the node is a view of costs no more: it may be on its way already."""
-        if not is_view(node) or reads_memory(node) or (is_forward(node) and stage_of(node) > stage_of(user)):
+        if (
+            not is_view(node)
+            or depends_on_strides(node)
+            or (is_forward(node) and stage_of(node) > stage_of(user))
+        ):
             return False
         base = node.all_input_nodes[0]
         return (
@@ -129,7 +133,7 @@ class _Crossings:
 
     def cost_to_send(self, node: fx.Node) -> float:
         cost: OperatorCost = node.meta["cost"]
-        size = evaluate(cost.output_bytes, self.graph.batch_size)
+        size = evaluate_cost(cost.output_bytes, self.graph.batch_size)
         return self.link.latency_seconds + size / self.link.bytes_per_second
 
     def seconds(self, node: fx.Node) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from pipec.graph import TrainingGraph, is_collective, is_forward, is_tensor, is_view, send
-from pipec.graph.in_place import is_counted
+from pipec.graph.in_place import owns_new_storage
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def may_offload(node: fx.Node) -> bool:
 
     What is sent is held until it has left; offloading it would give no memory back.
     """
-    own = is_tensor(node) and is_forward(node) and is_counted(node) and not is_collective(node)
+    own = is_tensor(node) and is_forward(node) and owns_new_storage(node) and not is_collective(node)
     return own and not _leaves(node)
 
 

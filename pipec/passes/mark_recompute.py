@@ -2,8 +2,8 @@
 
 ::
 
-    h = relu(x)            stage 1 FORWARD            h = relu(x)            stage 1 FORWARD, replayed
-    g = gelu(h)            stage 1 FORWARD     ->     g = gelu(h)            stage 1 FORWARD, replayed
+    h = relu(x)            stage 1 FORWARD            h = relu(x)            stage 1 FORWARD, recomputed
+    g = gelu(h)            stage 1 FORWARD     ->     g = gelu(h)            stage 1 FORWARD, recomputed
     dg = gelu_back(d, h)   stage 1 BACKWARD           dg = gelu_back(d, h)   stage 1 BACKWARD
 """
 
@@ -18,50 +18,51 @@ from pipec.graph import (
     TrainingGraph,
     is_collective,
     is_constant,
+    is_data_dependent_number,
     is_forward,
-    is_number,
     is_tensor,
     is_view,
     recv,
     send,
     stage_of,
 )
-from pipec.graph.in_place import is_counted
+from pipec.graph.in_place import owns_new_storage
 from pipec.ir import Phase
 from pipec.passes.mark_offload import may_offload
-from pipec.planner.recompute import Value
+from pipec.planner.recompute_solver import ForwardValue
 
 
 @dataclass(frozen=True)
 class MarkRecompute:
-    """Nodes with a name in ``replayed`` are computed again, or all that can be if it is None.
+    """Nodes with a name in ``recomputed`` are computed again, or all that can be if it is None.
 
     With all of them, stages keep only what they received, as in GPipe (Huang et al. 2019, section 2.3), and
     what replicas have made together. Random operators draw the same numbers again, because each has a seed of
     its own.
 
     A stage replays in a phase before its backward, which can run while the stage waits for gradients. If it
-    is in ``late``, its backward computes each value where it first reads it, and does not hold all at once.
+    is in ``in_backward``, its backward computes each value where it first reads it, and does not hold all at
+    once.
     """
 
-    replayed: frozenset[str] | None = field(default=frozenset(), repr=False)
-    late: frozenset[int] = frozenset()
+    recomputed: frozenset[str] | None = field(default=frozenset(), repr=False)
+    in_backward: frozenset[int] = frozenset()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in filter(is_forward, graph.nodes):
             if not is_constant(node):
-                chosen = self.replayed is None or node.name in self.replayed
-                phase = Phase.BACKWARD if stage_of(node) in self.late else Phase.RECOMPUTE
-                node.meta["replay"] = phase if chosen and may_replay(node) else None
+                chosen = self.recomputed is None or node.name in self.recomputed
+                phase = Phase.BACKWARD if stage_of(node) in self.in_backward else Phase.RECOMPUTE
+                node.meta["recompute"] = phase if chosen and is_recomputable(node) else None
         return graph
 
 
-def may_replay(node: fx.Node) -> bool:
+def is_recomputable(node: fx.Node) -> bool:
     """Whether the stage can make the forward value by itself again."""
     return node.op == "call_function" and node.target not in (send, recv) and not is_collective(node)
 
 
-def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
+def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, ForwardValue]:
     """What forwards make that owns memory, in order, for microbatches of ``size`` rows.
 
     Of the graph's arguments, buffers that the forward changes are among them: a backward cannot read what
@@ -74,26 +75,26 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
     needed = {source for node in backward for source in _owners(node.all_input_nodes)}
 
     def inputs(node: fx.Node) -> tuple[int, ...]:
-        sources = dict.fromkeys(_owners(node.all_input_nodes)) if may_replay(node) else ()
+        sources = dict.fromkeys(_owners(node.all_input_nodes)) if is_recomputable(node) else ()
         return tuple(position[source] for source in sources if source in position)
 
     return {
-        node: Value(
-            num_bytes=node_bytes(node, size) if is_counted(node) else 0,
+        node: ForwardValue(
+            num_bytes=node_bytes(node, size) if owns_new_storage(node) else 0,
             seconds=node.meta["cost"].seconds(size),
             inputs=inputs(node),
             is_needed=node in needed,
-            may_save=is_tensor(node) or is_number(node),
-            may_replay=may_replay(node),
+            may_save=is_tensor(node) or is_data_dependent_number(node),
+            is_recomputable=is_recomputable(node),
             may_offload=may_offload(node),
         )
         for node in nodes
     }
 
 
-def stage_values(graph: TrainingGraph, size: int) -> list[dict[str, Value]]:
+def stage_values(graph: TrainingGraph, size: int) -> list[dict[str, ForwardValue]]:
     """The same by stage and name, in a graph whose stages communicate. Inputs are positions in the stage."""
-    stages: list[dict[str, Value]] = [{} for _ in range(graph.num_stages)]
+    stages: list[dict[str, ForwardValue]] = [{} for _ in range(graph.num_stages)]
     position = []
     for node, value in forward_values(graph, size).items():
         of_stage = stages[_stage_that_reads(node)]
@@ -106,7 +107,7 @@ def _owns_memory(node: fx.Node) -> bool:
     if node.op == "placeholder":
         return (
             isinstance(node.meta["role"], Buffer)
-            and bool(node.meta["changed"])
+            and bool(node.meta["updated"])
             and any(user.op == "call_function" for user in node.users)
         )
     forward = node.op == "call_function" and is_forward(node) and not is_constant(node)

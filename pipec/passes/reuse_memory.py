@@ -2,7 +2,7 @@
 
 ::
 
-    y = mm(a, b)     ->     y = mm(a, b, out=reused([256*b, 32768], torch.float32, device))
+    y = mm(a, b)     ->     y = mm(a, b, out=empty_cached([256*b, 32768], torch.float32, device))
 
 They keep their bits. Only products are: other large values are mostly made in the memory of an operand.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from pipec.cost.formulas import node_bytes
-from pipec.graph import TrainingGraph, is_in_sum
-from pipec.ir import MAPPED_BYTES
+from pipec.graph import TrainingGraph, accumulates_in_place
+from pipec.ir import MMAP_THRESHOLD_BYTES
 
 aten = torch.ops.aten
 
@@ -27,10 +27,10 @@ class ReuseMemory:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in graph.nodes:
-            if _is_product(node) and node_bytes(node, graph.batch_size) >= MAPPED_BYTES:
-                node.meta["reuses"] = True
+            if _is_product(node) and node_bytes(node, graph.batch_size) >= MMAP_THRESHOLD_BYTES:
+                node.meta["reuses_memory"] = True
         return graph
 
 
 def _is_product(node: fx.Node) -> bool:
-    return node.target in PRODUCTS and not node.kwargs and not is_in_sum(node)
+    return node.target in PRODUCTS and not node.kwargs and not accumulates_in_place(node)

@@ -22,14 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipec.graph import TrainingGraph, is_check, is_constant, is_tensor, memory_of, varies
+from pipec.graph import (
+    TrainingGraph,
+    has_data_dependent_size,
+    is_check,
+    is_constant,
+    is_tensor,
+    storage_owner,
+)
 
 aten = torch.ops.aten
 
 SHAPED = (aten.view.default, aten.expand.default)
 """What takes the shape of its result, in which -1 may stand for a size."""
 
-OF_TENSORS: Mapping[Any, Any] = {
+SCALAR_OVERLOADS: Mapping[Any, Any] = {
     aten._unsafe_view.default: aten.view.default,
     aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
@@ -38,9 +45,9 @@ OF_TENSORS: Mapping[Any, Any] = {
 }
 """Operators that do nothing but call another one."""
 
-MAKERS = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
+ONES = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
 
-Rule = Callable[[fx.Node], fx.Node | None]
+Rewrite = Callable[[fx.Node], fx.Node | None]
 """The node that has the value of another one already, if there is one."""
 
 
@@ -52,11 +59,11 @@ class Simplify:
         known: dict[str, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "call_function" and is_tensor(node):
-                if not varies(node):
+                if not has_data_dependent_size(node):
                     _write_out(node)
                 _skip_reshape(node)
                 _drop_dimensions(node)
-                same = next(filter(None, (rule(node) for rule in RULES)), None)
+                same = next(filter(None, (rule(node) for rule in REWRITES)), None)
                 same = same or _computed_before(node, known)
                 if same is not None and not (same.op == "placeholder" and _is_result(node)):
                     node.replace_all_uses_with(same)
@@ -69,7 +76,7 @@ class Simplify:
 def _write_out(node: fx.Node) -> None:
     """``view(x, [-1, 8])`` is ``view(x, [12*b, 8])``, and the last of three dimensions is number 2."""
     if len(node.args) == 2 and not node.kwargs:
-        node.target = OF_TENSORS.get(node.target, node.target)
+        node.target = SCALAR_OVERLOADS.get(node.target, node.target)
     if node.target in SHAPED:
         node.args = (node.args[0], [_size(size) for size in node.meta["val"].shape])
     if node.target is aten.slice.Tensor and isinstance(node.args[1], int) and node.args[1] < 0:
@@ -126,7 +133,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
     if node.target not in (aten.clone.default, aten.slice_backward.default) or _is_result(node):
         return None
     source = node.args[0]
-    if not isinstance(source, fx.Node) or memory_of(source).op == "placeholder":
+    if not isinstance(source, fx.Node) or storage_owner(source).op == "placeholder":
         return None
     return _if_alike(source, node, strides=True)
 
@@ -148,12 +155,12 @@ def _hides_nothing(node: fx.Node) -> fx.Node | None:
     if node.target not in (aten.bitwise_and.Tensor, aten.logical_and.default):
         return None
     for mask, other in (node.args, node.args[::-1]):
-        if isinstance(mask, fx.Node) and mask.target in MAKERS and mask.meta["val"].dtype is torch.bool:
+        if isinstance(mask, fx.Node) and mask.target in ONES and mask.meta["val"].dtype is torch.bool:
             return _if_alike(other, node, strides=False)
     return None
 
 
-RULES: Sequence[Rule] = (_undone, _whole, _copied, _neutral, _hides_nothing)
+REWRITES: Sequence[Rewrite] = (_undone, _whole, _copied, _neutral, _hides_nothing)
 
 
 def _computed_before(node: fx.Node, known: dict[str, fx.Node]) -> fx.Node | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from pipec.graph import Form, TrainingGraph, is_collective, is_forward, send
+from pipec.graph import LoweringLevel, TrainingGraph, is_collective, is_forward, send
 from pipec.ir import Phase
 
 
@@ -34,7 +34,7 @@ class SplitBackward:
         for node in graph.nodes:
             if node.target is operator.getitem:
                 node.meta["phase"] = node.all_input_nodes[0].meta["phase"]
-        return replace(graph, form=Form.SPLIT)
+        return replace(graph, level=LoweringLevel.BACKWARD_SPLIT)
 
 
 def _awaits(node: fx.Node, user: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from pipec.graph import Gradient, Result, TrainingGraph, stage_of, sums_gradients
+from pipec.graph import Gradient, ResultRole, TrainingGraph, is_gradient_sum, stage_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class UntieGradients:
     """Split every gradient that sums over stages. Else every microbatch would send a whole gradient."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        results: list[tuple[Result, fx.Node]] = []
+        results: list[tuple[ResultRole, fx.Node]] = []
         for role, node in graph.outputs:
             if isinstance(role, Gradient):
                 results += [(role, part) for part in _per_stage(graph, node)]
@@ -42,7 +42,7 @@ def _per_stage(graph: TrainingGraph, gradient: fx.Node) -> list[fx.Node]:
 
 
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
-    if sums_gradients(node):
+    if is_gradient_sum(node):
         for term in node.all_input_nodes:
             yield from _terms(term)
     else:

@@ -1,9 +1,11 @@
-"""What a user steps. ``held`` keeps the tensors of the model; ``pipeline`` compiles and runs its calls.
+"""What a user steps.
 
-``checkpointed`` saves and loads checkpoints, and ``checkpoints`` keeps those of a run.
+``owned_tensors`` holds the tensors of the model; ``pipeline`` compiles and runs its calls.
+``collective_calls`` makes every call one of all ranks, and ``program_cache`` holds what was compiled.
+``checkpointing`` saves and loads checkpoints, and ``checkpoint_manager`` looks after those of a run.
 """
 
-from pipec.pipeline.checkpoints import Checkpoints
+from pipec.pipeline.checkpoint_manager import CheckpointManager
 from pipec.pipeline.pipeline import Pipeline
 
-__all__ = ["Checkpoints", "Pipeline"]
+__all__ = ["CheckpointManager", "Pipeline"]

@@ -10,43 +10,43 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.artifact.directory import write
-from pipec.capture.call import Call
-from pipec.capture.other_axes import second_dimension
-from pipec.capture.splitting import Batched, known_from
-from pipec.compiler.captures import Turn
+from pipec.artifact.artifact import write_artifact
+from pipec.capture.batch_inputs import BatchedOption, observed_splits
+from pipec.capture.model_call import ModelCall
+from pipec.capture.sequence_first import sequence_first_spec
+from pipec.compiler.capture_cache import CollectiveCall
 from pipec.compiler.compiler import Compiler
-from pipec.compiler.groups import Compiled, Groups
+from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
-from pipec.graph import ReadConstants
+from pipec.graph import TracedConstants
 from pipec.ir import Mode, RankMemory
-from pipec.ir.arguments import check_arguments
-from pipec.ir.batch import require_equal_rows, sizes_of_replicas, variable_values
-from pipec.pipeline.kept import Kept
-from pipec.pipeline.methods import METHODS
-from pipec.pipeline.shown import ShownModel
-from pipec.pipeline.turns import Asked
-from pipec.plan.local_batch import check_local_batch
+from pipec.ir.argument_checks import check_arguments
+from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, variable_values
+from pipec.pipeline.collective_calls import CallRequest
+from pipec.pipeline.inspection import InspectableModule
+from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
+from pipec.pipeline.program_cache import ProgramCache
+from pipec.plan.local_batch_check import check_local_batch
 from pipec.plan.step_memory import StepMemory
-from pipec.runtime.calls import one_at_a_time
-from pipec.runtime.holder import Emptied, ModelTensors, forget
-from pipec.runtime.randomness import take
+from pipec.runtime.call_guard import exclusive_call
+from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, unregister_tensors
+from pipec.runtime.random_seeds import advance_default_generator
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Ranks
-from pipec.runtime.step.outcomes import StreamBatch
-from pipec.runtime.step.results import join
-from pipec.runtime.step.span import Span
-from pipec.runtime.step.updates import Updates
-from pipec.runtime.step.weights import MicrobatchWeight, loss_shares
-from pipec.runtime.stream.batches import Given
-from pipec.runtime.stream.flow import CompiledStream
+from pipec.runtime.step.microbatch_weight import MicrobatchWeight, loss_weights
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.step_results import merge_slices
+from pipec.runtime.step.stream_results import StreamBatch
+from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_execution import StreamExecution
-from pipec.runtime.streams import Begun, nothing
-from pipec.torch_compat import Place, pytree
+from pipec.runtime.stream.stream_session import CompiledStream
+from pipec.runtime.stream_training import OnStarted, nothing
+from pipec.torch_compat import ValuePath, pytree
 
 logger = logging.getLogger("pipec")
 
 
-class Pipeline(ShownModel):
+class Pipeline(InspectableModule):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
     It holds the model's own parameters and buffers, under the model's own names. In one process these are all
@@ -63,18 +63,18 @@ class Pipeline(ShownModel):
         tensors: ModelTensors,
         ranks: Ranks,
         batch: str = "same",
-        updates: Updates | None = None,
-        batched: Batched | None = None,
+        updates: OptimizerUpdates | None = None,
+        batched: BatchedOption | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
         super().__init__(compiler, tensors, ranks, batch, updates, batched)
         self._weight = microbatch_weight
-        self._kept = Kept()
+        self._program_cache = ProgramCache()
         self._measured: list[RankMemory] | None = None
-        self._axes_are_known = False
-        self._served: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
+        self._batch_axis_is_known = False
+        self._checked_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
 
-    @one_at_a_time
+    @exclusive_call
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
@@ -98,16 +98,18 @@ class Pipeline(ShownModel):
             ExecutionError, TransportError: a rank failed.
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
-        turn = self._agreed_on_axes(Asked("step", Mode.TRAIN, outputs), args, kwargs, target)
-        self._last_reading = None
-        return self._train(turn)
+        collective_call = self._agree_with_batch_axis(
+            CallRequest("step", Mode.TRAIN, outputs), args, kwargs, target
+        )
+        self._last_reader = None
+        return self._train(collective_call)
 
-    def _train(self, turn: Turn, begun: Begun = nothing) -> Any:
-        loss = self._loss(turn, begun)
-        self._count_step(self._execution(self._artifact).not_finite)
+    def _train(self, collective_call: CollectiveCall, begun: OnStarted = nothing) -> Any:
+        loss = self._loss(collective_call, begun)
+        self._count_step(self._execution(self._artifact).non_finite)
         return loss
 
-    @one_at_a_time
+    @exclusive_call
     def join(self, after_update: Callable[[], object] | None = None) -> int:
         """Take part in what replicas do that have more batches than this one, until all ranks have joined.
 
@@ -121,7 +123,7 @@ class Pipeline(ShownModel):
         Returns:
             How many steps were made without this rank's rows.
         """
-        check_arguments(METHODS, locals())
+        check_arguments(METHOD_ARGUMENTS, locals())
         if self._batch != "local":
             raise InputError(
                 f"join is for replicas with data of their own, but the pipeline has batch={self._batch!r}; "
@@ -129,48 +131,50 @@ class Pipeline(ShownModel):
             )
         count, accumulates = 0, self._accumulates
         try:
-            while self._ranks.world.distributed and (told := self._joined()):
-                asked, turn = told
-                if asked.method == "step":
-                    self._train(turn)
+            while self._ranks.world.is_distributed and (told := self._next_call_of_others()):
+                request, collective_call = told
+                if request.method == "step":
+                    self._train(collective_call)
                     count += 1
                     if after_update is not None and not self._accumulates:
                         after_update()
-                elif asked.method == "prepare":
-                    self._compiled(turn)
+                elif request.method == "prepare":
+                    self._compiled(collective_call)
                 else:
-                    self._run(turn)
+                    self._run(collective_call)
         finally:
             self._accumulates = accumulates
         return count
 
-    @one_at_a_time
+    @exclusive_call
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """What ``step`` would return, without gradients.
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
-        return self._loss(self._agreed_on_axes(Asked("eval_step", Mode.LOSS, outputs), args, kwargs, target))
+        return self._loss(
+            self._agree_with_batch_axis(CallRequest("eval_step", Mode.LOSS, outputs), args, kwargs, target)
+        )
 
-    @one_at_a_time
+    @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
-        turn = self._agreed_on_axes(Asked("forward", Mode.FORWARD), args, kwargs)
-        compiled = self._compiled(turn)[0][0]
-        results = self._run(turn)
+        collective_call = self._agree_with_batch_axis(CallRequest("forward", Mode.FORWARD), args, kwargs)
+        compiled = self._compiled(collective_call)[0][0]
+        results = self._run(collective_call)
         return _output(compiled, results, compiled.artifact.plan.outputs)
 
     @property
-    def _takes_target(self) -> bool:
+    def _has_target(self) -> bool:
         return self._compiler.loss_fn is not None
 
     @property
-    def _overlaps_steps(self) -> bool:
+    def _may_be_asynchronous(self) -> bool:
         return self._compiler.autotuner.policy.may_be_asynchronous
 
-    def _compiled_for(self, given: Given) -> CompiledStream | None:
-        turn = self._agreed_batch(given)
-        groups = self._compiled(turn)
+    def _compiled_stream(self, given: CallArguments) -> CompiledStream | None:
+        collective_call = self._agree_on_batch(given)
+        groups = self._compiled(collective_call)
         execution = self._execution(groups[0][0].artifact)
         if not isinstance(execution, StreamExecution):
             return None
@@ -179,43 +183,57 @@ class Pipeline(ShownModel):
                 "the microbatches of a mini-batch are compiled apart, because the model makes a constant of "
                 "their rows, so that they make no stream; pass batches that divide evenly"
             )
-        if groups[0][0].artifact.draws:
-            take(turn.drawn)
+        if groups[0][0].artifact.has_random_operators:
+            advance_default_generator(collective_call.generator_after)
 
-        kind, variables = turn.signature.kind, turn.signature.kind.variables
+        key, variables = collective_call.signature.key, collective_call.signature.key.variables
 
-        def split(given: Given) -> StreamBatch | None:
-            call = self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
-            if call.batch_size != turn.call.batch_size or call.signature(variables) != kind.called:
+        def split(given: CallArguments) -> StreamBatch | None:
+            call = self._check_call(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+            if (
+                call.batch_size != collective_call.call.batch_size
+                or call.signature(variables) != key.call_signature
+            ):
                 return None
-            if variable_values(variables, call.leaves) != variable_values(variables, turn.call.leaves):
+            if variable_values(variables, call.leaves) != variable_values(
+                variables, collective_call.call.leaves
+            ):
                 return None
-            (span,) = self._spans(replace(turn, call=call), [groups[0][1]])
-            return execution.batch(call.leaves, span)
+            (batch_slice,) = self._batch_slices(replace(collective_call, call=call), [groups[0][1]])
+            return execution.batch(call.leaves, batch_slice)
 
-        return CompiledStream(execution, turn.seed, split, functools.partial(self._is_right, turn.signature))
+        return CompiledStream(
+            execution,
+            collective_call.seed,
+            split,
+            functools.partial(self._is_valid, collective_call.signature),
+        )
 
-    def _stream_step(self, given: Given, begun: Begun) -> Tensor:
-        loss: Tensor = self._train(self._agreed_batch(given), begun)
+    def _stream_step(self, given: CallArguments, begun: OnStarted) -> Tensor:
+        loss: Tensor = self._train(self._agree_on_batch(given), begun)
         return loss
 
-    def _loss(self, turn: Turn, begun: Begun = nothing) -> Any:
-        """The loss of a step, and if it was asked for, the model's output. The logs are kept."""
-        compiled = self._compiled(turn)[0][0]
-        results, plan = self._run(turn, begun), compiled.artifact.plan
-        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
+    def _loss(self, collective_call: CollectiveCall, begun: OnStarted = nothing) -> Any:
+        """The loss of a step, and if it was requested, the model's output. The logs are kept."""
+        compiled = self._compiled(collective_call)[0][0]
+        results, plan = self._run(collective_call, begun), compiled.artifact.plan
+        self.logs = {
+            name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
+        }
         loss = results["loss"]
-        if not turn.signature.kind.outputs:
+        if not collective_call.signature.key.outputs:
             return loss
-        return loss, _output(compiled, results, plan.outputs[1 + len(plan.logs) :])
+        return loss, _output(compiled, results, plan.outputs[1 + len(plan.log_names) :])
 
-    @one_at_a_time
+    @exclusive_call
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
-        self._compiled(self._agreed_on_axes(Asked("prepare", Mode.TRAIN, outputs), args, kwargs, target))
+        self._compiled(
+            self._agree_with_batch_axis(CallRequest("prepare", Mode.TRAIN, outputs), args, kwargs, target)
+        )
         return self
 
-    @one_at_a_time
+    @exclusive_call
     def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
         """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
 
@@ -231,107 +249,109 @@ class Pipeline(ShownModel):
             self.step(*args, target=target, **kwargs)
         finally:
             self._measured = None
-        return StepMemory(self._ranks.most_of_each(measured), self.programs)
+        return StepMemory(self._ranks.peak_memory(measured), self.programs)
 
-    @one_at_a_time
+    @exclusive_call
     def train(self, mode: bool = True) -> "Pipeline":
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
-        check_arguments(METHODS, locals())
+        check_arguments(METHOD_ARGUMENTS, locals())
         self._compiler.model.train(mode)
         return super().train(mode)
 
-    @one_at_a_time
+    @exclusive_call
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
         """A pipeline of a copy of the model, on the same stages. It compiles its calls itself.
 
         It has an optimizer of its own, with a copy of the state. Every rank makes the copy then.
         """
-        with self._gathered():
+        with self._unsharded():
             model = copy.deepcopy(self._compiler.model, memo)
         tensors = ModelTensors.of(model)
-        emptied = Emptied({fqn: x for fqn, x in self._emptied.layouts.items() if not self._is_here(fqn)})
-        with emptied.shaped(tensors.unique()):
+        emptied = EmptiedTensors(
+            {fqn: x for fqn, x in self._emptied.layouts.items() if not self._is_held(fqn)}
+        )
+        with emptied.materialized(tensors.unique()):
             updates = self._updates.of(tensors.unique_parameters()) if self._updates else None
         compiler, ranks = self._compiler.of(model), self._ranks
         made = Pipeline(compiler, tensors, ranks, self._batch, updates, self._batched, self._weight)
         memo[id(self)] = made
-        made._unfilled.marked = {
+        made._uninitialized.marked = {
             fqn: (tensor, tensor._version)
             for fqn, tensor in tensors.unique().items()
-            if fqn in self._unfilled.marked
+            if fqn in self._uninitialized.marked
         }
-        made._holders, made._emptied = dict(self._holders), emptied
-        made._changing = set(self._changing)
-        made._split_before = dict(self._split_before)
+        made._owner_ranks, made._emptied = dict(self._owner_ranks), emptied
+        made._mutable_buffers = set(self._mutable_buffers)
+        made._known_splits = dict(self._known_splits)
         made._variables = copy.deepcopy(self._variables)
-        forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
+        unregister_tensors(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
         return made
 
-    @one_at_a_time
+    @exclusive_call
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
-        check_arguments(METHODS, locals())
-        held = self._whole("save", set(self._tensors.unique()), all_ranks=False) if tensors else None
+        check_arguments(METHOD_ARGUMENTS, locals())
+        held = self._gather("save", set(self._tensors.unique()), all_ranks=False) if tensors else None
         if self._ranks.world.rank == 0:
-            write(self._artifact, Path(directory), held)
+            write_artifact(self._artifact, Path(directory), held)
 
     @property
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
-        return dict(self._compiler.watch.seconds)
+        return dict(self._compiler.stopwatch.seconds)
 
-    def _compiled(self, turn: Turn) -> Groups:
+    def _compiled(self, collective_call: CollectiveCall) -> MicrobatchGroups:
         """What runs each group of consecutive microbatches, and their sizes.
 
         There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly.
         """
-        rows = self._rows_to_compile(turn)
-        found = self._kept.find(turn.signature, rows, turn.call)
-        groups = found or self._compile(turn, rows)
-        if turn.signature.kind.mode is Mode.TRAIN:
+        rows = self._rows_to_compile(collective_call)
+        found = self._program_cache.find(collective_call.signature, rows, collective_call.call)
+        groups = found or self._compile(collective_call, rows)
+        if collective_call.signature.key.mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
-        if found is None or self._unsettled:
-            self._keep_own_tensors(groups[0][0].artifact.plan)
-            self._unsettled = False
-        return groups if len(turn.rows) == 1 else self._of_local_batch(turn, groups)
+        if found is None or self._needs_placement:
+            self._place_tensors(groups[0][0].artifact.plan)
+            self._needs_placement = False
+        return groups if len(collective_call.rows) == 1 else self._of_local_batch(collective_call, groups)
 
-    def _agreed_on_axes(
-        self, asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
-    ) -> Turn:
+    def _agree_with_batch_axis(
+        self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> CollectiveCall:
         """The call that all ranks make, by the dimension that is the batch.
 
         That is dimension 0, unless rows along it are proved to depend on one another, the user says nothing
         of it, and along dimension 1 they are proved not to.
         """
         other = None
-        if not self._axes_are_known and self._batched is None and self._batch == "same":
-            other = second_dimension(Call(args, kwargs, target))
+        if not self._batch_axis_is_known and self._batched is None and self._batch == "same":
+            other = sequence_first_spec(ModelCall(args, kwargs, target))
         if other is None:
-            turn = self._agreed(asked, args, kwargs, target)
-            self._axes_are_known = True
-            return turn
+            collective_call = self._agree(request, args, kwargs, target)
+            self._batch_axis_is_known = True
+            return collective_call
         try:
-            turn = self._agreed_and_compiled(asked, args, kwargs, target)
+            collective_call = self._agree_and_compile(request, args, kwargs, target)
         except InputError as error:
             if not isinstance(error, MixedRowsError | TargetRowsError):
                 raise
             why, self._batched = error, other
         else:
-            self._axes_are_known = True
-            return turn
+            self._batch_axis_is_known = True
+            return collective_call
         self._calls.clear()
         try:
-            turn = self._agreed_and_compiled(asked, args, kwargs, target)
+            collective_call = self._agree_and_compile(request, args, kwargs, target)
         except (InputError, CaptureError):
             self._batched = None
             self._calls.clear()
             if isinstance(why, TargetRowsError):
                 raise why from None
-            turn = self._agreed(asked, args, kwargs, target)
+            collective_call = self._agree(request, args, kwargs, target)
         else:
             listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
             logger.warning(
@@ -340,114 +360,128 @@ class Pipeline(ShownModel):
                 listed,
                 str(why).splitlines()[-2 if isinstance(why, MixedRowsError) else 0].strip(),
             )
-        self._axes_are_known = True
-        return turn
+        self._batch_axis_is_known = True
+        return collective_call
 
-    def _agreed_and_compiled(
-        self, asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> Turn:
+    def _agree_and_compile(
+        self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> CollectiveCall:
         """The call that all ranks make, if its microbatches are proved to make what the batch does."""
-        turn = self._agreed(asked, args, kwargs, target)
-        self._compiler.tries_axes = True
+        collective_call = self._agree(request, args, kwargs, target)
+        self._compiler.refuses_mixed_rows = True
         try:
-            self._compiled(turn)
+            self._compiled(collective_call)
         finally:
-            self._compiler.tries_axes = False
-        return turn
+            self._compiler.refuses_mixed_rows = False
+        return collective_call
 
-    def _rows_to_compile(self, turn: Turn) -> int:
+    def _rows_to_compile(self, collective_call: CollectiveCall) -> int:
         """The rows of the batch; if replicas have their own, as if all had as many as one has at most."""
-        if len(turn.rows) == 1:
-            return turn.rows[0]
-        return max(len(turn.rows) * max(turn.rows), self._compiler.microbatches or 0)
+        if len(collective_call.rows) == 1:
+            return collective_call.rows[0]
+        return max(len(collective_call.rows) * max(collective_call.rows), self._compiler.microbatches or 0)
 
-    def _of_local_batch(self, turn: Turn, groups: Groups) -> Groups:
+    def _of_local_batch(self, collective_call: CollectiveCall, groups: MicrobatchGroups) -> MicrobatchGroups:
         """What runs the microbatches of all replicas, each of which splits its own rows."""
         compiled, _ = groups[0]
         plan = compiled.artifact.plan
         check_local_batch(plan, self.num_replicas)
-        sizes = sizes_of_replicas(turn.rows, plan.num_microbatches)
-        if plan.joins:
+        sizes = replica_microbatch_sizes(collective_call.rows, plan.num_microbatches)
+        if plan.model_collectives:
             require_equal_rows(sizes)
         kinds = frozenset(sizes) - {0}
-        values = variable_values(turn.signature.kind.variables, turn.call.leaves)
+        values = variable_values(collective_call.signature.key.variables, collective_call.call.leaves)
         served = compiled.number, kinds, tuple(values.values())
-        if served not in self._served:
+        if served not in self._checked_sizes:
             request = f"microbatches of {sorted(kinds)} rows"
-            require = functools.partial(self._compiler.require_served, turn.signature, sorted(kinds), values)
-            self._ranks.once(request, require)
-            self._served.add(served)
+            require = functools.partial(
+                self._compiler.require_one_graph_for, collective_call.signature, sorted(kinds), values
+            )
+            self._ranks.call_on_rank_0(request, require)
+            self._checked_sizes.add(served)
         return [(compiled, sizes)]
 
-    def _compile(self, turn: Turn, rows: int) -> Groups:
+    def _compile(self, collective_call: CollectiveCall, rows: int) -> MicrobatchGroups:
         """Compile in one process, for all, and let go of what was used longest ago."""
-        kind, version, call = turn.signature.kind, turn.signature.version, turn.call
-        change = self._variables.change(call, kind.mode)
+        key, version, call = (
+            collective_call.signature.key,
+            collective_call.signature.version,
+            collective_call.call,
+        )
+        change = self._variables.change(call, key.mode)
 
-        def compiled() -> tuple[Groups, dict[Place, Any]]:
-            whole = call if len(turn.rows) == 1 else call.sample(rows, None)
-            with self._emptied.shaped(self._tensors.unique()):
-                groups = self._compiler.compile(turn.signature, whole, change)
-                return groups, self._compiler.read(turn.signature)
+        def compiled() -> tuple[MicrobatchGroups, dict[ValuePath, Any]]:
+            whole = call if len(collective_call.rows) == 1 else call.sample(rows, None)
+            with self._emptied.materialized(self._tensors.unique()):
+                groups = self._compiler.compile(collective_call.signature, whole, change)
+                return groups, self._compiler.read(collective_call.signature)
 
-        values = variable_values(kind.variables, call.leaves)
-        request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, rows, values))
-        groups, read = self._ranks.once(request, compiled)
-        self._read[kind.mode] = ReadConstants(read)
-        self._split_before |= known_from(call)
-        self._variables.note(call, kind.mode)
+        values = variable_values(key.variables, call.leaves)
+        request = repr((*key.without_state, key.state.digest, self._trainable, version, rows, values))
+        groups, read = self._ranks.call_on_rank_0(request, compiled)
+        self._read[key.mode] = TracedConstants(read)
+        self._known_splits |= observed_splits(call)
+        self._variables.note(call, key.mode)
         self._calls.clear()
-        self._kept.add(turn.signature, rows, groups)
-        kept = {made.number: made.artifact for made in self._kept.compiled}
+        self._program_cache.add(collective_call.signature, rows, groups)
+        kept = {made.number: made.artifact for made in self._program_cache.compiled}
         self._compiler.retain(kept)
         self._executions = {made: x for made, x in self._executions.items() if made in kept.values()}
-        self._served = {served for served in self._served if served[0] in kept}
+        self._checked_sizes = {served for served in self._checked_sizes if served[0] in kept}
         return groups
 
-    def _run(self, turn: Turn, begun: Begun = nothing) -> Mapping[str, Tensor]:
-        groups = self._compiled(turn)
-        if any(compiled.artifact.draws for compiled, _ in groups):
-            take(turn.drawn)
+    def _run(self, collective_call: CollectiveCall, begun: OnStarted = nothing) -> Mapping[str, Tensor]:
+        groups = self._compiled(collective_call)
+        if any(compiled.artifact.has_random_operators for compiled, _ in groups):
+            advance_default_generator(collective_call.generator_after)
         begun()
-        if turn.signature.kind.mode is Mode.TRAIN:
-            return self._run_groups(turn, groups)
-        with self._gathered():
-            return self._run_groups(turn, groups)
+        if collective_call.signature.key.mode is Mode.TRAIN:
+            return self._run_groups(collective_call, groups)
+        with self._unsharded():
+            return self._run_groups(collective_call, groups)
 
-    def _run_groups(self, turn: Turn, groups: Groups) -> Mapping[str, Tensor]:
+    def _run_groups(self, collective_call: CollectiveCall, groups: MicrobatchGroups) -> Mapping[str, Tensor]:
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
-        if len(groups) > 1 and groups[0][0].artifact.plan.ending.may_drop:
+        if len(groups) > 1 and groups[0][0].artifact.plan.sync_spec.may_skip_step:
             raise InputError(
                 "the microbatches of the batch are compiled apart, because the model makes a constant of "
                 "their rows, so that there is no moment before anything comes of any gradient; pass batches "
                 "that divide evenly, or compile without on_nan=... and in another precision than 'fp16-mixed'"
             )
-        spans = self._spans(turn, [sizes for _, sizes in groups])
-        recorded = self._recorded if turn.signature.kind.mode is Mode.TRAIN else None
+        batch_slices = self._batch_slices(collective_call, [sizes for _, sizes in groups])
+        recorded = self._recorded if collective_call.signature.key.mode is Mode.TRAIN else None
         parts = []
-        for execution, span in zip(executions, spans, strict=True):
-            update = span is spans[-1] and not self._accumulates
-            leaves, measured = turn.call.leaves, self._measured
-            parts.append(execution.run(leaves, span, turn.seed, recorded, update, measured))
+        for execution, batch_slice in zip(executions, batch_slices, strict=True):
+            update = batch_slice is batch_slices[-1] and not self._accumulates
+            leaves, measured = collective_call.call.leaves, self._measured
+            parts.append(execution.run(leaves, batch_slice, collective_call.seed, recorded, update, measured))
         axes = groups[0][0].axes
-        results = parts[0] if len(parts) == 1 else join(groups[0][0].artifact.plan, parts, spans)
+        results = (
+            parts[0] if len(parts) == 1 else merge_slices(groups[0][0].artifact.plan, parts, batch_slices)
+        )
         return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 
-    def _spans(self, turn: Turn, groups: Sequence[list[int]]) -> list[Span]:
+    def _batch_slices(self, collective_call: CollectiveCall, groups: Sequence[list[int]]) -> list[BatchSlice]:
         """What each group of microbatches is of the batch."""
-        call, every, batch = turn.call, [size for sizes in groups for size in sizes], sum(turn.rows)
+        call, every, batch = (
+            collective_call.call,
+            [size for sizes in groups for size in sizes],
+            sum(collective_call.rows),
+        )
         shares = None
-        if turn.signature.kind.mode is not Mode.FORWARD:
-            shares = loss_shares(self._weight, call.leaves, call.with_leaves, call.axes, every)
-        values = variable_values(turn.signature.kind.variables, call.leaves)
-        spans, start, first = list[Span](), 0, 0
+        if collective_call.signature.key.mode is not Mode.FORWARD:
+            shares = loss_weights(self._weight, call.leaves, call.with_leaves, call.axes, every)
+        values = variable_values(collective_call.signature.key.variables, call.leaves)
+        batch_slices, start, first = list[BatchSlice](), 0, 0
         for sizes in groups:
             own = None if shares is None else shares[first : first + len(sizes)]
-            spans.append(Span(sizes, batch, start, first, own, self.replica, self.num_replicas, values))
+            batch_slices.append(
+                BatchSlice(sizes, batch, start, first, own, self.replica, self.num_replicas, values)
+            )
             start, first = start + sum(sizes), first + len(sizes)
-        return spans
+        return batch_slices
 
 
-def _output(compiled: Compiled, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+def _output(compiled: CompiledArtifact, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
     assert compiled.output_spec is not None
     return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)

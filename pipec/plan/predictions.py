@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipec.ir import Op, Plan, Program
-from pipec.plan.memory import plan_memory
-from pipec.programs.alike import ReplicatedPrograms, played
-from pipec.programs.fold import excerpt
+from pipec.plan.memory_needs import plan_memory
+from pipec.programs.lower_periodic import steady_excerpt
+from pipec.programs.representative_replicas import ReplicatedPrograms, representative_programs
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import Costs, simulate
-from pipec.timeline.steady import steady_state
+from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.steady_state import steady_state
 
 
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
-    """The programs played against the plan's costs. Those without end are played for some mini-batches.
+    """Simulate the programs with the plan's costs, periodic ones for some mini-batches.
 
-    Of replicas that are alike, a few are played.
+    Of equal replicas, a few are simulated.
     """
     compute = {
         (stage.index, phase): time + plan.host.call_seconds
@@ -23,30 +23,34 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
         for phase, time in stage.cost.seconds.items()
     }
     messages = dict(zip(plan.links, plan.link_seconds, strict=True))
-    endings = _collectives(plan)
+    sync_times = _collectives(plan)
     for stage in plan.stages:
-        endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
-    few = programs.few if isinstance(programs, ReplicatedPrograms) else None
-    programs = excerpt(played(programs), plan.ending.stream, plan.placement)
-    joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
-    parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
+        sync_times[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
+    few = programs.representative_replicas if isinstance(programs, ReplicatedPrograms) else None
+    programs = steady_excerpt(representative_programs(programs), plan.sync_spec.stream, plan.placement)
+    collective_seconds = {
+        (s.index, number): collective.seconds
+        for s in plan.stages
+        for number, collective in enumerate(s.model_collectives)
+    }
+    segments = {(s.index, phase): shares for s in plan.stages for phase, shares in s.segments.items()}
     copies = {stage.index: stage.cost.copy_seconds for stage in plan.stages}
-    costs = Costs(
+    costs = SimulationCosts(
         compute,
         messages,
-        endings=endings,
-        parts=parts,
-        joins=joins,
-        copies=copies,
-        begin=plan.host.step_seconds,
+        sync_times=sync_times,
+        segments=segments,
+        model_collectives=collective_seconds,
+        copy_times=copies,
+        start_time=plan.host.step_seconds,
     )
-    return replace(simulate(programs, costs, few), ending=plan.ending)
+    return replace(simulate(programs, costs, few), sync_spec=plan.sync_spec)
 
 
 def step_seconds(plan: Plan, timeline: Timeline) -> float:
     """How long a step takes; in a stream, from one mini-batch to the next, each of which is checked, too."""
     steady = steady_state(timeline)
-    return steady.seconds + plan.host.step_seconds if steady else timeline.makespan
+    return steady.batch_interval + plan.host.step_seconds if steady else timeline.makespan
 
 
 def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
@@ -54,25 +58,25 @@ def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
     seconds = _collectives(plan)
     return max(
         sum(seconds.get((each.op, each.stage, each.bucket), 0.0) for each in program.instructions)
-        for program in played(programs)
+        for program in representative_programs(programs)
     )
 
 
 def _collectives(plan: Plan) -> dict[tuple[Op, int, int], float]:
     seconds: dict[tuple[Op, int, int], float] = {}
-    for number, bucket in enumerate(plan.ending.buckets):
+    for number, bucket in enumerate(plan.sync_spec.buckets):
         seconds[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
-        seconds[Op.UNSHARD, bucket.stage, number] = bucket.gather_seconds
+        seconds[Op.UNSHARD, bucket.stage, number] = bucket.unshard_seconds
     return seconds
 
 
-def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
+def prediction_summary(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
     """What the plan's costs say about a step: seconds, the bubble's share, peak bytes of each rank."""
     timeline = simulate_plan(plan, programs)
     steady = steady_state(timeline)
     return {
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble_rate,
-        **({"steady": {"time": steady.seconds, "bubble_rate": steady.bubble_rate}} if steady else {}),
+        **({"steady": {"time": steady.batch_interval, "bubble_rate": steady.bubble_rate}} if steady else {}),
         "peak_bytes": [need.peak_bytes for need in plan_memory(plan, programs)],
     }

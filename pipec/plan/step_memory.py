@@ -8,9 +8,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipec.ir import Program, RankMemory
-from pipec.ir.memory import KINDS
-from pipec.ir.text import format_bytes, instruction_lines
-from pipec.plan.tables import table_lines
+from pipec.ir.memory_figures import MEMORY_CATEGORIES
+from pipec.ir.text_format import format_bytes, instruction_lines
+from pipec.plan.plan_table import table_lines
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ class StepMemory(Sequence[RankMemory]):
         return len(self.ranks)
 
     def __str__(self) -> str:
-        kinds = [kind for kind in KINDS if any(each.parts.get(kind) for each in self.ranks)]
+        kinds = [
+            kind for kind in MEMORY_CATEGORIES if any(each.bytes_by_category.get(kind) for each in self.ranks)
+        ]
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for heading in ("rank", *kinds, "peak", "while it runs"):
             table.add_column(heading, justify="left" if heading == "while it runs" else "right", no_wrap=True)
         for each in self.ranks:
-            amounts = [*(each.parts.get(kind, 0.0) for kind in kinds), each.peak_bytes]
+            amounts = [*(each.bytes_by_category.get(kind, 0.0) for kind in kinds), each.peak_bytes]
             table.add_row(str(each.rank), *map(format_bytes, amounts), self._at(each))
         return "\n".join(table_lines(table))
 

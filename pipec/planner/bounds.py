@@ -2,8 +2,8 @@
 
 A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
 downset follow from those that finish from later ones, and bisection finds the least limit for which the
-devices suffice. ``LooseBound`` looks at one downset at a time, ``pipec.planner.pairs`` at any two, and
-``pipec.planner.chain`` at those of a chain of operators.
+devices suffice. ``DownsetBound`` looks at one downset at a time, ``pipec.planner.pair_bound`` at any two, and
+``pipec.planner.chain_bound`` at those of a chain of operators.
 """
 
 import math
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipec.planner.downsets import Vector
 
-Counts = NDArray[np.intp]
+DeviceCounts = NDArray[np.intp]
 
 _FIRST_STEP = 0.02
 """The first limit exceeds the work divided at will by this share, as the optimum is rarely far above it. The
@@ -35,57 +35,57 @@ class Bound(Protocol):
         ...
 
     @property
-    def ceiling(self) -> float:
+    def feasible_limit(self) -> float:
         """Some seconds that a plan keeps within if any plan is possible."""
         ...
 
-    def take(self, kept: NDArray[np.intp]) -> Self:
+    def select(self, kept: NDArray[np.intp]) -> Self:
         """The same for these downsets alone."""
         ...
 
-    def around(self, num_devices: int, limit: float) -> "Around | None":
+    def devices_needed(self, num_devices: int, limit: float) -> "DevicesNeeded | None":
         """None if no plan keeps within the limit."""
         ...
 
 
-class Around(NamedTuple):
+class DevicesNeeded(NamedTuple):
     """``finish``: the fewest devices for what is after each downset. ``reach``: those for what is in it.
 
     A count is one more than there are devices if these are too few.
     """
 
-    finish: Counts
-    reach: Counts
+    finish: DeviceCounts
+    reach: DeviceCounts
 
-    def useful(self, num_devices: int) -> NDArray[np.intp]:
+    def usable_downsets(self, num_devices: int) -> NDArray[np.intp]:
         """The downsets that a plan within the limit may use."""
         return np.flatnonzero(self.finish + self.reach <= num_devices)
 
 
-def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
+def lower_bound_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
     """A limit within which the bound allows a plan; smaller by a factor of 1 + ``closeness``, it allows none.
 
     The limit is infinite if no plan is possible. ``guess`` is tried first: one little above the result saves
     work.
     """
-    low, high, is_met = bound.total_seconds / num_devices, bound.ceiling, False
+    low, high, is_met = bound.total_seconds / num_devices, bound.feasible_limit, False
     step = low * _FIRST_STEP
     limit = guess if guess < high else low + step
     while high - low > closeness * high:
         if not low < limit < high and not low < (limit := low + (high - low) / 2) < high:
             break
-        around = bound.around(num_devices, limit)
+        around = bound.devices_needed(num_devices, limit)
         if around is None:
             low, step = limit, 2 * step
         else:
             high, is_met = limit, True
-            bound = bound.take(around.useful(num_devices))
+            bound = bound.select(around.usable_downsets(num_devices))
         limit = low + min(step, (high - low) / 2)
-    return high if is_met or bound.around(num_devices, high) else math.inf
+    return high if is_met or bound.devices_needed(num_devices, high) else math.inf
 
 
 @dataclass(frozen=True, slots=True)
-class LooseBound:
+class DownsetBound:
     """Charges a stage from downset d to downset e on m replicas, in seconds,
 
         max(until[m - 1, e] - before[m - 1, d], link[d]) / m
@@ -103,22 +103,22 @@ class LooseBound:
         return float(self.until[0, -1] - self.before[0, 0])
 
     @property
-    def ceiling(self) -> float:
+    def feasible_limit(self) -> float:
         replicas = np.arange(1, len(self.until) + 1)
         return float(((self.until[:, -1] - self.before[:, 0]) / replicas).min())
 
-    def take(self, kept: NDArray[np.intp]) -> "LooseBound":
-        return LooseBound(self.before[:, kept], self.until[:, kept], self.link[kept])
+    def select(self, kept: NDArray[np.intp]) -> "DownsetBound":
+        return DownsetBound(self.before[:, kept], self.until[:, kept], self.link[kept])
 
-    def around(self, num_devices: int, limit: float) -> Around | None:
+    def devices_needed(self, num_devices: int, limit: float) -> DevicesNeeded | None:
         """Backwards, links are left out."""
         finish = self._to_finish(num_devices, limit)
         if finish[0] > num_devices:
             return None
-        backwards = LooseBound(-self.until[:, ::-1], -self.before[:, ::-1], np.zeros_like(self.link))
-        return Around(finish, backwards._to_finish(num_devices, limit * (1 + ROUNDING))[::-1])
+        backwards = DownsetBound(-self.until[:, ::-1], -self.before[:, ::-1], np.zeros_like(self.link))
+        return DevicesNeeded(finish, backwards._to_finish(num_devices, limit * (1 + ROUNDING))[::-1])
 
-    def _to_finish(self, num_devices: int, limit: float) -> Counts:
+    def _to_finish(self, num_devices: int, limit: float) -> DeviceCounts:
         """The fewest devices for what is after each downset; one too many if these are too few.
 
         ``nearest[m - 1, k]`` is the nearest end of a stage on m replicas from which k devices finish.

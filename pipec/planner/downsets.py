@@ -22,7 +22,7 @@ from pipec.planner.linear_orders import WideGraph, linear_orders
 from pipec.planner.operator_graph import COLUMNS, OperatorGraph
 
 if TYPE_CHECKING:
-    from pipec.planner.windows import Windows
+    from pipec.planner.work_windows import WorkWindows
 
 MOST_DOWNSETS = 2_000_000
 """More than this would not fit in memory."""
@@ -57,7 +57,7 @@ class Downsets:
     members: Mask | None
     totals: Vector
     cuts: Vector
-    windows: "Windows | None" = None
+    windows: "WorkWindows | None" = None
 
     @property
     def is_chain(self) -> bool:
@@ -66,16 +66,16 @@ class Downsets:
     def __len__(self) -> int:
         return int(self.totals.shape[1])
 
-    def take(self, kept: Indices) -> "Downsets":
+    def select(self, kept: Indices) -> "Downsets":
         members = None if self.members is None else self.members[:, kept]
         totals, cuts = self.totals[:, kept], self.cuts[:, kept]
         return Downsets(self.order, self.before, self.ends, self.sizes[kept], members, totals, cuts)
 
-    def written_out(self) -> Mask:
+    def membership(self) -> Mask:
         """``members``, also in a chain."""
         return np.arange(len(self.order))[:, None] < self.sizes if self.members is None else self.members
 
-    def between(self, first: int, last: int) -> tuple[int, ...]:
+    def stage_operators(self, first: int, last: int) -> tuple[int, ...]:
         """The operators of the stage from one downset to another, in order."""
         if self.members is None:
             return tuple(self.order[self.sizes[first] : self.sizes[last]])
@@ -98,10 +98,10 @@ def list_downsets(graph: OperatorGraph, order: Sequence[int], value_seconds: Vec
         return Downsets(order, before, ends, np.arange(len(order) + 1), None, totals, cuts)
     members, known = _all_downsets(before, len(order)), None
     if members is None:
-        from pipec.planner.windows import windows  # here, because it loads scipy
+        from pipec.planner.work_windows import work_windows  # here, because it loads scipy
 
         wide = WideGraph(columns[0], before, ends, value_seconds.min(axis=0))
-        members, known = _prefixes(linear_orders(wide)), windows(wide, columns[:2])
+        members, known = _prefixes(linear_orders(wide)), work_windows(wide, columns[:2])
     sizes = members.sum(axis=0, dtype=np.intp)
     totals, cuts = _totals(columns, members), _cuts(ends, value_seconds, members)
     return Downsets(order, before, ends, sizes, members, totals, cuts, known)

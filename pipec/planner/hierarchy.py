@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipec.planner.device_groups import DeviceGroup, GroupMember, SingleDevice
 from pipec.planner.downsets import Indices, Vector
-from pipec.planner.groups import Group, Leaf, Member
-from pipec.planner.options import Left, Option, Options, num_devices
-from pipec.planner.stage_costs import Matrix, StageCosts, between
+from pipec.planner.stage_cost_matrices import Matrix, StageCostMatrices, submatrix
+from pipec.planner.stage_options import AvailableDevices, StageOption, StageOptions, num_devices
 
 Tensor = Matrix
 """Of three dimensions."""
@@ -39,7 +39,7 @@ Useful = Callable[[int], Indices]
 """For a number of devices of the outermost group, the downsets at which a plan may have so many left."""
 
 
-class ChosenStage(NamedTuple):
+class StageInterval(NamedTuple):
     """A stage from downset ``first`` to downset ``last``, with a replica on each of ``devices``.
 
     Seconds are per microbatch and include the links and the all-reduce of every level. ``after`` is the
@@ -62,7 +62,7 @@ class _Task(NamedTuple):
     first of its group.
     """
 
-    group: Group
+    group: DeviceGroup
     devices: int
     first: int
     last: int
@@ -74,12 +74,12 @@ class _Task(NamedTuple):
 
 class _FirstStage(NamedTuple):
     cost: float
-    option: Option
+    option: StageOption
     last: int
 
 
-_Cost = Callable[[Option, bool, Indices, Indices], Matrix]
-"""What stages with an option cost, whether or not the first of their group, between rows and columns."""
+_Cost = Callable[[StageOption, bool, Indices, Indices], Matrix]
+"""What stages with an option cost, whether or not the first of their group, submatrix rows and columns."""
 
 
 class _Sums(NamedTuple):
@@ -87,22 +87,22 @@ class _Sums(NamedTuple):
 
     task: _Task
     cost: _Cost
-    finish: dict[Left, Vector]
+    finish: dict[AvailableDevices, Vector]
 
 
 @dataclass(frozen=True)
-class Hierarchy:
+class HierarchicalPartitioner:
     """Stages with ``costs`` on groups of devices, which they take as the ``options`` allow.
 
     ``tolerance``: the share of the least seconds that a plan may take longer in order to communicate less.
     """
 
-    costs: StageCosts
-    options: Options
+    costs: StageCostMatrices
+    options: StageOptions
     tolerance: float
     _known: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
-    def pipeline(self, group: Group, useful: Useful) -> tuple[float, tuple[ChosenStage, ...]]:
+    def best_pipeline(self, group: DeviceGroup, useful: Useful) -> tuple[float, tuple[StageInterval, ...]]:
         """The least seconds of a pipeline for everything, and the stages of the best one.
 
         Of the pipelines within the tolerance, the best are those on the fewest members of the group; of these
@@ -113,13 +113,13 @@ class Hierarchy:
         last = len(self.costs.downsets) - 1
         return self._solve(_Task(group, group.num_devices, 0, last, 0, useful))
 
-    def _solve(self, task: _Task) -> tuple[float, tuple[ChosenStage, ...]]:
+    def _solve(self, task: _Task) -> tuple[float, tuple[StageInterval, ...]]:
         seconds = self._remembering(task.group, functools.partial(self._stage, task.group, task.after))
         finish = self._finish(task, seconds, np.maximum)
         fastest = {
             left: self._first_stage(task, left, finish, seconds, np.maximum).cost
             for left in finish
-            if task.first in task.useful(left.devices) and self.options.may_take(task.group, left)
+            if task.first in task.useful(left.devices) and self.options.may_start_with(task.group, left)
         }
         least = min(fastest.values())
         if least == np.inf:
@@ -130,18 +130,22 @@ class Hierarchy:
         within = functools.partial(self._within, task, seconds, finish)
         return least, self._follow(self._tightest(within, fewest, fastest[fewest], limit), fewest)
 
-    def _within(self, task: _Task, seconds: _Cost, finish: dict[Left, Vector], limit: float) -> _Sums:
+    def _within(
+        self, task: _Task, seconds: _Cost, finish: dict[AvailableDevices, Vector], limit: float
+    ) -> _Sums:
         """What pipelines have to communicate of which no stage takes longer than ``limit``."""
 
-        def communication(option: Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
-            spent = self.costs.communication(task.group.level, option.replicas, begins, rows, columns)
+        def communication(option: StageOption, begins: bool, rows: Indices, columns: Indices) -> Matrix:
+            spent = self.costs.communication_seconds(task.group.level, option.replicas, begins, rows, columns)
             return np.where(seconds(option, begins, rows, columns) <= limit, spent, np.inf)
 
         in_time = task._replace(useful=_in_time(task, finish, limit), limit=limit)
         cost = self._remembering(task.group, communication)
         return _Sums(in_time, cost, self._finish(in_time, cost, np.add))
 
-    def _tightest(self, within: Callable[[float], _Sums], left: Left, low: float, high: float) -> _Sums:
+    def _tightest(
+        self, within: Callable[[float], _Sums], left: AvailableDevices, low: float, high: float
+    ) -> _Sums:
         """The sums within the least limit from ``low``, nearly, that asks for no more than ``high`` does."""
         best, limit = within(high), low
         spent = self._spent(best, left)
@@ -156,24 +160,24 @@ class Hierarchy:
             limit = (low + high) / 2
         return best
 
-    def _spent(self, sums: _Sums, left: Left) -> float:
+    def _spent(self, sums: _Sums, left: AvailableDevices) -> float:
         return self._first_stage(sums.task, left, sums.finish, sums.cost, np.add).cost
 
-    def _follow(self, sums: _Sums, left: Left) -> tuple[ChosenStage, ...]:
+    def _follow(self, sums: _Sums, left: AvailableDevices) -> tuple[StageInterval, ...]:
         """The stages with the least sum of costs on what is ``left``, from the first to the last."""
         task, cost, finish = sums
-        unused = [iter(kind) for kind in task.group.kinds]
-        stages: list[ChosenStage] = []
+        unused = [iter(kind) for kind in task.group.member_classes]
+        stages: list[StageInterval] = []
         while task.first != task.last:
             while not task.begins and (less := self._as_good(task, left, finish)):
                 left = less
             _, option, last = self._first_stage(task, left, finish, cost, np.add)
-            members = [next(unused[option.kind]) for _ in range(option.replicas)]
+            members = [next(unused[option.member_class]) for _ in range(option.replicas)]
             stages += self._placed(task, option, last, members)
-            task, left = task._replace(first=last, begins=False), option.rest
+            task, left = task._replace(first=last, begins=False), option.remaining
         return tuple(stages)
 
-    def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[Left, Vector]:
+    def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[AvailableDevices, Vector]:
         """For all that may be left, the least cost from every downset to the task's last.
 
         For a chain of operators of 1, 2 and 4 seconds, on devices that are alike::
@@ -182,126 +186,153 @@ class Hierarchy:
             on up to one device             7    6    4    0
             on up to two                    4    4    4    0
         """
-        best: dict[Left, Vector] = {}
-        for left in self.options.parts(task.group, task.devices):
+        best: dict[AvailableDevices, Vector] = {}
+        for left in self.options.subsets(task.group, task.devices):
             rows = task.useful(left.devices)
             least = np.full(len(self.costs.downsets), np.inf)
-            least[task.last] = 0.0 if self.options.may_remain(left) else np.inf
-            for less in self.options.less(task.group, left):
+            least[task.last] = 0.0 if self.options.may_leave_unused(left) else np.inf
+            for less in self.options.one_fewer(task.group, left):
                 np.minimum(least, best[less], out=least)
-            for option in self.options.of(task.group, left):
-                columns = task.useful(option.rest.devices)
+            for option in self.options.first_stages(task.group, left):
+                columns = task.useful(option.remaining.devices)
                 stages = functools.partial(cost, option, False)
-                found = _least(join, stages, rows, columns, best[option.rest][columns])
+                found = _least(join, stages, rows, columns, best[option.remaining][columns])
                 least[rows] = np.minimum(least[rows], found)
             best[left] = least
         return best
 
     def _first_stage(
-        self, task: _Task, left: Left, finish: dict[Left, Vector], cost: _Cost, join: np.ufunc
+        self,
+        task: _Task,
+        left: AvailableDevices,
+        finish: dict[AvailableDevices, Vector],
+        cost: _Cost,
+        join: np.ufunc,
     ) -> _FirstStage:
         """The best first stage of the task, with the cost of all stages, on as much of ``left`` as needed."""
-        best = _FirstStage(np.inf, Option(0, 0, 0, left), task.last)
-        for option in self.options.of(task.group, left):
-            columns = task.useful(option.rest.devices)
+        best = _FirstStage(np.inf, StageOption(0, 0, 0, left), task.last)
+        for option in self.options.first_stages(task.group, left):
+            columns = task.useful(option.remaining.devices)
             row = cost(option, task.begins, np.array([task.first]), columns)
-            costs = join(row, finish[option.rest][columns])[0]
+            costs = join(row, finish[option.remaining][columns])[0]
             if costs.min(initial=np.inf) < best.cost:
                 best = _FirstStage(float(costs.min()), option, int(columns[costs.argmin()]))
         return best
 
-    def _as_good(self, task: _Task, left: Left, finish: dict[Left, Vector]) -> Left | None:
+    def _as_good(
+        self, task: _Task, left: AvailableDevices, finish: dict[AvailableDevices, Vector]
+    ) -> AvailableDevices | None:
         """Less of the group, if it costs no more to finish the task with it.
 
         The downsets that are useful may depend on how much is left.
         """
         cost = finish[left][task.first]
         return next(
-            (less for less in self.options.less(task.group, left) if finish[less][task.first] == cost), None
+            (less for less in self.options.one_fewer(task.group, left) if finish[less][task.first] == cost),
+            None,
         )
 
     def _placed(
-        self, task: _Task, option: Option, last: int, members: Sequence[Member]
-    ) -> Iterator[ChosenStage]:
+        self, task: _Task, option: StageOption, last: int, members: Sequence[GroupMember]
+    ) -> Iterator[StageInterval]:
         """The stage itself, or the stages inside each of its replicas, with what this level adds to them.
 
         The stages take no longer than ``task.limit`` together with it.
         """
         span = (task.group.level, option.replicas, task.begins, np.array([task.first]), np.array([last]))
-        limit = float(self.costs.busy_within(task.limit, *span)[0, 0])
+        limit = float(self.costs.busy_limit(task.limit, *span)[0, 0])
         for stage in self._inside(members[0], task._replace(limit=limit), option, last):
             busy = np.array([[stage.seconds]])
             spent = stage.communication_seconds / option.replicas
             yield stage._replace(
                 devices=_counterparts(stage.devices, members),
-                seconds=float(self.costs.stage(busy, *span)[0, 0]),
-                communication_seconds=spent + float(self.costs.communication(*span)[0, 0]),
+                seconds=float(self.costs.stage_seconds(busy, *span)[0, 0]),
+                communication_seconds=spent + float(self.costs.communication_seconds(*span)[0, 0]),
             )
 
-    def _inside(self, member: Member, task: _Task, option: Option, last: int) -> tuple[ChosenStage, ...]:
-        after = option.following(task.after)
-        if isinstance(member, Group):
+    def _inside(
+        self, member: GroupMember, task: _Task, option: StageOption, last: int
+    ) -> tuple[StageInterval, ...]:
+        after = option.later_devices(task.after)
+        if isinstance(member, DeviceGroup):
             inside = _Task(member, option.devices, task.first, last, after, self._everywhere, task.limit)
             return self._solve(inside)[1]
-        busy = self.costs.on_device(member.device, after, np.array([task.first]), np.array([last]))
-        return (ChosenStage(task.first, last, (member.index,), float(busy[0, 0]), 0.0, after),)
+        busy = self.costs.device_seconds(member.device, after, np.array([task.first]), np.array([last]))
+        return (StageInterval(task.first, last, (member.index,), float(busy[0, 0]), 0.0, after),)
 
     def _everywhere(self, num_devices: int) -> Indices:
         return np.arange(len(self.costs.downsets))
 
     def _stage(
-        self, group: Group, after: int, option: Option, begins: bool, rows: Indices, columns: Indices
+        self,
+        group: DeviceGroup,
+        after: int,
+        option: StageOption,
+        begins: bool,
+        rows: Indices,
+        columns: Indices,
     ) -> Matrix:
-        busy = self._busy(group.kinds[option.kind][0], option.devices, option.following(after), rows, columns)
-        return self.costs.stage(busy, group.level, option.replicas, begins, rows, columns)
+        busy = self._busy(
+            group.member_classes[option.member_class][0],
+            option.devices,
+            option.later_devices(after),
+            rows,
+            columns,
+        )
+        return self.costs.stage_seconds(busy, group.level, option.replicas, begins, rows, columns)
 
-    def _busy(self, member: Member, devices: int, after: int, rows: Indices, columns: Indices) -> Matrix:
+    def _busy(self, member: GroupMember, devices: int, after: int, rows: Indices, columns: Indices) -> Matrix:
         """Seconds of the best pipeline on so many devices of one ``member``."""
-        if isinstance(member, Leaf):
-            return self.costs.on_device(member.device, after, rows, columns)
-        key = (member.signature, after if self.options.minds_later else None)
+        if isinstance(member, SingleDevice):
+            return self.costs.device_seconds(member.device, after, rows, columns)
+        key = (member.signature, after if self.options.memory_depends_on_later_stages else None)
         if key not in self._known:
             self._known[key] = self._all_pipelines(member, after)
-        return between(self._known[key][devices], rows, columns)
+        return submatrix(self._known[key][devices], rows, columns)
 
-    def _all_pipelines(self, group: Group, after: int) -> Tensor:
+    def _all_pipelines(self, group: DeviceGroup, after: int) -> Tensor:
         """At [n, d, e], the seconds of the best pipeline from d to e on up to n devices of ``group``."""
         everywhere = self._everywhere(0)
-        finish: dict[Left, Matrix] = {}
+        finish: dict[AvailableDevices, Matrix] = {}
         fastest = np.full((group.num_devices + 1, len(everywhere), len(everywhere)), np.inf)
-        for left in self.options.parts(group, group.num_devices):
-            least = np.where(np.eye(len(everywhere), dtype=bool) & self.options.may_remain(left), 0.0, np.inf)
-            for less in self.options.less(group, left):
+        for left in self.options.subsets(group, group.num_devices):
+            least = np.where(
+                np.eye(len(everywhere), dtype=bool) & self.options.may_leave_unused(left), 0.0, np.inf
+            )
+            for less in self.options.one_fewer(group, left):
                 np.minimum(least, finish[less], out=least)
-            for option in self.options.of(group, left):
+            for option in self.options.first_stages(group, left):
                 for begins, found in ((False, least), (True, fastest[left.devices])):
-                    if begins and not self.options.may_take(group, left):
+                    if begins and not self.options.may_start_with(group, left):
                         continue
                     stages = self._stage(group, after, option, begins, everywhere, everywhere)
-                    _minimise(found, stages, finish[option.rest])
+                    _minimise(found, stages, finish[option.remaining])
             finish[left] = least
         return np.minimum.accumulate(fastest, out=fastest)
 
-    def _remembering(self, group: Group, cost: _Cost) -> _Cost:
+    def _remembering(self, group: DeviceGroup, cost: _Cost) -> _Cost:
         """The same costs. Those of stages that do not begin a group are worked out once, if they are few."""
         everywhere = self._everywhere(0)
-        num_options = sum(min(len(kind), self.options.max_replicas) for kind in group.kinds)
-        if self.options.minds_later or num_options * len(everywhere) ** 2 > _MOST_REMEMBERED:
+        num_options = sum(min(len(kind), self.options.max_replicas) for kind in group.member_classes)
+        if (
+            self.options.memory_depends_on_later_stages
+            or num_options * len(everywhere) ** 2 > _MOST_REMEMBERED
+        ):
             return cost
         known: dict[object, Matrix] = {}
 
-        def remembered(option: Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
+        def remembered(option: StageOption, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             if begins:
                 return cost(option, begins, rows, columns)
-            key = (option.kind, option.replicas)
+            key = (option.member_class, option.replicas)
             if key not in known:
                 known[key] = cost(option, begins, everywhere, everywhere)
-            return between(known[key], rows, columns)
+            return submatrix(known[key], rows, columns)
 
         return remembered
 
 
-def _in_time(task: _Task, finish: dict[Left, Vector], limit: float) -> Useful:
+def _in_time(task: _Task, finish: dict[AvailableDevices, Vector], limit: float) -> Useful:
     """The useful downsets from which the stages that are left can keep within the limit."""
     from_each: dict[int, Vector] = {}
     for left, seconds in finish.items():
@@ -343,7 +374,7 @@ def _minimise(found: Matrix, stages: Matrix, rest: Matrix) -> None:
         np.minimum(found[b], slowest.min(axis=0, initial=np.inf), out=found[b])
 
 
-def _counterparts(devices: Sequence[int], members: Sequence[Member]) -> tuple[int, ...]:
+def _counterparts(devices: Sequence[int], members: Sequence[GroupMember]) -> tuple[int, ...]:
     """The devices that correspond, in all ``members``, to ``devices`` of the first member."""
     position = {device: k for k, device in enumerate(members[0].device_indices)}
     return tuple(member.device_indices[position[device]] for member in members for device in devices)

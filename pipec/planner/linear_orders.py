@@ -37,7 +37,7 @@ class WideGraph:
 
 
 def linear_orders(graph: WideGraph) -> list[list[int]]:
-    """Different orders of the operators, all of which ``before`` permits."""
+    """Different orders of the operators, all of which their precedence permits."""
     backwards = [order[::-1] for order in _orders(graph.reversed())]
     return list(map(list, dict.fromkeys(map(tuple, [*_orders(graph), *backwards]))))
 

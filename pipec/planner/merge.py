@@ -21,7 +21,7 @@ from pipec.planner.operator_graph import COLUMNS, OperatorGraph, Transfer
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedGraph:
     """``members[k]`` are the operators of the original graph that operator k stands for."""
 
     graph: OperatorGraph
@@ -31,16 +31,16 @@ class Merged:
         return tuple(sorted(op for k in operators for op in self.members[k]))
 
 
-def merge(
+def merge_operators(
     graph: OperatorGraph, order: Sequence[int], value_seconds: Vector, overlap: bool, slowest: float
-) -> Merged:
+) -> MergedGraph:
     """Merge as long as any operator can be merged. A chain stays as it is: it has few downsets anyway.
 
     ``order`` is one that ``graph.before`` permits, ``value_seconds[level, value]`` is the time of transfers,
     and ``slowest`` is the least speed of a device.
     """
     if is_chain(graph, order):
-        return Merged(graph, [(op,) for op in range(len(order))])
+        return MergedGraph(graph, [(op,) for op in range(len(order))])
     state = _State(graph, value_seconds)
     weightless = [
         not (graph.parameter_bytes[op] or graph.resident_bytes[op] or graph.saved_bytes[op])
@@ -107,7 +107,7 @@ class _State:
         return {home, *self.before[home], *self.after[home]}
 
 
-def _merged(graph: OperatorGraph, state: _State) -> Merged:
+def _merged(graph: OperatorGraph, state: _State) -> MergedGraph:
     kept = list(state.members)
     index = {op: k for k, original in enumerate(kept) for op in state.members[original]}
     sums = {
@@ -117,7 +117,7 @@ def _merged(graph: OperatorGraph, state: _State) -> Merged:
     transfers = [_moved(transfer, index) for transfer in graph.transfers]
     before = sorted({(index[u], index[v]) for u, v in graph.before if index[u] != index[v]})
     smaller = replace(graph, names=[graph.names[k] for k in kept], transfers=transfers, before=before, **sums)
-    return Merged(smaller, [state.members[k] for k in kept])
+    return MergedGraph(smaller, [state.members[k] for k in kept])
 
 
 def _moved(transfer: Transfer, index: dict[int, int]) -> Transfer:

@@ -44,7 +44,7 @@ class OperatorGraph:
     before: Sequence[tuple[int, int]]
 
 
-def program_order(graph: OperatorGraph) -> list[int]:
+def topological_order(graph: OperatorGraph) -> list[int]:
     """The operators in an order that ``before`` permits, which is the given one if possible.
 
     Raises PlanError if there is no such order.
@@ -65,7 +65,7 @@ def program_order(graph: OperatorGraph) -> list[int]:
         ) from error
 
 
-def check(graph: OperatorGraph) -> None:
+def check_operator_graph(graph: OperatorGraph) -> None:
     """Raise PlanError if a figure is negative or not finite, or an operator is unknown."""
     if not graph.names:
         raise PlanError("there are no operators to plan for")

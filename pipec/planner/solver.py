@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipec.hardware.topology import Topology
-from pipec.planner.bounds import ROUNDING, Bound, Counts, LooseBound, least_seconds
-from pipec.planner.chain import ChainBound
-from pipec.planner.containment import ContainmentBound
+from pipec.planner.bounds import ROUNDING, Bound, DeviceCounts, DownsetBound, lower_bound_seconds
+from pipec.planner.chain_bound import ChainBound
+from pipec.planner.containment_bound import ContainmentBound
 from pipec.planner.cost_model import CostModel
+from pipec.planner.device_groups import nested_groups
 from pipec.planner.downsets import Downsets, Indices, Vector
-from pipec.planner.groups import group
-from pipec.planner.hierarchy import ChosenStage, Hierarchy, Useful
-from pipec.planner.options import Options
-from pipec.planner.pairs import PairBound
-from pipec.planner.stage_costs import StageCosts, stage_costs
+from pipec.planner.hierarchy import HierarchicalPartitioner, StageInterval, Useful
+from pipec.planner.pair_bound import PairBound
+from pipec.planner.stage_cost_matrices import StageCostMatrices, stage_cost_matrices
+from pipec.planner.stage_options import StageOptions
 
 if TYPE_CHECKING:
-    from pipec.planner.windows import Windows
+    from pipec.planner.work_windows import WorkWindows
 
 _FEW_OPTIONS = 64
 """Of devices times replicas for a stage: up to so many, trying all is faster than bounds."""
@@ -60,21 +60,21 @@ _SLACKS = (1e-9, 1e-3, 1e-2, 1e-1, math.inf)
 """By how much the limit may exceed the bound, one attempt each."""
 
 
-class Found(NamedTuple):
+class SolverResult(NamedTuple):
     """The best stages found, none if none fit in memory.
 
     ``fastest``: the seconds of the fastest plan found. The stages may take longer by the tolerance.
-    ``least_seconds``: no plan takes less.
+    ``lower_bound_seconds``: no plan takes less.
     """
 
-    stages: tuple[ChosenStage, ...]
+    stages: tuple[StageInterval, ...]
     fastest: float
-    least_seconds: float
+    lower_bound_seconds: float
 
 
-_NOTHING = Found((), math.inf, 0.0)
+_NOTHING = SolverResult((), math.inf, 0.0)
 
-_Solve = Callable[[Indices, Counts, Counts, float], Found]
+_Solve = Callable[[Indices, DeviceCounts, DeviceCounts, float], SolverResult]
 """Finds the best stages over some downsets. The counts are the fewest devices to finish from each of these
 and to reach it; the last argument is the seconds of a known plan."""
 
@@ -93,16 +93,18 @@ class Solver:
     model: CostModel
     most_replicas: int
     limits_memory: bool
-    every_device: bool
+    use_all_devices: bool
     tolerance: float
 
-    def run(self) -> Found:
+    def run(self) -> SolverResult:
         found = self._over_all()
         if self.downsets.windows is None:
             return found
-        return found._replace(least_seconds=min(self._least_of_any(self.downsets.windows), found.fastest))
+        return found._replace(
+            lower_bound_seconds=min(self._least_of_any(self.downsets.windows), found.fastest)
+        )
 
-    def _over_all(self) -> Found:
+    def _over_all(self) -> SolverResult:
         """The best stages over all downsets that are listed."""
         everything = np.arange(len(self.downsets))
         many = len(everything) > _MOST_AT_FIRST
@@ -119,10 +121,10 @@ class Solver:
         found = self._raise_limit(everything, bound, closeness, most, math.inf, solve)
         if self._containment_is_exact:
             return self._lower_limit(found)
-        least = max(found.least_seconds, self._least_between_groups())
-        return found._replace(least_seconds=min(least, found.fastest))
+        least = max(found.lower_bound_seconds, self._least_between_groups())
+        return found._replace(lower_bound_seconds=min(least, found.fastest))
 
-    def _over_pairs(self, chosen: Indices, known: float) -> Found:
+    def _over_pairs(self, chosen: Indices, known: float) -> SolverResult:
         """Over the downsets ``chosen``, few enough to compare all pairs; a plan takes ``known`` seconds."""
         most = _MOST_PAIRED if len(self.topology.levels) == 1 else _MOST_NESTED
         few = self._num_options <= _FEW_OPTIONS and len(chosen) <= most
@@ -131,10 +133,14 @@ class Solver:
         bound = self._pair_bound(chosen)
         return self._raise_limit(chosen, bound, _CLOSE, most, known, self._within_reach)
 
-    def _afresh(self, kept: Indices, _finish: Counts, _reach: Counts, known: float) -> Found:
+    def _afresh(
+        self, kept: Indices, _finish: DeviceCounts, _reach: DeviceCounts, known: float
+    ) -> SolverResult:
         return self._over_pairs(kept, known)
 
-    def _within_reach(self, kept: Indices, finish: Counts, reach: Counts, _known: float) -> Found:
+    def _within_reach(
+        self, kept: Indices, finish: DeviceCounts, reach: DeviceCounts, _known: float
+    ) -> SolverResult:
         num_devices = len(self.topology.devices)
         useful = [
             np.flatnonzero((finish <= count) & (reach <= num_devices - count))
@@ -142,50 +148,50 @@ class Solver:
         ]
         return self._exactly(kept, lambda count: useful[count])
 
-    def _all_of(self, kept: Indices) -> Found:
+    def _all_of(self, kept: Indices) -> SolverResult:
         return self._exactly(kept, lambda _: np.arange(len(kept)))
 
-    def _exactly(self, kept: Indices, useful: Useful) -> Found:
-        minds_later = self.limits_memory and bool(self.downsets.totals[3].any())
+    def _exactly(self, kept: Indices, useful: Useful) -> SolverResult:
+        memory_depends_on_later_stages = self.limits_memory and bool(self.downsets.totals[3].any())
         costs = self._costs(kept)
-        options = Options(self.most_replicas, minds_later, self.every_device)
-        hierarchy = Hierarchy(costs, options, self.tolerance)
-        fastest, found = hierarchy.pipeline(group(self.topology), useful)
+        options = StageOptions(self.most_replicas, memory_depends_on_later_stages, self.use_all_devices)
+        hierarchy = HierarchicalPartitioner(costs, options, self.tolerance)
+        fastest, found = hierarchy.best_pipeline(nested_groups(self.topology), useful)
         stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
-        return Found(tuple(stages), fastest, fastest)
+        return SolverResult(tuple(stages), fastest, fastest)
 
     def _raise_limit(
         self, chosen: Indices, bound: Bound, closeness: float, most: int, known: float, solve: _Solve
-    ) -> Found:
+    ) -> SolverResult:
         """The best plan over the downsets ``chosen``, of which ``solve`` can take ``most``."""
         num_devices = len(self.topology.devices)
-        least = least_seconds(bound, num_devices, closeness, known)
+        least = lower_bound_seconds(bound, num_devices, closeness, known)
         best, proven = _NOTHING, least / (1 + max(closeness, ROUNDING))
         for slack in _SLACKS if least < math.inf else ():
             limit = min(least * (1 + slack) if slack < math.inf else math.inf, best.fastest)
-            around = bound.around(num_devices, limit * (1 + self.tolerance))
+            around = bound.devices_needed(num_devices, limit * (1 + self.tolerance))
             assert around is not None, "the bound promised a plan"
             finish, reach = around
-            kept = around.useful(num_devices)
+            kept = around.usable_downsets(num_devices)
             complete = len(kept) <= most
             if not complete:
                 kept = self._promising(chosen, kept, bound, finish, limit, most)
             found = solve(chosen[kept], finish[kept], reach[kept], best.fastest)
             best = min(found, best, key=lambda found: found.fastest)
             if complete:
-                proven = max(proven, min(limit, found.least_seconds))
+                proven = max(proven, min(limit, found.lower_bound_seconds))
             if best.fastest <= limit or (best.stages and not complete):
                 break
-        return best._replace(least_seconds=min(proven, best.fastest))
+        return best._replace(lower_bound_seconds=min(proven, best.fastest))
 
-    def _lower_limit(self, best: Found) -> Found:
+    def _lower_limit(self, best: SolverResult) -> SolverResult:
         """The fastest plan of all, given a good one.
 
         Limits are tried in turn just below the best plan, and half-way to what no plan can keep.
         """
         num_devices = len(self.topology.devices)
         bound = ContainmentBound(self.downsets, self._busy, self.downsets.cuts[0])
-        low, just_below = best.least_seconds, True
+        low, just_below = best.lower_bound_seconds, True
         while low < (below := best.fastest * (1 - _NO_FASTER)):
             limit = below if just_below else (low + best.fastest) / 2
             finish = bound.finish(num_devices, limit)
@@ -194,10 +200,10 @@ class Solver:
             else:
                 best = self._all_of(np.array(bound.plan(finish, limit)))
                 just_below = not just_below
-        return best._replace(least_seconds=min(low, best.fastest))
+        return best._replace(lower_bound_seconds=min(low, best.fastest))
 
     def _promising(
-        self, chosen: Indices, kept: Indices, bound: Bound, finish: Counts, limit: float, most: int
+        self, chosen: Indices, kept: Indices, bound: Bound, finish: DeviceCounts, limit: float, most: int
     ) -> Indices:
         """Some of too many downsets: in a chain those of a plan that meets the bound, then the cheapest."""
         plan = [0, len(chosen) - 1]
@@ -208,12 +214,12 @@ class Solver:
         cheapest = np.argsort(self.downsets.cuts[0, chosen[kept]], kind="stable")[: min(most, _PROMISING)]
         return np.union1d(plan, kept[cheapest])
 
-    def _least_of_any(self, windows: "Windows") -> float:
+    def _least_of_any(self, windows: "WorkWindows") -> float:
         """What no plan at all can be below, whichever downsets it uses."""
         before, until = (self._busy_of(*totals[:2]) for totals in (windows.most, windows.least))
-        bound = LooseBound(before, until, self._links(windows.cuts))
+        bound = DownsetBound(before, until, self._links(windows.cuts))
         at_will = self.downsets.totals[0, -1] / sum(device.speed for device in self.topology.devices)
-        least = least_seconds(bound, len(self.topology.devices), _CLOSE, math.inf) / (1 + _CLOSE)
+        least = lower_bound_seconds(bound, len(self.topology.devices), _CLOSE, math.inf) / (1 + _CLOSE)
         return max(float(at_will), least)
 
     def _least_between_groups(self) -> float:
@@ -227,11 +233,13 @@ class Solver:
         )
         seconds, parameters = self.downsets.totals[:2]
         busy = seconds / max(speeds) + np.outer(all_reduce, parameters)
-        bound = LooseBound(busy, busy, self._links(cuts))
-        return least_seconds(bound, num_groups, _CLOSE, math.inf) / (1 + _CLOSE)
+        bound = DownsetBound(busy, busy, self._links(cuts))
+        return lower_bound_seconds(bound, num_groups, _CLOSE, math.inf) / (1 + _CLOSE)
 
-    def _costs(self, kept: Indices) -> StageCosts:
-        return stage_costs(self.downsets.take(kept), self.value_seconds, self.topology.levels, self.model)
+    def _costs(self, kept: Indices) -> StageCostMatrices:
+        return stage_cost_matrices(
+            self.downsets.select(kept), self.value_seconds, self.topology.levels, self.model
+        )
 
     @property
     def _chain_is_exact(self) -> bool:
@@ -240,7 +248,7 @@ class Solver:
 
     @property
     def _containment_is_exact(self) -> bool:
-        restricted = self.limits_memory or self.every_device
+        restricted = self.limits_memory or self.use_all_devices
         return self.downsets.windows is None and self._devices_are_simple and not restricted
 
     @property
@@ -262,8 +270,8 @@ class Solver:
         )
 
     @property
-    def _loose_bound(self) -> LooseBound:
-        return LooseBound(self._busy, self._busy, self._links(self.downsets.cuts.min(axis=0)))
+    def _loose_bound(self) -> DownsetBound:
+        return DownsetBound(self._busy, self._busy, self._links(self.downsets.cuts.min(axis=0)))
 
     def _pair_bound(self, chosen: Indices) -> PairBound:
         everything = np.arange(len(chosen))

@@ -30,7 +30,7 @@ class _Loss(NamedTuple):
     total_weight: Tensor
 
 
-def rows_at_a_time(num_classes: int, itemsize: int) -> int:
+def rows_per_block(num_classes: int, itemsize: int) -> int:
     """How many rows of logits are differentiated together."""
     return max(1, _BLOCK_BYTES // (num_classes * itemsize))
 
@@ -66,7 +66,7 @@ def cross_entropy_gradient(
 
 def _blocks(log_probabilities: Tensor) -> Iterator[slice]:
     num_rows, num_classes = log_probabilities.shape
-    step = rows_at_a_time(num_classes, log_probabilities.itemsize)
+    step = rows_per_block(num_classes, log_probabilities.itemsize)
     yield from (slice(start, start + step) for start in range(0, num_rows, step))
 
 

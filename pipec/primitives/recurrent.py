@@ -100,7 +100,7 @@ _library.define(
 )
 _library.define(
     "recurrence_backward(str cell, Tensor? grad_output, Tensor? grad_h, Tensor? grad_c, Tensor h, Tensor? c, "
-    "Tensor w_hh, Tensor? b_hh, Tensor? w_hr, Tensor output, Tensor kept, bool reverse) "
+    "Tensor w_hh, Tensor? b_hh, Tensor? w_hr, Tensor output, Tensor saved, bool reverse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -114,7 +114,7 @@ RECURRENCE = torch.ops.pipec.recurrence.default
 RECURRENCE_BACKWARD = torch.ops.pipec.recurrence_backward.default
 """The gradients of ``gates``, ``h``, ``c``, ``w_hh``, ``b_hh`` and ``w_hr``, empty for what is None."""
 
-_KEPT = {"lstm": 6, "gru": 4, "tanh": 0, "relu": 0}
+_NUM_SAVED = {"lstm": 6, "gru": 4, "tanh": 0, "relu": 0}
 """How many tensors a cell keeps of a step, each as wide as its state."""
 
 
@@ -128,12 +128,12 @@ def _recurrence(
     w_hr: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, ...]:
-    output, last_h, last_c, kept = _like_recurrence(cell, gates, h, c, w_hh, b_hh, w_hr, reverse)
+    output, last_h, last_c, saved = _like_recurrence(cell, gates, h, c, w_hh, b_hh, w_hr, reverse)
     for step in _steps(gates, reverse):
-        h, c = _FORWARD[cell](gates[step], F.linear(h, w_hh, b_hh), h, c, kept[step])
+        h, c = _FORWARD[cell](gates[step], F.linear(h, w_hh, b_hh), h, c, saved[step])
         h = h if w_hr is None else F.linear(h, w_hr)
         output[step] = h
-    return output, last_h.copy_(h), last_c if c is None else last_c.copy_(c), kept
+    return output, last_h.copy_(h), last_c if c is None else last_c.copy_(c), saved
 
 
 def _like_recurrence(
@@ -141,8 +141,8 @@ def _like_recurrence(
 ) -> tuple[Tensor, ...]:
     length, rows, _ = gates.shape
     width = (h if c is None else c).shape[-1]
-    kept = gates.new_empty(length, rows, _KEPT[cell] * width)
-    return gates.new_empty(length, rows, h.shape[-1]), torch.empty_like(h), _like(c, h), kept
+    saved = gates.new_empty(length, rows, _NUM_SAVED[cell] * width)
+    return gates.new_empty(length, rows, h.shape[-1]), torch.empty_like(h), _like(c, h), saved
 
 
 def _like(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _recurrence_backward(
     b_hh: Tensor | None,
     w_hr: Tensor | None,
     output: Tensor,
-    kept: Tensor,
+    saved: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, ...]:
     """Back through the steps. Sums are in autograd's order: its bits depend on that.
@@ -191,7 +191,7 @@ def _recurrence_backward(
     for step, before in zip(reversed(steps), earlier, strict=True):
         h_before = h if before is None else output[before]
         grad = _total([None if grad_output is None else grad_output[step], *carried], h)
-        state, kept_before = kept[step], None if before is None else kept[before]
+        state, kept_before = saved[step], None if before is None else saved[before]
         if w_hr is not None:
             grad_hr.add(grad.t() @ _lstm_output(state))
             grad = grad @ w_hr
@@ -236,32 +236,32 @@ def _total(terms: Iterable[Tensor | None], like: Tensor) -> Tensor:
 # cells: what they make of one step, and their gradients
 
 Step = Callable[[Tensor, Tensor, Tensor, Any, Tensor], tuple[Tensor, Tensor | None]]
-"""The new states from the gates of the input and of the state, and the states; it fills what is kept."""
+"""The new states from the gates of the input and of the state, and the states; it fills what is saved."""
 
 
-def _lstm(x: Tensor, linear: Tensor, h: Tensor, c: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _lstm(x: Tensor, linear: Tensor, h: Tensor, c: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
     i, f, g, o = linear.add_(x).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     c = (f * c).add_(i * g)
     tanh_c = c.tanh()
-    torch.cat([i, f, g, o, tanh_c, c], 1, out=kept)
+    torch.cat([i, f, g, o, tanh_c, c], 1, out=saved)
     return o * tanh_c, c
 
 
-def _gru(x: Tensor, linear: Tensor, h: Tensor, c: None, kept: Tensor) -> tuple[Tensor, None]:
+def _gru(x: Tensor, linear: Tensor, h: Tensor, c: None, saved: Tensor) -> tuple[Tensor, None]:
     x_r, x_z, x_n = x.chunk(3, 1)
     h_r, h_z, h_n = linear.chunk(3, 1)
     r, z = (h_r + x_r).sigmoid_(), (h_z + x_z).sigmoid_()
     n = (x_n + h_n * r).tanh_()
-    torch.cat([r, z, n, h_n], 1, out=kept)
+    torch.cat([r, z, n, h_n], 1, out=saved)
     return (h - n).mul_(z).add_(n), None
 
 
-def _tanh(x: Tensor, linear: Tensor, h: Tensor, c: None, kept: Tensor) -> tuple[Tensor, None]:
+def _tanh(x: Tensor, linear: Tensor, h: Tensor, c: None, saved: Tensor) -> tuple[Tensor, None]:
     return linear.add_(x).tanh_(), None
 
 
-def _relu(x: Tensor, linear: Tensor, h: Tensor, c: None, kept: Tensor) -> tuple[Tensor, None]:
+def _relu(x: Tensor, linear: Tensor, h: Tensor, c: None, saved: Tensor) -> tuple[Tensor, None]:
     return linear.add_(x).relu_(), None
 
 
@@ -272,9 +272,9 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _lstm_backward(
-    grad: Tensor, grad_c: Tensor | None, h: Tensor, c: Tensor, output: Tensor, kept: Tensor
+    grad: Tensor, grad_c: Tensor | None, h: Tensor, c: Tensor, output: Tensor, saved: Tensor
 ) -> Gradients:
-    i, f, g, o, tanh_c, _ = kept.chunk(6, 1)
+    i, f, g, o, tanh_c, _ = saved.chunk(6, 1)
     through_h = _aten.tanh_backward(grad * o, tanh_c)
     grad_c = through_h if grad_c is None else through_h + grad_c
     gates = [
@@ -287,8 +287,8 @@ def _lstm_backward(
     return both, both, None, grad_c * f
 
 
-def _gru_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, kept: Tensor) -> Gradients:
-    r, z, n, h_n = kept.chunk(4, 1)
+def _gru_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, saved: Tensor) -> Gradients:
+    r, z, n, h_n = saved.chunk(4, 1)
     direct = grad * z
     of_z = _aten.sigmoid_backward(grad * (h - n), z)
     of_n = _aten.tanh_backward(grad - direct, n)
@@ -296,12 +296,16 @@ def _gru_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor
     return torch.cat([of_r, of_z, of_n], 1), torch.cat([of_r, of_z, of_n * r], 1), direct, None
 
 
-def _tanh_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, kept: Tensor) -> Gradients:
+def _tanh_backward(
+    grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, saved: Tensor
+) -> Gradients:
     gates = _aten.tanh_backward(grad, output)
     return gates, gates, None, None
 
 
-def _relu_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, kept: Tensor) -> Gradients:
+def _relu_backward(
+    grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, saved: Tensor
+) -> Gradients:
     gates = _aten.threshold_backward(grad, output, 0)
     return gates, gates, None, None
 
@@ -314,15 +318,15 @@ _BACKWARD: dict[str, Callable[..., Gradients]] = {
 }
 
 
-def _lstm_output(kept: Tensor) -> Tensor:
+def _lstm_output(saved: Tensor) -> Tensor:
     """What an LSTM projects: its output gate times the hyperbolic tangent of its cell state."""
-    _, _, _, o, tanh_c, _ = kept.chunk(6, 1)
+    _, _, _, o, tanh_c, _ = saved.chunk(6, 1)
     return o * tanh_c
 
 
-def _cell_state(kept: Tensor | None, first: Tensor | None) -> Tensor | None:
-    """The cell state that a step began with, of what the step before kept; ``first`` if there is none."""
-    return first if kept is None or first is None else kept.chunk(6, 1)[5]
+def _cell_state(saved: Tensor | None, first: Tensor | None) -> Tensor | None:
+    """The cell state that a step began with, of what the step before saved; ``first`` if there is none."""
+    return first if saved is None or first is None else saved.chunk(6, 1)[5]
 
 
 def _like_recurrence_backward(

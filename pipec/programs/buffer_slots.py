@@ -4,11 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Op
-from pipec.ir.columns import FILLS_SLOT, OP_CODE, Instructions, Ints, compact
-from pipec.programs.handovers import holders
+from pipec.ir.columns import FILLS_SLOT, OP_CODE, InstructionColumns, Ints, compact
+from pipec.programs.shared_receives import holding_stages
 
 
-def with_slots(columns: Instructions, buffered: NDArray[np.bool_]) -> Instructions:
+def with_slots(columns: InstructionColumns, buffered: NDArray[np.bool_]) -> InstructionColumns:
     """A program with the slots of its receives and moves.
 
     ``buffered[number]`` says whether the messages of a link need a slot; its last entry stands for no link.
@@ -26,14 +26,14 @@ def with_slots(columns: Instructions, buffered: NDArray[np.bool_]) -> Instructio
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
     bounds = np.flatnonzero(np.diff(links[by_link])) + 1
-    held_by = holders(columns.links)
+    held_by = holding_stages(columns.links)
     for received in np.split(by_link, bounds) if by_link.size else ():
         holding = held_by.get(int(links[received[0]]), stages[received[:1]])
         own = frees[np.isin(stages[frees], holding)]
         freed = np.empty(int(microbatches.max()) + 1, np.int64)
         freed[microbatches[own]] = own
         slots[received] = _turns(received, freed[microbatches[received]])
-    return Instructions((*columns.columns[:5], compact(slots), *columns.columns[6:]), columns.links)
+    return InstructionColumns((*columns.columns[:5], compact(slots), *columns.columns[6:]), columns.links)
 
 
 def _turns(received: Ints, freed: Ints) -> Ints:

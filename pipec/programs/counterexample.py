@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from pipec.ir import Compute, Placement, count_ranks
-from pipec.ir.text import PHASE_LETTERS
+from pipec.ir.text_format import PHASE_LETTERS
 
 _RANKS_AROUND = 2
 _CELLS_AROUND = 5

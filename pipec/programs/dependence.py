@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir.columns import Ints
-from pipec.programs.timing import AT_START, Run
+from pipec.programs.task_times import AVAILABLE_AT_START, TaskTimes
 
 Bools = NDArray[np.bool_]
 
@@ -17,10 +17,10 @@ Bools = NDArray[np.bool_]
 class Dependence:
     """Where the cells of each resource begin, and one run of them."""
 
-    first_cells: Sequence[int]
-    run: Run
+    first_tasks: Sequence[int]
+    run: TaskTimes
 
-    def comes_after(self, cells: Ints, others: Ints) -> Bools:
+    def depends_on(self, cells: Ints, others: Ints) -> Bools:
         """Entry by entry, whether cell ``cells[i]`` comes after cell ``others[i]`` in every run.
 
         It does if it reads what the other makes, or follows it on its resource, or both by way of cells
@@ -70,12 +70,12 @@ class Dependence:
     def _before(self, cells: Ints) -> list[Ints]:
         """What cells wait for: the one before on their resource, and what they read; -1 is none."""
         return [
-            np.where(self._is_first[cells], AT_START, cells - 1),
+            np.where(self._is_first[cells], AVAILABLE_AT_START, cells - 1),
             *(each[cells] for each in self.run.inputs),
         ]
 
     @cached_property
     def _is_first(self) -> Bools:
         found = np.zeros(self.run.starts.size + 1, bool)
-        found[np.array(self.first_cells)] = True
+        found[np.array(self.first_tasks)] = True
         return found

@@ -25,19 +25,19 @@ import numpy as np
 
 from pipec.errors import VerifyError
 from pipec.ir import (
-    NOTHING_MORE,
-    Ending,
-    Joins,
-    Kind,
+    NO_SYNC,
     Link,
+    ModelCollectives,
     Op,
-    Parts,
+    OpKind,
     Payload,
     Phase,
     Program,
     Schedule,
+    SegmentCounts,
+    SyncSpec,
     Value,
-    replicas_of,
+    replica_counts,
     stages_on,
 )
 from pipec.ir.columns import (
@@ -45,21 +45,21 @@ from pipec.ir.columns import (
     OP_CODE,
     PHASE_CODE,
     Floats,
-    Instructions,
+    InstructionColumns,
     Ints,
     compact,
-    concatenated,
+    concatenate,
     constant,
     taken,
 )
-from pipec.programs import round_ends
+from pipec.programs import update_boundaries
 from pipec.programs.buffer_slots import with_slots
 from pipec.programs.dependence import Bools, Dependence
-from pipec.programs.meetings import Meeting, Meetings
-from pipec.programs.offloads import absences
-from pipec.programs.order_index import OrderIndex
+from pipec.programs.offload_intervals import offload_intervals
 from pipec.programs.routes import Route, routes
-from pipec.programs.timing import Deadlock, Reads, run_cells
+from pipec.programs.schedule_index import ScheduleIndex
+from pipec.programs.sync_order import SyncOp, SyncOrder
+from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
 
 
 def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
@@ -77,28 +77,29 @@ def lower(
     schedule: Schedule,
     links: Sequence[Link],
     recompute: Collection[int] = (),
-    ending: Ending = NOTHING_MORE,
-    parts: Parts | None = None,
-    joins: Joins | None = None,
+    sync_spec: SyncSpec = NO_SYNC,
+    segments: SegmentCounts | None = None,
+    model_collectives: ModelCollectives | None = None,
     offload: Collection[int] = (),
 ) -> tuple[Program, ...]:
-    """One program per rank: ``schedule`` with the communication that ``links`` ask for, and its ``ending``.
+    """One program per rank: ``schedule`` with the communication that ``links`` need, and its ``sync_spec``.
 
-    Weights are lent first, and then the microbatches are worked on. Weight gradients and results leave when
-    their rank has computed its last cell. Stages in ``recompute`` replay their forward directly before the
-    backward, or its input half, of each microbatch. Gradients are reduced, and weights updated, as soon as
-    the last backward of their stage is over. ``parts`` are the phases that consist of several functions: they
-    are run as a whole, but for a backward between whose parts gradients can be reduced, and those between
-    whose parts replicas have ``joins``. Stages in ``offload`` let what they saved wait in host memory.
+    Tied weights are sent to their borrowers first, and then the microbatches run. Weight gradients and
+    results leave when their rank has computed its last cell. Stages in ``recompute`` replay their forward
+    directly before the backward, or its input half, of each microbatch. Gradients are reduced, and weights
+    updated, as soon as the last backward of their stage is over. ``segments`` are the phases that consist of
+    several functions: they are run as a whole, but for a backward between whose segments gradients can be
+    reduced, and those with ``model_collectives`` between their segments. Stages in ``offload`` let what they
+    saved wait in host memory.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
     """
-    index = OrderIndex(schedule, ending, parts, joins)
+    index = ScheduleIndex(schedule, sync_spec, segments, model_collectives)
     traffic = [
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
-    rounds = round_ends.round_ends(index)
+    rounds = update_boundaries.update_boundaries(index)
     order = _unit_order(index, traffic, rounds)
     arriving: dict[int, list[_Arriving]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
@@ -106,27 +107,32 @@ def lower(
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
             arriving[each.route.target].append((each, depends))
-    sums: list[tuple[float, Meeting]] = []
+    sums: list[tuple[float, SyncOp]] = []
     if schedule.stream:
-        sums, meetings = round_ends.meetings(schedule, rounds, order.ends, ending)
+        sums, collectives = update_boundaries.round_collectives(schedule, rounds, order.ends, sync_spec)
     else:
-        meetings = Meetings(index, order.ends, links, ending).all()
-    buffered = np.array([*(link.payload.between_computes for link in links), False])
-    versions = round_ends.read_versions(schedule)
+        collectives = SyncOrder(index, order.ends, links, sync_spec).all()
+    buffered = np.array([*(link.payload.feeds_compute for link in links), False])
+    versions = update_boundaries.read_versions(schedule)
     programs = []
     for rank in range(schedule.num_ranks):
         blocks = {
-            Kind.RECEIVE: _receives(order, rank, arriving[rank], sums),
-            Kind.COMPUTE: _computes(index, rank, recompute, versions),
-            Kind.SEND: _sends(leaving[rank]),
-            Kind.COLLECTIVE: _joined(
-                [_meetings(meetings, rank, Kind.COLLECTIVE), _joins(index, rank, joins or {})]
+            OpKind.RECEIVE: _receives(order, rank, arriving[rank], sums),
+            OpKind.COMPUTE: _computes(index, rank, recompute, versions),
+            OpKind.SEND: _sends(leaving[rank]),
+            OpKind.COLLECTIVE: _concatenated_blocks(
+                [
+                    _sync_ops(collectives, rank, OpKind.COLLECTIVE),
+                    _model_collective_block(index, rank, model_collectives or {}),
+                ]
             ),
-            Kind.UPDATE: _meetings(meetings, rank, Kind.UPDATE),
-            Kind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, Kind.RELEASE)]),
-            Kind.COPY: _copies(index, rank, offload),
+            OpKind.UPDATE: _sync_ops(collectives, rank, OpKind.UPDATE),
+            OpKind.RELEASE: _concatenated_blocks(
+                [_frees(index, rank), _sync_ops(collectives, rank, OpKind.RELEASE)]
+            ),
+            OpKind.COPY: _copies(index, rank, offload),
         }
-        columns = Instructions(_in_order(blocks), tuple(links))
+        columns = InstructionColumns(_in_order(blocks), tuple(links))
         programs.append(Program(rank, with_slots(columns, buffered)))
     return tuple(programs)
 
@@ -144,12 +150,12 @@ class _Traffic:
     readers: Ints
 
 
-def _traffic(index: OrderIndex, route: Route) -> _Traffic:
+def _traffic(index: ScheduleIndex, route: Route) -> _Traffic:
     link = route.link
     producers, readers = link.payload.producers, link.payload.readers
     if link.payload.per_microbatch:
         made = index.positions_of(link, producers, link.source)[route.microbatches]
-        if link.payload is Payload.OUTCOME:
+        if link.payload is Payload.MICROBATCH_RESULT:
             return _Traffic(route, made, np.full_like(made, index.length(route.target) + 2))
         return _Traffic(route, made, index.positions_of(link, readers, link.target)[route.microbatches])
     if link.payload is Payload.WEIGHT:
@@ -167,7 +173,7 @@ class _UnitOrder:
     ``ends`` has for each rank when each of its positions ends, from the start of its program to its end.
     """
 
-    index: OrderIndex
+    index: ScheduleIndex
     dependence: Dependence
     ends: Sequence[Floats]
 
@@ -176,12 +182,12 @@ class _UnitOrder:
         cells, others = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
         found = [np.zeros(each.readers.size, bool) for each in traffic]
         followed = [
-            np.flatnonzero((each.readers > 1) & each.route.link.payload.between_computes) for each in traffic
+            np.flatnonzero((each.readers > 1) & each.route.link.payload.feeds_compute) for each in traffic
         ]
         for each, places in zip(traffic, followed, strict=True):
             cells.append(self.index.cell_numbers(each.route.source, each.producers[places]))
             others.append(self.index.cell_numbers(each.route.target, each.readers[places] - 1))
-        depends = self.dependence.comes_after(np.concatenate(cells), np.concatenate(others))
+        depends = self.dependence.depends_on(np.concatenate(cells), np.concatenate(others))
         for of_traffic, places in zip(found, followed, strict=True):
             of_traffic[places], depends = depends[: places.size], depends[places.size :]
         return found
@@ -192,35 +198,35 @@ _Arriving = tuple[_Traffic, Bools]
 
 
 def _unit_order(
-    index: OrderIndex, traffic: Sequence[_Traffic], rounds: Sequence[round_ends.RoundEnd]
+    index: ScheduleIndex, traffic: Sequence[_Traffic], rounds: Sequence[update_boundaries.UpdateBoundary]
 ) -> _UnitOrder:
-    read = [each for each in traffic if each.route.link.payload.between_computes]
+    read = [each for each in traffic if each.route.link.payload.feeds_compute]
     nothing = np.empty(0, np.int32)
     readers = [index.cell_numbers(each.route.target, each.readers) for each in read]
     producers = [index.cell_numbers(each.route.source, each.producers) for each in read]
-    versions = round_ends.version_reads(index, rounds)
-    reads = Reads(
+    versions = update_boundaries.version_reads(index, rounds)
+    reads = TaskInputs(
         np.concatenate([nothing, *readers, versions[0]]), np.concatenate([nothing, *producers, versions[1]])
     )
-    run = run_cells(_units(index), reads, index.first_cells)
+    run = run_tasks(_units(index), reads, index.first_tasks)
     if isinstance(run, Deadlock):
         raise VerifyError(index.explain_stuck(run.cells))
     padded = []
     for rank in range(index.schedule.num_ranks):
-        first, last = index.first_cells[rank : rank + 2]
+        first, last = index.first_tasks[rank : rank + 2]
         own = run.ends[first:last]
         padded.append(np.concatenate([[0.0], own, own[-1:] if own.size else [0.0]]))
-    return _UnitOrder(index, Dependence(index.first_cells, run), padded)
+    return _UnitOrder(index, Dependence(index.first_tasks, run), padded)
 
 
-def _units(index: OrderIndex) -> Floats:
+def _units(index: ScheduleIndex) -> Floats:
     """The time of each cell. Without a flush, stages are equally fast, however many replicas they have."""
     schedule = index.schedule
     phases = np.concatenate([cells.phases for cells in index.cells])
     units: Floats = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0) / np.concatenate(index.counts)
     if schedule.stream:
         stages = np.concatenate([cells.stages for cells in index.cells])
-        units *= np.array(replicas_of(schedule.placement))[stages]
+        units *= np.array(replica_counts(schedule.placement))[stages]
     return units
 
 
@@ -245,7 +251,7 @@ def _block(positions: Ints, *columns: Ints | int) -> _Block:
 _NOTHING = _block(np.empty(0, np.int32))
 
 
-def _joined(blocks: Sequence[_Block]) -> _Block:
+def _concatenated_blocks(blocks: Sequence[_Block]) -> _Block:
     filled = [each for each in blocks if each.positions.size]
     if not filled:
         return _NOTHING
@@ -253,20 +259,20 @@ def _joined(blocks: Sequence[_Block]) -> _Block:
         return filled[0]
     return _Block(
         np.concatenate([each.positions for each in filled]),
-        [concatenated([each.columns[k] for each in filled]) for k in range(NUM_COLUMNS)],
+        [concatenate([each.columns[k] for each in filled]) for k in range(NUM_COLUMNS)],
     )
 
 
-def _in_order(blocks: Mapping[Kind, _Block]) -> list[Ints]:
+def _in_order(blocks: Mapping[OpKind, _Block]) -> list[Ints]:
     """The columns of all blocks, sorted by position and then by kind. The sort is stable."""
-    ordered = [blocks[kind] for kind in Kind]
+    ordered = [blocks[kind] for kind in OpKind]
     keys = [block.positions * len(ordered) + number for number, block in enumerate(ordered)]
     order = np.argsort(np.concatenate(keys), kind="stable")
-    return [taken(compact(column), order) for column in _joined(ordered).columns]
+    return [taken(compact(column), order) for column in _concatenated_blocks(ordered).columns]
 
 
 def _receives(
-    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving], sums: Sequence[tuple[float, Meeting]]
+    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving], sums: Sequence[tuple[float, SyncOp]]
 ) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
@@ -278,12 +284,12 @@ def _receives(
     weights is received at position 0, where the rank lends its own weights.
     """
     own = [(time, each) for time, each in sums if rank in each.positions]
-    blocks, times = [_meetings([each for _, each in own], rank)], [np.array([time for time, _ in own], float)]
+    blocks, times = [_sync_ops([each for _, each in own], rank)], [np.array([time for time, _ in own], float)]
     for source, channel in groupby(sorted(arriving, key=_source), key=_source):
         posted, made = _channel(unit_order, rank, list(channel))
         blocks.append(posted)
         times.append(unit_order.ends[source][made])
-    joined, order = _joined(blocks), np.argsort(np.concatenate(times), kind="stable")
+    joined, order = _concatenated_blocks(blocks), np.argsort(np.concatenate(times), kind="stable")
     return joined.taken(order)
 
 
@@ -302,7 +308,7 @@ def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -
         posts = np.minimum(passed, ahead).astype(np.int32)
         columns = OP_CODE[Op.RECV], route.link.target, route.microbatches, route.number, route.source, -1
         blocks.append(_block(posts, *columns))
-    joined, made = _joined(blocks), np.concatenate([each.producers for each, _ in arriving])
+    joined, made = _concatenated_blocks(blocks), np.concatenate([each.producers for each, _ in arriving])
     order = np.argsort(made, kind="stable")
     positions = np.minimum.accumulate(joined.positions[order][::-1])[::-1]
     return replace(joined.taken(order), positions=positions), made[order]
@@ -318,10 +324,10 @@ def _sends(leaving: Sequence[_Traffic]) -> _Block:
         else:
             op, stage, peer = Op.MOVE, route.link.target, -1
         blocks.append(_block(each.producers, OP_CODE[op], stage, route.microbatches, route.number, peer, -1))
-    return _joined(blocks)
+    return _concatenated_blocks(blocks)
 
 
-def _computes(index: OrderIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
+def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
     """The cells of a rank. In stages of ``recompute``, a replay of the forward precedes each backward.
 
     ``versions`` are those that cells read, at [stage, microbatch].
@@ -329,19 +335,19 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int], versions
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)
-    parts = compact(index.parts[rank])
+    segments = compact(index.segments[rank])
     read = compact(versions[cells.stages, cells.microbatches])
-    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, -1, read)
+    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, segments, -1, read)
     needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
-    replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (parts <= 0))
-    same = taken(cells.stages, replayed), taken(cells.microbatches, replayed), -1, -1, -1, -1
-    replays = _block(positions[replayed], OP_CODE[Op.RECOMPUTE], *same, -1, -1, read[replayed])
-    return _joined([replays, computes])
+    recomputed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (segments <= 0))
+    same = taken(cells.stages, recomputed), taken(cells.microbatches, recomputed), -1, -1, -1, -1
+    replays = _block(positions[recomputed], OP_CODE[Op.RECOMPUTE], *same, -1, -1, read[recomputed])
+    return _concatenated_blocks([replays, computes])
 
 
-def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind | None = None) -> _Block:
+def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
     """The collectives, updates or releases that a rank takes part in, or all of these."""
-    own = [each for each in meetings if rank in each.positions and kind in (None, each.op.traits.kind)]
+    own = [each for each in collectives if rank in each.positions and kind in (None, each.op.traits.kind)]
     if not own:
         return _NOTHING
     positions = np.array([each.positions[rank] for each in own], np.int32)
@@ -349,35 +355,37 @@ def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind | None = None) 
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
-def _joins(index: OrderIndex, rank: int, joins: Joins) -> _Block:
-    """What a rank joins of its microbatches, each before the part that reads what comes of it."""
-    cells, parts, blocks = index.cells[rank], index.parts[rank], []
-    for stage, of_stage in joins.items():
-        for number, join in enumerate(of_stage):
-            of_phase = (cells.stages == stage) & (cells.phases == PHASE_CODE[join.phase])
-            own = np.flatnonzero(of_phase & (parts == join.part))
-            positions, op = (own + 1).astype(np.int32), OP_CODE[join.op]
+def _model_collective_block(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives) -> _Block:
+    """The model collectives of a rank, each before the segment that reads its result."""
+    cells, segments, blocks = index.cells[rank], index.segments[rank], []
+    for stage, of_stage in model_collectives.items():
+        for number, collective in enumerate(of_stage):
+            of_phase = (cells.stages == stage) & (cells.phases == PHASE_CODE[collective.phase])
+            own = np.flatnonzero(of_phase & (segments == collective.segment))
+            positions, op = (own + 1).astype(np.int32), OP_CODE[collective.op]
             microbatches = cells.microbatches[own]
             blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
-    return _joined(blocks)
+    return _concatenated_blocks(blocks)
 
 
-def _copies(index: OrderIndex, rank: int, offload: Collection[int]) -> _Block:
+def _copies(index: ScheduleIndex, rank: int, offload: Collection[int]) -> _Block:
     """The copies to host memory and back of the stages in ``offload``."""
     if not offload:
-        return _joined([])
-    found = absences(index.cells[rank])
+        return _concatenated_blocks([])
+    found = offload_intervals(index.cells[rank])
     own = np.flatnonzero(np.isin(found.stages, list(offload)))
     stages, microbatches = found.stages[own], found.microbatches[own]
     back = _block(found.prefetches[own], OP_CODE[Op.PREFETCH], stages, microbatches)
-    return _joined([back, _block(found.offloads[own], OP_CODE[Op.OFFLOAD], stages, microbatches)])
+    return _concatenated_blocks(
+        [back, _block(found.offloads[own], OP_CODE[Op.OFFLOAD], stages, microbatches)]
+    )
 
 
-def _frees(index: OrderIndex, rank: int) -> _Block:
+def _frees(index: ScheduleIndex, rank: int) -> _Block:
     """A free after the last cell of each stage and microbatch."""
     blocks = []
     for stage in stages_on(index.schedule.placement, rank):
         last = index.lasts[:, stage].max(axis=0) * (index.ranks[stage] == rank)
         microbatches = np.flatnonzero(last).astype(np.int32)
         blocks.append(_block(last[microbatches], OP_CODE[Op.FREE], stage, microbatches, -1, -1, -1))
-    return _joined(blocks)
+    return _concatenated_blocks(blocks)

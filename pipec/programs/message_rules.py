@@ -7,13 +7,13 @@ import numpy as np
 
 from pipec.ir import Link, Op
 from pipec.ir.columns import OP_CODE
-from pipec.ir.text import format_link
-from pipec.programs.faults import Fault
-from pipec.programs.handovers import holders, runs_in_order
-from pipec.programs.step_index import Deliveries, StepIndex, transfer_ops
+from pipec.ir.text_format import format_link
+from pipec.programs.program_index import DeliveredMessages, ProgramIndex, transfer_ops
+from pipec.programs.shared_receives import holding_stages, runs_stages_in_order
+from pipec.programs.violation import Violation
 
 
-def delivers_once(step: StepIndex) -> Iterator[Fault]:
+def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
     """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
     nothing = np.empty(0, np.int32)
     for route in step.routes:
@@ -29,53 +29,53 @@ def delivers_once(step: StepIndex) -> Iterator[Fault]:
                 if op is Op.SEND:
                     rank, stage = route.source, link.source
                 message = f"{op} of {_message_name(link, microbatch)} to rank {route.target}"
-                site = step.suspect(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
-                yield Fault(site, f"{message} is there {counts[wrong]} times; expected once")
+                site = step.probable_site(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
+                yield Violation(site, f"{message} is there {counts[wrong]} times; expected once")
 
 
-def receives_once(step: StepIndex) -> Iterator[Fault]:
+def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
     """No rank receives a value twice for a microbatch, if the first stage to read it can hand it on."""
     first: dict[object, Link] = {}
     again: dict[int, tuple[str, Link]] = {}
     for number, link in enumerate(step.links):
         ends = step.placement[link.source], step.placement[link.target]
-        for value in link.values if link.payload.between_computes and ends[0] != ends[1] else ():
+        for value in link.values if link.payload.feeds_compute and ends[0] != ends[1] else ():
             before = first.setdefault((value.name, *ends), link)
             if before is not link:
                 again[number] = value.name, before
-    if again and runs_in_order(columns.cells for columns in step.columns):
-        for each in crossing(step):
+    if again and runs_stages_in_order(columns.cells for columns in step.columns):
+        for each in cross_rank_messages(step):
             if each.route.number in again:
                 name, before = again[each.route.number]
                 both = f"{format_link(each.route.link)} and {format_link(before)}"
                 site = each.route.target, int(each.receives[0])
-                yield Fault(site, f"{both} bring {name} twice; expected the first stage to hand it on")
+                yield Violation(site, f"{both} bring {name} twice; expected the first stage to hand it on")
 
 
-def sends_what_was_made(step: StepIndex) -> Iterator[Fault]:
+def sent_after_made(step: ProgramIndex) -> Iterator[Violation]:
     """Nothing is sent before the compute that makes it."""
     for each in step.deliveries:
         for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.source, int(each.sends[wrong])
-            yield Fault(site, f"{name} leaves before it is made at {each.made[wrong]}")
+            yield Violation(site, f"{name} leaves before it is made at {each.made[wrong]}")
 
 
-def posts_before_reading(step: StepIndex) -> Iterator[Fault]:
+def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
     """Every receive is posted, and every move done, before the compute that reads it."""
     for each in step.deliveries:
         for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.target, int(each.reads[wrong])
-            yield Fault(site, f"reads {name}, which is received only at {each.receives[wrong]}")
+            yield Violation(site, f"reads {name}, which is received only at {each.receives[wrong]}")
 
 
-def spares_live_slots(step: StepIndex) -> Iterator[Fault]:
+def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
     """Nothing is received into a buffer between the receive it holds and the free of that microbatch.
 
     What is handed on to other stages of the rank is held until these have freed the microbatch as well.
     """
-    freed, held_by = step.numbers[OP_CODE[Op.FREE]], holders(step.links)
+    freed, held_by = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.links)
     for rank, columns in enumerate(step.columns):
         used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
         used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]
@@ -92,12 +92,12 @@ def spares_live_slots(step: StepIndex) -> Iterator[Fault]:
             link = columns.links[columns.link_numbers[number]]
             name = f"slot {columns.slots[number]} of {format_link(link)}"
             held = columns.microbatches[holder]
-            yield Fault((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
+            yield Violation((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
 
 
-def keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
+def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """From one rank to another, receives are posted in the order of the sends."""
-    channels: dict[tuple[int, int], list[Deliveries]] = defaultdict(list)
+    channels: dict[tuple[int, int], list[DeliveredMessages]] = defaultdict(list)
     for each in step.deliveries:
         if each.route.crosses_ranks:
             channels[each.route.source, each.route.target].append(each)
@@ -115,25 +115,25 @@ def keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
             ]
             sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
             message = f"{names[early]} is received before {names[late]}, but {sent}"
-            yield Fault((target, int(receives[early])), message)
+            yield Violation((target, int(receives[early])), message)
 
 
-def posts_after_what_messages_need(step: StepIndex) -> Iterator[Fault]:
+def receives_after_dependencies(step: ProgramIndex) -> Iterator[Violation]:
     """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
     assert step.cells, "these programs do not finish"
-    between_ranks = crossing(step)
-    depends = step.cells.depend_on_what_follows(between_ranks)
+    between_ranks = cross_rank_messages(step)
+    depends = step.cells.depend_on_next_compute(between_ranks)
     for each, of_route in zip(between_ranks, depends, strict=True):
         for wrong in np.flatnonzero(of_route).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.target, int(each.receives[wrong])
-            yield Fault(site, f"{name} is received before the next compute, which it depends on")
+            yield Violation(site, f"{name} is received before the next compute, which it depends on")
 
 
 def _message_name(link: Link, microbatch: int) -> str:
     return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
 
 
-def crossing(step: StepIndex) -> Sequence[Deliveries]:
+def cross_rank_messages(step: ProgramIndex) -> Sequence[DeliveredMessages]:
     """The messages between ranks."""
     return [each for each in step.deliveries if each.route.crosses_ranks]

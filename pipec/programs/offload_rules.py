@@ -5,16 +5,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipec.ir import Op, rank_of
-from pipec.ir.columns import OP_CODE, Instructions, Ints
-from pipec.programs.faults import Fault
-from pipec.programs.offloads import next_computes
-from pipec.programs.step_index import StepIndex
+from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
+from pipec.programs.offload_intervals import next_computes
+from pipec.programs.program_index import ProgramIndex
+from pipec.programs.violation import Violation
 
 _READERS = [OP_CODE[op] for op in (Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)]
 
 
-def offload_rules(step: StepIndex) -> Iterator[Fault]:
-    """A microbatch of a stage that offloads is away once at most, after its forward, and not when it is read.
+def offloads_in_order(step: ProgramIndex) -> Iterator[Violation]:
+    """A microbatch of a stage that offloads is offloaded once at most, after its forward, and not when it is
+    read.
 
     The device lets go of it behind the compute that follows the offload. So the prefetch is behind that, and
     the first reader behind the prefetch.
@@ -26,18 +27,18 @@ def offload_rules(step: StepIndex) -> Iterator[Fault]:
             yield from _in_order(step, rank, columns)
 
 
-def _only_once(step: StepIndex, rank: int, columns: Instructions, op: Op) -> Iterator[Fault]:
+def _only_once(step: ProgramIndex, rank: int, columns: InstructionColumns, op: Op) -> Iterator[Violation]:
     own = _those(columns, op)
     for number in own[~np.isin(columns.stages[own], list(step.offload))].tolist()[:1]:
         where = f"stage {columns.stages[number]}"
-        yield Fault((rank, number), f"{op} of {where}, which keeps what it saves; expected none")
+        yield Violation((rank, number), f"{op} of {where}, which keeps what it saves; expected none")
     keys = _keys(step, columns, own)
     for number in np.delete(own, np.unique(keys, return_index=True)[1]).tolist()[:1]:
         where = f"of stage {columns.stages[number]}, microbatch {columns.microbatches[number]}"
-        yield Fault((rank, number), f"{op} {where} is there more than once; expected it once at most")
+        yield Violation((rank, number), f"{op} {where} is there more than once; expected it once at most")
 
 
-def _in_order(step: StepIndex, rank: int, columns: Instructions) -> Iterator[Fault]:
+def _in_order(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Iterator[Violation]:
     offloads, prefetches = _those(columns, Op.OFFLOAD), _those(columns, Op.PREFETCH)
     back = dict(zip(_keys(step, columns, prefetches).tolist(), prefetches.tolist(), strict=True))
     gone = next_computes(columns, offloads)
@@ -48,35 +49,37 @@ def _in_order(step: StepIndex, rank: int, columns: Instructions) -> Iterator[Fau
         where = f"of stage {stage}, microbatch {microbatch}"
         returns = back.pop(key, -1)
         if number < forward:
-            yield Fault((rank, number), f"offload {where} runs before its forward at {forward}")
+            yield Violation((rank, number), f"offload {where} runs before its forward at {forward}")
         if returns < 0:
-            yield Fault((rank, number), f"offload {where} has no prefetch; expected one before it is read")
+            yield Violation(
+                (rank, number), f"offload {where} has no prefetch; expected one before it is read"
+            )
         elif returns < over:
             message = f"prefetch {where} runs before the compute at {over}, with which its offload is over"
-            yield Fault((rank, returns), message)
+            yield Violation((rank, returns), message)
         else:
             yield from _reads_what_is_there(step, stage, microbatch, number, returns)
     for key, number in back.items():
         stage, microbatch = divmod(key, step.num_microbatches)
         where = f"of stage {stage}, microbatch {microbatch}"
-        yield Fault((rank, number), f"prefetch {where} has no offload; expected one before it")
+        yield Violation((rank, number), f"prefetch {where} has no offload; expected one before it")
 
 
 def _reads_what_is_there(
-    step: StepIndex, stage: int, microbatch: int, offloaded: int, returned: int
-) -> Iterator[Fault]:
+    step: ProgramIndex, stage: int, microbatch: int, offloaded: int, returned: int
+) -> Iterator[Violation]:
     begins = step.begins[_READERS, stage, microbatch]
     for number in begins[(begins >= 0) & (begins < returned)].tolist()[:1]:
         rank = rank_of(step.placement, stage, microbatch)
         what = f"what stage {stage} saved for microbatch {microbatch}"
         message = f"reads {what}, which is away from its offload at {offloaded} to {returned}"
-        yield Fault((rank, number), f"{step.columns[rank][number].op} {message}")
+        yield Violation((rank, number), f"{step.columns[rank][number].op} {message}")
 
 
-def _those(columns: Instructions, op: Op) -> Ints:
+def _those(columns: InstructionColumns, op: Op) -> Ints:
     return np.flatnonzero(columns.ops == OP_CODE[op])
 
 
-def _keys(step: StepIndex, columns: Instructions, numbers: Ints) -> Ints:
+def _keys(step: ProgramIndex, columns: InstructionColumns, numbers: Ints) -> Ints:
     stages: Ints = columns.stages[numbers].astype(np.int64)
     return stages * step.num_microbatches + columns.microbatches[numbers]

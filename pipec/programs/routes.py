@@ -37,8 +37,8 @@ def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -
 
     for number, link in enumerate(links):
         sources = placement[link.source]
-        if link.payload is Payload.OUTCOME:
-            for source, target in ends(link, placement, num_microbatches):
+        if link.payload is Payload.MICROBATCH_RESULT:
+            for source, target in rank_pairs(link, placement, num_microbatches):
                 yield Route(number, link, source, target, every(len(sources), sources.index(source)))
         elif link.payload.per_microbatch:
             targets = placement[link.target]
@@ -47,11 +47,11 @@ def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -
             for (source, target), first in sorted(zip(pairs, range(num_microbatches), strict=False)):
                 yield Route(number, link, source, target, every(turns, first))
         else:
-            for source, target in ends(link, placement, num_microbatches):
+            for source, target in rank_pairs(link, placement, num_microbatches):
                 yield Route(number, link, source, target, np.array([-1], np.int32))
 
 
-def ends(link: Link, placement: Placement, num_microbatches: int) -> Sequence[tuple[int, int]]:
+def rank_pairs(link: Link, placement: Placement, num_microbatches: int) -> Sequence[tuple[int, int]]:
     """The ranks that messages of a link go from and to, if it moves once per step or is a result.
 
     A result goes from every replica that made a part of it to every other rank. The k-th replica of a stage

@@ -12,44 +12,44 @@ import numpy as np
 
 from pipec.errors import VerifyError
 from pipec.ir import (
-    NOTHING_MORE,
-    Ending,
-    Joins,
+    NO_SYNC,
     Link,
     Mode,
+    ModelCollectives,
     Op,
-    Parts,
     Placement,
     Plan,
     Program,
+    SegmentCounts,
+    SyncSpec,
     count_ranks,
     rank_of,
-    replicas_of,
+    replica_counts,
 )
-from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints, taken
-from pipec.ir.rounds import unrolled, window_of
-from pipec.ir.text import format_link, instruction_lines
+from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, taken
+from pipec.ir.periodic_program import microbatch_window, unroll
+from pipec.ir.text_format import format_link, instruction_lines
 from pipec.programs import (
-    ending_rules,
-    join_rules,
-    meeting_rules,
+    collective_rules,
     message_rules,
+    model_collective_rules,
     offload_rules,
-    part_rules,
-    script_rules,
-    versions,
+    result_rules,
+    segment_rules,
+    sync_spec_rules,
+    weight_version_rules,
 )
+from pipec.programs.collective_waits import collective_waits, tied_gradient_waits
 from pipec.programs.counterexample import counterexample
-from pipec.programs.faults import Fault
-from pipec.programs.fields import first_of_each_kind, misfits
-from pipec.programs.fold import num_to_lower
-from pipec.programs.meeting_waits import meeting_waits, waits_for_gradients
-from pipec.programs.memory import in_flight
-from pipec.programs.rendezvous import Waits, circle, stalls
-from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex
+from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
+from pipec.programs.field_rules import first_of_each_kind, violations
+from pipec.programs.lower_periodic import num_microbatches_to_lower
+from pipec.programs.program_index import BACKWARDS, COMPUTES, DeliveredMessages, ProgramIndex
+from pipec.programs.rank_memory import in_flight
+from pipec.programs.violation import Violation
 
 _CONTEXT_LINES = 3
-_OF_ROUNDS = [OP_CODE[op] for op in versions.OPS]
+_OF_ROUNDS = [OP_CODE[op] for op in weight_version_rules.OPS]
 
 
 def verify_programs(
@@ -60,30 +60,29 @@ def verify_programs(
     *,
     recompute: Collection[int] = (),
     max_in_flight: int | Sequence[int] | None = None,
-    ending: Ending = NOTHING_MORE,
-    parts: Parts | None = None,
-    joins: Joins | None = None,
+    sync_spec: SyncSpec = NO_SYNC,
+    segments: SegmentCounts | None = None,
+    model_collectives: ModelCollectives | None = None,
     offload: Collection[int] = (),
 ) -> None:
     """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
 
-    ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
-    stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
-    ``ending`` is what the step does besides its microbatches, and ``parts`` are the phases that consist of
-    several functions; ``joins`` are what replicas make together between these. Stages in ``offload`` may let
-    what they saved wait in host memory. Time and memory are linear in
-    the number of instructions.
+    ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of stage
+    and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
+    ``sync_spec`` is what the step does after its microbatches, and ``segments`` are the phases that consist
+    of several functions; ``model_collectives`` run between these. Stages in ``offload`` may let what they
+    saved wait in host memory. Time and memory are linear in the number of instructions.
 
     Raises:
         VerifyError: a rule is broken; the message shows the lines of the program around the fault, and the
             cells of the ranks around it with the bad one marked.
     """
     limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
-    replayed = frozenset(recompute)
-    step = StepIndex(
-        *(programs, placement, tuple(links), num_microbatches, replayed, limits, ending),
-        parts=parts or {},
-        joins=joins or {},
+    recomputed = frozenset(recompute)
+    step = ProgramIndex(
+        *(programs, placement, tuple(links), num_microbatches, recomputed, limits, sync_spec),
+        segments=segments or {},
+        model_collectives=model_collectives or {},
         offload=frozenset(offload),
     )
     for rule in RULES:
@@ -93,12 +92,12 @@ def verify_programs(
 
 def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
     """Prove that ``programs`` are one correct step of a plan. Raises VerifyError as ``verify_programs``."""
-    for misfit in ending_rules.misfits_of_stages(plan):
+    for misfit in sync_spec_rules.stage_violations(plan):
         raise VerifyError(misfit)
     recompute = [stage.index for stage in plan.stages if stage.recompute]
     placement, links, count = plan.placement, plan.links, plan.num_microbatches
-    if plan.ending.stream is not None and plan.mode is Mode.TRAIN:
-        verify_rounds(programs, placement, links, recompute, plan.ending)
+    if plan.sync_spec.stream is not None and plan.mode is Mode.TRAIN:
+        verify_periodic(programs, placement, links, recompute, plan.sync_spec)
         return
     verify_programs(
         programs,
@@ -106,19 +105,19 @@ def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
         links,
         count,
         recompute=recompute,
-        ending=plan.ending,
-        parts=plan.parts,
-        joins=plan.joins,
-        offload=plan.offloading,
+        sync_spec=plan.sync_spec,
+        segments=plan.segments,
+        model_collectives=plan.model_collectives,
+        offload=plan.offloading_stages,
     )
 
 
-def verify_rounds(
+def verify_periodic(
     programs: Sequence[Program],
     placement: Placement,
     links: Sequence[Link],
     recompute: Collection[int],
-    ending: Ending,
+    sync_spec: SyncSpec,
 ) -> None:
     """Prove that rounds are right for any number of mini-batches.
 
@@ -129,9 +128,9 @@ def verify_rounds(
     Raises:
         VerifyError: as ``verify_programs``, or the programs repeat in another way than the mini-batches.
     """
-    assert ending.stream is not None, "programs without end have mini-batches"
-    period, size = ending.stream.period(replicas_of(placement)), ending.stream.microbatches
-    last = num_to_lower(ending.stream, replicas_of(placement))
+    assert sync_spec.stream is not None, "periodic programs have mini-batches"
+    period, size = sync_spec.stream.period(replica_counts(placement)), sync_spec.stream.microbatches
+    last = num_microbatches_to_lower(sync_spec.stream, replica_counts(placement))
     for program in programs:
         named = {each.microbatch for each in program.instructions}
         if program.period != period or not named or not 0 <= min(named) <= max(named) <= last:
@@ -139,17 +138,17 @@ def verify_rounds(
                 f"rank {program.rank} does not repeat instructions for microbatches 0 to {last} every "
                 f"{period} mb, as expected, but those for {sorted(named)[:9]} every {program.period} mb"
             )
-    most = -(-(2 * max(map(window_of, programs)) + period) // size) * size
-    written = [Instructions.of(unrolled(each, most).instructions, tuple(links)) for each in programs]
+    most = -(-(2 * max(map(microbatch_window, programs)) + period) // size) * size
+    written = [InstructionColumns.of(unroll(each, most).instructions, tuple(links)) for each in programs]
     for count in range(size, most + size, size):
         shorter = [
             Program(program.rank, each.where(each.microbatches < count))
             for program, each in zip(programs, written, strict=True)
         ]
-        verify_programs(shorter, placement, links, count, recompute=recompute, ending=ending)
+        verify_programs(shorter, placement, links, count, recompute=recompute, sync_spec=sync_spec)
 
 
-def _explain(step: StepIndex, fault: Fault) -> str:
+def _explain(step: ProgramIndex, fault: Violation) -> str:
     if fault.site is None:
         return fault.message
     rank, number = fault.site
@@ -162,34 +161,38 @@ def _explain(step: StepIndex, fault: Fault) -> str:
     return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown, drawn]).rstrip("\n")
 
 
-def _place(columns: Instructions, number: int) -> int:
+def _place(columns: InstructionColumns, number: int) -> int:
     """The compute of its rank that an instruction belongs to: itself, else the next one, else the last."""
-    cells = columns.is_cell
+    cells = columns.is_compute_start
     return max(min(int(cells[:number].sum()), int(cells.sum()) - 1), 0)
 
 
-def _fits_plan(step: StepIndex) -> Iterator[Fault]:
+def _fits_plan(step: ProgramIndex) -> Iterator[Violation]:
     """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
     ranks = [program.rank for program in step.programs]
     last = count_ranks(step.placement) - 1
     if ranks != list(range(last + 1)):
-        yield Fault(None, f"programs are of ranks {ranks}; expected one for each of ranks 0 to {last}")
+        yield Violation(None, f"programs are of ranks {ranks}; expected one for each of ranks 0 to {last}")
     for program in step.programs:
         if program.period:
-            yield Fault(None, f"the program of rank {program.rank} repeats; expected that of a single step")
+            yield Violation(
+                None, f"the program of rank {program.rank} repeats; expected that of a single step"
+            )
     for link in step.links:
         ends = (link.source,) if link.payload.is_result else (link.source, link.target)
         if not all(0 <= stage < len(step.placement) for stage in ends):
-            yield Fault(None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}")
-    for misfit in ending_rules.misfits(step.ending, step.placement, step.links, step.parts):
-        yield Fault(None, misfit)
+            yield Violation(
+                None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}"
+            )
+    for misfit in sync_spec_rules.violations(step.sync_spec, step.placement, step.links, step.segments):
+        yield Violation(None, misfit)
     for rank, columns in enumerate(step.columns):
         for number in first_of_each_kind(step, columns):
-            for misfit in misfits(step, rank, columns[number]):
-                yield Fault((rank, number), misfit)
+            for misfit in violations(step, rank, columns[number]):
+                yield Violation((rank, number), misfit)
 
 
-def _computes_once(step: StepIndex) -> Iterator[Fault]:
+def _computes_once(step: ProgramIndex) -> Iterator[Violation]:
     """Each stage runs each phase exactly once per microbatch, its backward whole or in two halves."""
     kinds = np.isin(np.arange(len(step.placement)), list(step.recompute)).astype(np.int64)[:, None]
     for op in COMPUTES:
@@ -200,10 +203,10 @@ def _computes_once(step: StepIndex) -> Iterator[Fault]:
             found = [int(step.numbers[OP_CODE[op], stage, microbatch]) for op in ops]
             seen = [number for number in found if number >= 0]
             rank = rank_of(step.placement, stage, microbatch)
-            yield Fault(step.suspect(seen, rank, stage, microbatch), miscount)
+            yield Violation(step.probable_site(seen, rank, stage, microbatch), miscount)
 
 
-def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[Sequence[Op], str]]:
+def _miscounts(step: ProgramIndex, stage: int, microbatch: int) -> Iterator[tuple[Sequence[Op], str]]:
     def count(op: Op) -> int:
         return int(step.counts[OP_CODE[op], stage, microbatch])
 
@@ -219,9 +222,9 @@ def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[S
         yield BACKWARDS, f"the backward {where} is {found}; expected one backward, or one of each half"
 
 
-def _computes_in_order(step: StepIndex) -> Iterator[Fault]:
+def _computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """Forward, then recompute, then backward; the input half before the weight half."""
-    yield from part_rules.run_in_order(step)
+    yield from segment_rules.segments_in_order(step)
     latest, latest_op = (
         step.numbers[OP_CODE[Op.FORWARD]].copy(),
         np.full(step.numbers.shape[1:], OP_CODE[Op.FORWARD]),
@@ -233,11 +236,11 @@ def _computes_in_order(step: StepIndex) -> Iterator[Fault]:
             earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
             where = f"of stage {stage}, microbatch {microbatch}"
             site = rank_of(step.placement, stage, microbatch), int(begins[stage, microbatch])
-            yield Fault(site, f"{op} {where} runs before its {earlier} at {first}")
+            yield Violation(site, f"{op} {where} runs before its {earlier} at {first}")
         latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
 
 
-def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
+def _frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
     """Each stage and microbatch is freed exactly once, and not used afterwards."""
     freed = step.numbers[OP_CODE[Op.FREE]]
     sources = np.array([*(link.source for link in step.links), -1])
@@ -255,31 +258,35 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
             microbatch = int(columns.microbatches[number])
             where = f"stage {stage}, microbatch {microbatch}"
             message = f"needs {where}, which was freed at {freed[stage, microbatch]}"
-            yield Fault((rank, number), f"{columns[number].op} {message}")
+            yield Violation((rank, number), f"{columns[number].op} {message}")
     for stage, microbatch in np.argwhere(freed < 0).tolist()[:1]:
-        suspect = step.suspect((), rank_of(step.placement, stage, microbatch), stage, microbatch)
-        yield Fault(suspect, f"stage {stage}, microbatch {microbatch} is never freed")
+        probable_site = step.probable_site((), rank_of(step.placement, stage, microbatch), stage, microbatch)
+        yield Violation(probable_site, f"stage {stage}, microbatch {microbatch} is never freed")
 
 
-def _finishes(step: StepIndex) -> Iterator[Fault]:
+def _finishes(step: ProgramIndex) -> Iterator[Violation]:
     """No rank waits forever, even if every send waits until its receive is posted."""
-    meetings = meeting_waits(step)
-    others = _together([waits_for_gradients(step), meetings.waits, script_rules.waits_for_results(step)])
-    if not others.ranks.size and step.cells and step.cells.post_in_one_order(message_rules.crossing(step)):
+    collectives = collective_waits(step)
+    others = _together([tied_gradient_waits(step), collectives.waits, result_rules.result_waits(step)])
+    if (
+        not others.ranks.size
+        and step.cells
+        and step.cells.receives_precede_sends(message_rules.cross_rank_messages(step))
+    ):
         return
     waits = _together([_waits(step.deliveries), others])
-    stalled = stalls([*(len(columns) for columns in step.columns), *[1] * meetings.count], waits)
+    stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * collectives.count], waits)
     if stalled:
-        ring = circle(meetings.of_ranks(stalled))
+        ring = wait_cycle(collectives.of_ranks(stalled))
         lines = [
             f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
             for site, ahead in ring
         ]
         message = "\n".join(["deadlock if sends wait for their receives:", *lines])
-        yield Fault(ring[0][0], message, tuple(site for site, _ in ring[1:]))
+        yield Violation(ring[0][0], message, tuple(site for site, _ in ring[1:]))
 
 
-def _waits(deliveries: Sequence[Deliveries]) -> Waits:
+def _waits(deliveries: Sequence[DeliveredMessages]) -> WaitEdges:
     """A send waits for its receive, and a reader of a message for its send."""
     parts: dict[int, list[tuple[Ints, ...]]] = defaultdict(list)
     for each in deliveries:
@@ -290,19 +297,19 @@ def _waits(deliveries: Sequence[Deliveries]) -> Waits:
             read = each.reads >= 0
             parts[each.route.target].append((target[read], each.reads[read], source[read], each.sends[read]))
     by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
-    return Waits(*map(_joined, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
+    return WaitEdges(*map(_concatenated, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
 
 
-def _together(parts: Sequence[Waits]) -> Waits:
+def _together(parts: Sequence[WaitEdges]) -> WaitEdges:
     columns = [(each.ranks, each.numbers, each.other_ranks, each.other_numbers) for each in parts]
-    return Waits(*map(_joined, zip(*columns, strict=True)))
+    return WaitEdges(*map(_concatenated, zip(*columns, strict=True)))
 
 
-def _joined(parts: Sequence[Ints]) -> Ints:
+def _concatenated(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 
-def _bounds_in_flight(step: StepIndex) -> Iterator[Fault]:
+def _bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
     """No rank holds more between forward and free than it may."""
     if step.limits is None:
         return
@@ -310,28 +317,28 @@ def _bounds_in_flight(step: StepIndex) -> Iterator[Fault]:
         pairs = in_flight(columns)
         for number in np.flatnonzero(pairs > limit).tolist()[:1]:
             message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
-            yield Fault((rank, number), message)
+            yield Violation((rank, number), message)
 
 
-RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
+RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     _fits_plan,
     _computes_once,
     _computes_in_order,
-    message_rules.delivers_once,
-    message_rules.receives_once,
-    join_rules.join_once_in_order,
-    meeting_rules.ends_once,
-    meeting_rules.ends_in_order,
-    meeting_rules.meets_in_one_order,
-    *versions.RULES,
-    message_rules.sends_what_was_made,
-    message_rules.posts_before_reading,
+    message_rules.each_message_delivered_once,
+    message_rules.each_value_received_once,
+    model_collective_rules.model_collectives_in_order,
+    collective_rules.sync_complete,
+    collective_rules.sync_in_order,
+    collective_rules.collectives_in_one_order,
+    *weight_version_rules.RULES,
+    message_rules.sent_after_made,
+    message_rules.received_before_read,
     _frees_after_last_use,
-    offload_rules.offload_rules,
-    message_rules.spares_live_slots,
-    script_rules.results_in_time,
-    message_rules.keeps_channel_order,
+    offload_rules.offloads_in_order,
+    message_rules.live_slots_not_overwritten,
+    result_rules.results_before_wait,
+    message_rules.channels_in_order,
     _finishes,
-    message_rules.posts_after_what_messages_need,
+    message_rules.receives_after_dependencies,
     _bounds_in_flight,
 )

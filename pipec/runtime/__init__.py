@@ -3,23 +3,24 @@
 It imports ``ir``, ``artifact``, the errors, the console and torch alone, so that a rank runs a saved artifact
 without loading the compiler. Each part imports those above it alone:
 
-* ``draws`` and ``branches`` are what generated code imports; ``randomness`` seeds every draw.
+* ``random_operators`` and ``branch_checks`` are what generated code imports; ``random_seeds`` seeds random
+  operators.
 * ``processes``: how processes find each other; who lives, what each waits for, and who was told to stop.
 * ``memory``: whose memory a tensor is, and how much a rank holds.
-* ``messages`` carry tensors: ``transport`` between the threads of one process, ``distributed`` between
-  processes, over the ``connections`` of gloo or those of ``nccl``. ``agreement`` is what processes tell each
-  other beside the messages of a program, and ``facts`` what they compare.
+* ``messages`` carry tensors: ``transport`` between the threads of one process, ``distributed_transport``
+  between processes, over the ``connections`` of gloo or those of ``nccl``. By ``agreement`` processes check,
+  beside the messages of a program, that they make the same calls; ``call_description`` is what they compare.
 * ``optimizers`` make the updates that a program asks for.
 * ``stages``: the code and the state of a stage, and what its replicas do together.
 * ``step``: ``execution`` is an artifact linked on the ranks of this process, ``interpreter`` runs the program
   of one rank, and ``linker`` resolves every name of it beforehand.
-* ``stream``: the same for programs without end.
-* ``handle``, ``holder``, ``loaded`` and ``streams`` are what a user holds: the tensors, a saved artifact to
-  train, and the steps of a stream of batches.
+* ``stream``: the same for periodic programs.
+* ``pipeline_base``, ``model_tensors``, ``loaded_pipeline`` and ``stream_training`` are what a user holds: the
+  tensors, a saved artifact to train, and the steps of a stream of batches.
 """
 
-from pipec.runtime.messages.distributed import TorchDistributed
-from pipec.runtime.messages.transport import InProcess, Transport
+from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.messages.transport import InProcessTransport, Transport
 from pipec.runtime.processes.launch import World, resolve_devices, world
-from pipec.runtime.stages.stage import StageCode
+from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.step.interpreter import Interpreter

@@ -10,18 +10,18 @@ from typing import cast
 
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
-from pipec.ir.columns import PHASE_CODE, Cells
-from pipec.programs.memory import most_in_flight
+from pipec.ir.columns import PHASE_CODE, ComputeColumns
+from pipec.programs.rank_memory import max_in_flight_of_order
+from pipec.schedules.asynchronous import ASYNCHRONOUS_SCHEDULES, AsynchronousSchedule
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
-from pipec.schedules.fixed import LOOPED, SCHEDULES
 from pipec.schedules.gpipe import gpipe
 from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
 from pipec.schedules.one_f_one_b import one_f_one_b
-from pipec.schedules.orders import looped_placement, on_ranks, straight_placement, v_placement
-from pipec.schedules.pipedream import ASYNCHRONOUS, Asynchronous
-from pipec.schedules.search.auto import auto, candidates, named
+from pipec.schedules.order_builder import linear_placement, loop_placement, remap_ranks, v_placement
+from pipec.schedules.registry import LOOPED_SCHEDULES, SCHEDULES
+from pipec.schedules.search.auto import auto, candidate_schedules, fixed_schedules
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.search.zero_bubble import zb_1p, zb_2p
 from pipec.schedules.v_half_min import v_half, v_min
@@ -32,7 +32,7 @@ from pipec.schedules.zb_v import zb_v
 ENTRY_POINTS = "pipec.schedules"
 """The entry-point group in which a package registers functions under the names of its schedules."""
 
-SEARCHED: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
+SEARCHED_SCHEDULES: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
     "zb-1p": zb_1p,
     "zb-2p": zb_2p,
     "auto": auto,
@@ -54,22 +54,22 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Worklo
             these counts.
         InfeasibleError: a searched schedule finds no order within the memory limit of ``work``.
     """
-    make = SEARCHED.get(name) or SCHEDULES.get(name) or ASYNCHRONOUS.get(name)
+    make = SEARCHED_SCHEDULES.get(name) or SCHEDULES.get(name) or ASYNCHRONOUS_SCHEDULES.get(name)
     make = make or _looped(name) or _installed(name)
     for what, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count < 1:
             raise InputError(f"schedule {name!r} needs {what} of at least 1, got {count}")
-    if name in SEARCHED:
-        return SEARCHED[name](num_ranks, num_microbatches, work or Workload.uniform(num_ranks))
+    if name in SEARCHED_SCHEDULES:
+        return SEARCHED_SCHEDULES[name](num_ranks, num_microbatches, work or Workload.uniform(num_ranks))
     return cast("Callable[[int, int], Schedule]", make)(num_ranks, num_microbatches)
 
 
 def _looped(name: str) -> Callable[[int, int], Schedule] | None:
     """The looped schedule with the number of stages per rank that ``name`` ends with, if it does."""
     match = _SUFFIXED.fullmatch(name)
-    if not match or match[1] not in LOOPED:
+    if not match or match[1] not in LOOPED_SCHEDULES:
         return None
-    make, num_chunks = LOOPED[match[1]], int(match[2])
+    make, num_chunks = LOOPED_SCHEDULES[match[1]], int(match[2])
     return lambda num_ranks, num_microbatches: make(num_ranks, num_microbatches, num_chunks)
 
 
@@ -78,12 +78,12 @@ def _installed(name: str) -> Callable[[int, int], Schedule]:
     found = entry_points(group=ENTRY_POINTS)
     if name in found.names:
         return functools.partial(custom_schedule, found[name].load())
-    known = [*SCHEDULES, *SEARCHED, *ASYNCHRONOUS, *sorted(found.names)]
+    known = [*SCHEDULES, *SEARCHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES, *sorted(found.names)]
     match = _SUFFIXED.fullmatch(name)
     if match and match[1] in known:
         raise InputError(
             f"schedule {match[1]!r} takes no suffix, but {name!r} has one for the number of stages per rank; "
-            f"leave it out or take {' or '.join(f'{looped}-v{match[2]}' for looped in LOOPED)}"
+            f"leave it out or take {' or '.join(f'{looped}-v{match[2]}' for looped in LOOPED_SCHEDULES)}"
         )
     close = get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -92,6 +92,6 @@ def _installed(name: str) -> Callable[[int, int], Schedule]:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The same schedule without its backwards, for a loss or an output alone."""
-    orders = map(Cells.of, schedule.orders)
+    orders = map(ComputeColumns.of, schedule.orders)
     forwards = (order.where(order.phases == PHASE_CODE[Phase.FORWARD]) for order in orders)
     return replace(schedule, orders=tuple(forwards), stream=None)

@@ -17,13 +17,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipec.errors import UNREADABLE, InputError, PipecError
+from pipec.errors import DAMAGED_DATA_ERRORS, InputError, PipecError
 from pipec.ir import Compute, Phase, Placement, Schedule
-from pipec.ir.arguments import MOST_MICROBATCHES, check_arguments, shown, whole
-from pipec.ir.columns import Cells
+from pipec.ir.argument_checks import MOST_MICROBATCHES, check_arguments, integer_between, short_repr
+from pipec.ir.columns import ComputeColumns
 from pipec.ir.stream import Stream
-from pipec.ir.text import PHASE_LETTERS
-from pipec.schedules.orders import straight_placement
+from pipec.ir.text_format import PHASE_LETTERS
+from pipec.schedules.order_builder import linear_placement
 
 _PLACEMENT = re.compile(r"\s*\d{1,9}((,|\s+)\d{1,9})*\s*")
 _CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
@@ -64,7 +64,7 @@ def _read(path: Path) -> str:
 
 
 def _made(function: Callable[[int, int], Schedule], num_ranks: int, num_microbatches: int) -> Schedule:
-    name = getattr(function, "__name__", shown(function))
+    name = getattr(function, "__name__", short_repr(function))
     called = f"the schedule function {name}({num_ranks}, {num_microbatches})"
     try:
         schedule = function(num_ranks, num_microbatches)
@@ -73,7 +73,7 @@ def _made(function: Callable[[int, int], Schedule], num_ranks: int, num_microbat
     except Exception as error:
         raise InputError(f"{called} raised {type(error).__name__}: {error}") from error
     if not isinstance(schedule, Schedule):
-        raise InputError(f"{called} returned {shown(schedule)}; expected a Schedule")
+        raise InputError(f"{called} returned {short_repr(schedule)}; expected a Schedule")
     return _checked(schedule, f"what {called} returned")
 
 
@@ -84,37 +84,38 @@ def _checked(schedule: Schedule, where: str) -> Schedule:
         InputError: it holds something else than a schedule does, or a rank without a stage.
     """
     count, stream = schedule.num_microbatches, schedule.stream
-    check_arguments({"num_microbatches": whole(1, MOST_MICROBATCHES)}, {"num_microbatches": count})
+    check_arguments({"num_microbatches": integer_between(1, MOST_MICROBATCHES)}, {"num_microbatches": count})
     if not (stream is None or isinstance(stream, Stream)):
-        raise InputError(f"{where}: stream is {shown(stream)}; expected a Stream or None")
+        raise InputError(f"{where}: stream is {short_repr(stream)}; expected a Stream or None")
     try:
         orders = [_columns(order) for order in schedule.orders]
-    except UNREADABLE as error:
+    except DAMAGED_DATA_ERRORS as error:
         raise InputError(
-            f"{where}: orders is {shown(schedule.orders)} ({type(error).__name__}: {error}); expected a "
+            f"{where}: orders is {short_repr(schedule.orders)} ({type(error).__name__}: {error}); expected a "
             "sequence of Compute(phase, stage, microbatch) for each rank"
         ) from error
     try:
         placement = tuple(tuple(map(operator.index, ranks)) for ranks in schedule.placement)
     except TypeError as error:
         raise InputError(
-            f"{where}: placement is {shown(schedule.placement)}; expected a sequence of ranks for each stage"
+            f"{where}: placement is {short_repr(schedule.placement)}; expected the ranks of each stage"
         ) from error
     ranks = {rank for replicas in placement for rank in replicas}
     if ranks != {*range(len(orders))} or any(len({*each}) != len(each) or not each for each in placement):
         raise InputError(
-            f"{where} has orders of {len(orders)} ranks, and placement {shown(schedule.placement)}; expected "
+            f"{where} has orders of {len(orders)} ranks, and placement {short_repr(schedule.placement)}; "
+            "expected "
             f"stages on ranks 0 to {len(orders) - 1}, each rank with a stage, and each stage with ranks"
         )
     return Schedule(str(schedule.name), count, placement, tuple(orders), stream)
 
 
-def _columns(order: Sequence[Compute]) -> Cells:
+def _columns(order: Sequence[Compute]) -> ComputeColumns:
     """The order of a rank as columns. Numbers may be those of numpy."""
-    if isinstance(order, Cells):
+    if isinstance(order, ComputeColumns):
         return order
     index = operator.index
-    return Cells.of([Compute(Phase(x.phase), index(x.stage), index(x.microbatch)) for x in order])
+    return ComputeColumns.of([Compute(Phase(x.phase), index(x.stage), index(x.microbatch)) for x in order])
 
 
 def parse_orders(text: str, name: str) -> Schedule:
@@ -140,8 +141,8 @@ def parse_orders(text: str, name: str) -> Schedule:
     if not cells:
         raise InputError(f"{name}: no rank computes anything; expected lines such as '0: F0 B0'")
     num_microbatches = max(cell.microbatch for cell in cells) + 1
-    placement = placement or straight_placement(len(orders))
-    return Schedule(name, num_microbatches, placement, tuple(map(Cells.of, orders)))
+    placement = placement or linear_placement(len(orders))
+    return Schedule(name, num_microbatches, placement, tuple(map(ComputeColumns.of, orders)))
 
 
 def _cells(body: str, rank: int, where: str) -> Iterator[Compute]:
@@ -168,7 +169,7 @@ def _split(order: list[Compute]) -> list[Compute]:
 
 def format_orders(schedule: Schedule) -> str:
     """The text that ``parse_orders`` reads back to the same schedule."""
-    several = schedule.placement != straight_placement(schedule.num_ranks)
+    several = schedule.placement != linear_placement(schedule.num_ranks)
     words = (",".join(map(str, ranks)) for ranks in schedule.placement)
     lines = [f"placement: {' '.join(words)}"] if several else []
     for rank, order in enumerate(schedule.orders):

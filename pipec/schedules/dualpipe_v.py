@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import OrderWriter, ordered, v_placement
+from pipec.schedules.order_builder import OrderBuilder, schedule_from_orders, v_placement
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -30,21 +30,21 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         down_f, down_b, down_w = ((phase, rank) for phase in phases)
         up_f, up_b, up_w = ((phase, 2 * num_ranks - 1 - rank) for phase in phases)
         below = num_ranks - rank - 1
-        writer = OrderWriter(num_microbatches)
-        writer.run(2 * below, down_f)
-        writer.run(rank + 1, down_f, up_f)
-        writer.run(below, up_b, up_w, up_f)
-        writer.run(num_microbatches - 2 * num_ranks + rank + 1, down_f, up_b, up_w, up_f, down_b, down_w)
-        writer.run(below, up_b, up_w, up_f, down_b, down_w)
+        builder = OrderBuilder(num_microbatches)
+        builder.run(2 * below, down_f)
+        builder.run(rank + 1, down_f, up_f)
+        builder.run(below, up_b, up_w, up_f)
+        builder.run(num_microbatches - 2 * num_ranks + rank + 1, down_f, up_b, up_w, up_f, down_b, down_w)
+        builder.run(below, up_b, up_w, up_f, down_b, down_w)
         backwards = [(up_b, up_w), (down_b, down_w)] * (rank + 1)
         whole, split = backwards[: rank + 1], backwards[rank + 1 :]
         for backward in whole:
-            writer.run(1, *backward)
-        writer.run(1, *(inputs for inputs, _ in split))
+            builder.run(1, *backward)
+        builder.run(1, *(inputs for inputs, _ in split))
         postponed = [*(weights for _, weights in split), *[down_w] * below]
         for weights in postponed[:below]:
-            writer.run(1, weights, down_b)
-        writer.run(1, *postponed[below:])
-        return writer.cells
+            builder.run(1, weights, down_b)
+        builder.run(1, *postponed[below:])
+        return builder.computes
 
-    return ordered("dualpipe-v", num_microbatches, v_placement(num_ranks), order)
+    return schedule_from_orders("dualpipe-v", num_microbatches, v_placement(num_ranks), order)

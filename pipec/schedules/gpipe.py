@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import OrderWriter, ordered, straight_placement
+from pipec.schedules.order_builder import OrderBuilder, linear_placement, schedule_from_orders
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -13,8 +13,8 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """
 
     def order(rank: int) -> Iterable[Compute]:
-        writer = OrderWriter(num_microbatches)
-        writer.finish((Phase.FORWARD, rank), (Phase.BACKWARD, rank))
-        return writer.cells
+        builder = OrderBuilder(num_microbatches)
+        builder.finish((Phase.FORWARD, rank), (Phase.BACKWARD, rank))
+        return builder.computes
 
-    return ordered("gpipe", num_microbatches, straight_placement(num_ranks), order)
+    return schedule_from_orders("gpipe", num_microbatches, linear_placement(num_ranks), order)

@@ -4,8 +4,8 @@ import numpy as np
 
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
-from pipec.ir.columns import PHASE_CODE, Cells, Ints
-from pipec.schedules.orders import looped_name, looped_placement, ordered
+from pipec.ir.columns import PHASE_CODE, ComputeColumns, Ints
+from pipec.schedules.order_builder import loop_placement, looped_name, schedule_from_orders
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -39,14 +39,14 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
         codes = np.full_like(numbers, PHASE_CODE[phase])
         return np.stack([codes, chunks * num_ranks + rank, turns * num_ranks + microbatches])
 
-    def order(rank: int) -> Cells:
+    def order(rank: int) -> ComputeColumns:
         warmup = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, numbers.size)
         columns = np.empty((3, 2 * numbers.size), np.int32)
         columns[:, numbers + np.maximum(numbers - warmup, 0)] = cells(Phase.FORWARD, rank)
         columns[:, numbers + np.minimum(numbers + warmup + 1, numbers.size)] = cells(Phase.BACKWARD, rank)
-        return Cells(columns)
+        return ComputeColumns(columns)
 
-    return ordered(name, num_microbatches, looped_placement(num_ranks, num_chunks), order)
+    return schedule_from_orders(name, num_microbatches, loop_placement(num_ranks, num_chunks), order)
 
 
 def _nearest_multiple(number: int, of: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import OrderWriter, looped_name, looped_placement, ordered
+from pipec.schedules.order_builder import OrderBuilder, loop_placement, looped_name, schedule_from_orders
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -23,9 +23,9 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
 
     def order(rank: int) -> Iterable[Compute]:
         stages = range(rank, num_ranks * num_chunks, num_ranks)
-        writer = OrderWriter(num_microbatches)
-        writer.finish(*((Phase.FORWARD, stage) for stage in stages))
-        writer.finish(*((Phase.BACKWARD, stage) for stage in reversed(stages)))
-        return writer.cells
+        builder = OrderBuilder(num_microbatches)
+        builder.finish(*((Phase.FORWARD, stage) for stage in stages))
+        builder.finish(*((Phase.BACKWARD, stage) for stage in reversed(stages)))
+        return builder.computes
 
-    return ordered(name, num_microbatches, looped_placement(num_ranks, num_chunks), order)
+    return schedule_from_orders(name, num_microbatches, loop_placement(num_ranks, num_chunks), order)

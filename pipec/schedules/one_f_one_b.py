@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import OrderWriter, ordered, straight_placement
+from pipec.schedules.order_builder import OrderBuilder, linear_placement, schedule_from_orders
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -16,9 +16,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
     def order(rank: int) -> Iterable[Compute]:
         forward, backward = (Phase.FORWARD, rank), (Phase.BACKWARD, rank)
-        writer = OrderWriter(num_microbatches)
-        writer.run(num_ranks - rank - 1, forward)
-        writer.run(num_microbatches, forward, backward)
-        return writer.cells
+        builder = OrderBuilder(num_microbatches)
+        builder.run(num_ranks - rank - 1, forward)
+        builder.run(num_microbatches, forward, backward)
+        return builder.computes
 
-    return ordered("1f1b", num_microbatches, straight_placement(num_ranks), order)
+    return schedule_from_orders("1f1b", num_microbatches, linear_placement(num_ranks), order)

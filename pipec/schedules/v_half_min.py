@@ -1,10 +1,10 @@
 """V-Half and V-Min: half and a third of 1F1B's memory, on a V of two stages per rank (Qi et al., 2024).
 
-Pipeline Parallelism with Controllable Memory builds a schedule from the cells of one microbatch at fixed
+Pipeline Parallelism with Controllable Memory builds a schedule from the tasks of one microbatch at fixed
 slots, repeated every six slots; where the slots lie sets how long activations live. What is left then is to
-squeeze: here each rank takes the cells in the order of their slots as early as it can, and weight gradients
+squeeze: here each rank takes the tasks in the order of their slots as early as it can, and weight gradients
 where nothing else can run. A forward, or a backward once the forwards are done, may overtake up to ``reach``
-cells that cannot run yet, if that keeps the peak. The best of a few reaches is taken, for phases of equal
+tasks that cannot run yet, if that keeps the peak. The best of a few reaches is taken, for phases of equal
 length.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipec.ir import Schedule
-from pipec.schedules.orders import v_placement
-from pipec.schedules.search.greedy import choose_orders
-from pipec.schedules.search.problem import Problem, make_problem
+from pipec.schedules.order_builder import v_placement
+from pipec.schedules.search.greedy import list_scheduling
+from pipec.schedules.search.ordering_problem import OrderingProblem, make_ordering_problem
 from pipec.schedules.search.workload import Workload
 
 _PERIOD = 6
@@ -53,7 +53,7 @@ def _min_slots(p: int, i: int) -> tuple[int, int, int, int]:
     return i, 2 * p - i - 1, 2 * p + delta + i, 4 * p + delta - i - 1
 
 
-def within_peak(num_ranks: int, num_microbatches: int, peak: int) -> Iterator[Schedule]:
+def patterns_within_peak(num_ranks: int, num_microbatches: int, peak: int) -> Iterator[Schedule]:
     """Both patterns squeezed to ``peak`` stage-microbatches on each rank, in every way that finishes."""
     problem = _unit_problem(num_ranks, num_microbatches, peak)
     for slots in (_half_slots, _min_slots):
@@ -71,46 +71,46 @@ def _best(name: str, num_ranks: int, num_microbatches: int, slots: Slots, peak: 
     return min(found, key=lambda each: each[0])[1]
 
 
-def _unit_problem(num_ranks: int, num_microbatches: int, peak: int) -> Problem:
+def _unit_problem(num_ranks: int, num_microbatches: int, peak: int) -> OrderingProblem:
     """All phases take one unit of time, and every stage-microbatch one of memory."""
     work = Workload.uniform(2 * num_ranks)
-    return make_problem(v_placement(num_ranks), num_microbatches, work, [peak] * num_ranks)
+    return make_ordering_problem(v_placement(num_ranks), num_microbatches, work, [peak] * num_ranks)
 
 
-def _patterns(problem: Problem, slots: Slots) -> list[list[int]]:
+def _patterns(problem: OrderingProblem, slots: Slots) -> list[list[int]]:
     """Forwards and input gradients of each rank in the order of their slots; no two of a rank share one."""
     p, m = problem.num_ranks, problem.num_microbatches
 
     def pattern(rank: int) -> list[int]:
         down, up = rank * m, (2 * p - 1 - rank) * m
-        firsts = (down, up, problem.first_input + up, problem.first_input + down)
-        cells = [
+        firsts = (down, up, problem.first_input_gradient + up, problem.first_input_gradient + down)
+        tasks = [
             (_PERIOD * microbatch + slot, first + microbatch)
             for first, slot in zip(firsts, slots(p, rank), strict=True)
             for microbatch in range(m)
         ]
-        return [cell for _, cell in sorted(cells)]
+        return [task for _, task in sorted(tasks)]
 
     return [pattern(rank) for rank in range(p)]
 
 
 def _squeeze(
-    name: str, problem: Problem, patterns: list[list[int]], reach: int
+    name: str, problem: OrderingProblem, patterns: list[list[int]], reach: int
 ) -> tuple[float, Schedule] | None:
-    """The time that the cells take and the schedule; None if the ranks come to a halt."""
+    """The time that the tasks take and the schedule; None if the ranks come to a halt."""
     ranks = [
-        _Rank(problem, list(reversed(pattern)), problem.limits[rank], reach)
+        _Rank(problem, list(reversed(pattern)), problem.memory_limits[rank], reach)
         for rank, pattern in enumerate(patterns)
     ]
-    orders = choose_orders(problem, ranks)
+    orders = list_scheduling(problem, ranks)
     return (max(rank.busy_until for rank in ranks), problem.schedule(name, orders)) if orders else None
 
 
 @dataclass
 class _Rank:
-    """One rank while it is squeezed. ``ahead`` are the cells to come, the next one at the end."""
+    """One rank while it is squeezed. ``ahead`` are the tasks to come, the next one at the end."""
 
-    problem: Problem
+    problem: OrderingProblem
     ahead: list[int]
     peak: float
     reach: int
@@ -121,41 +121,41 @@ class _Rank:
     forwards: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forwards = sum(self._is_forward(cell) for cell in self.ahead)
+        self.forwards = sum(self._is_forward(task) for task in self.ahead)
 
-    def run(self, cell: int, now: float) -> None:
-        """Append a cell to the order; it ends at ``busy_until``."""
-        self.order.append(cell)
+    def run(self, task: int, now: float) -> None:
+        """Append a task to the order; it ends at ``busy_until``."""
+        self.order.append(task)
         self.busy_until = now + 1
-        if self.weights and cell == self.weights[0]:
+        if self.weights and task == self.weights[0]:
             self.weights.pop(0)
             self.in_flight -= 1
             return
-        self.ahead.pop(self.ahead.index(cell, max(0, len(self.ahead) - 1 - self.reach)))
-        if self._is_forward(cell):
+        self.ahead.pop(self.ahead.index(task, max(0, len(self.ahead) - 1 - self.reach)))
+        if self._is_forward(task):
             self.forwards -= 1
             self.in_flight += 1
         else:
-            self.weights.append(cell + self.problem.first_input)
+            self.weights.append(task + self.problem.first_input_gradient)
 
     def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
-        """The first cell within ``reach`` that can run, else a weight gradient.
+        """The first task within ``reach`` that can run, else a weight gradient.
 
         A forward holds memory while those it overtakes run, each backward followed by its weight gradient.
         """
         held = self.in_flight - len(self.weights)
         highest = self.in_flight
         reached = self.ahead[-1 : -2 - self.reach : -1]
-        for number, cell in enumerate(reached):
-            forward = self._is_forward(cell)
+        for number, task in enumerate(reached):
+            forward = self._is_forward(task)
             fits = highest + 1 <= self.peak if forward else number == 0 or not self.forwards
-            if fits and arrived[cell] <= now:
-                return cell, 0.0
+            if fits and arrived[task] <= now:
+                return task, 0.0
             held += 1 if forward else -1
             highest = max(highest, held)
         if self.weights:
             return self.weights[0], 0.0
-        return -1, min((arrived[cell] for cell in reached if arrived[cell] > now), default=float("inf"))
+        return -1, min((arrived[task] for task in reached if arrived[task] > now), default=float("inf"))
 
-    def _is_forward(self, cell: int) -> bool:
-        return cell < self.problem.first_input
+    def _is_forward(self, task: int) -> bool:
+        return task < self.problem.first_input_gradient

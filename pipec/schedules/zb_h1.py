@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import OrderWriter, ordered, straight_placement
+from pipec.schedules.order_builder import OrderBuilder, linear_placement, schedule_from_orders
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -17,11 +17,11 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
         forward, backward, weight = (
             (phase, rank) for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         )
-        writer = OrderWriter(num_microbatches)
-        writer.run(num_ranks - rank - 1, forward)
-        writer.run(rank, forward, backward)
-        writer.run(num_microbatches - rank, forward, backward, weight)
-        writer.finish(weight)
-        return writer.cells
+        builder = OrderBuilder(num_microbatches)
+        builder.run(num_ranks - rank - 1, forward)
+        builder.run(rank, forward, backward)
+        builder.run(num_microbatches - rank, forward, backward, weight)
+        builder.finish(weight)
+        return builder.computes
 
-    return ordered("zb-h1", num_microbatches, straight_placement(num_ranks), order)
+    return schedule_from_orders("zb-h1", num_microbatches, linear_placement(num_ranks), order)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import OrderWriter, ordered, v_placement
+from pipec.schedules.order_builder import OrderBuilder, schedule_from_orders, v_placement
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -20,14 +20,14 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         down_f, down_b, down_w = ((phase, rank) for phase in phases)
         up_f, up_b, up_w = ((phase, 2 * num_ranks - 1 - rank) for phase in phases)
         below = num_ranks - rank
-        writer = OrderWriter(padded)
-        writer.run(2 * below - 1, down_f)
-        writer.run(rank, up_f, down_f)
-        writer.run(below, up_f, up_b, up_w)
-        writer.run(padded - num_ranks, down_f, down_b, down_w, up_f, up_b, up_w)
-        writer.run(rank, down_b, up_b)
-        writer.run(below, down_b, down_w)
-        writer.finish(up_w, down_w)
-        return writer.cells.where(writer.cells.microbatches < num_microbatches)
+        builder = OrderBuilder(padded)
+        builder.run(2 * below - 1, down_f)
+        builder.run(rank, up_f, down_f)
+        builder.run(below, up_f, up_b, up_w)
+        builder.run(padded - num_ranks, down_f, down_b, down_w, up_f, up_b, up_w)
+        builder.run(rank, down_b, up_b)
+        builder.run(below, down_b, down_w)
+        builder.finish(up_w, down_w)
+        return builder.computes.where(builder.computes.microbatches < num_microbatches)
 
-    return ordered("zb-v", num_microbatches, v_placement(num_ranks), order)
+    return schedule_from_orders("zb-v", num_microbatches, v_placement(num_ranks), order)

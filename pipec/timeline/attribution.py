@@ -8,14 +8,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from pipec.ir import Op, Plan, Program, StageMemory
-from pipec.ir.columns import OP_CODE, Floats, Instructions, Ints
-from pipec.programs.alike import in_step
-from pipec.programs.consumers import first_readers
-from pipec.programs.fold import excerpt
-from pipec.programs.memory import rank_memory
-from pipec.programs.offloads import copies_read
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
+from pipec.programs.lower_periodic import steady_excerpt
+from pipec.programs.message_readers import first_readers
+from pipec.programs.offload_intervals import copy_dependencies
+from pipec.programs.rank_memory import rank_memory
+from pipec.programs.representative_replicas import as_in_full_step
 from pipec.timeline.events import Events, Timeline
-from pipec.timeline.simulate import collectives_read, meetings
+from pipec.timeline.simulate import awaited_collectives, collective_numbers
 
 Curve = Sequence[tuple[float, float]]
 """Times, ascending, each with the amount held from then on."""
@@ -31,24 +31,24 @@ class Attribution:
     ``previous`` is the compute or update that ran before it on the same rank; before a collective or a copy
     it may also be the one of its kind that its rank was in until later. ``idle`` is how long a rank did
     nothing before a compute or an update, and ``awaited`` the message, the collective or the copy that ended
-    this. ``queued`` is, for a message that had to wait for its channel, the message that the channel carried
-    until then. ``last`` is, for a collective, the event of the same collective on the rank that came to it
-    last; a copy is its own.
+    this. ``queued_behind`` is, for a message that had to wait for its channel, the message that the channel
+    carried until then. ``last`` is, for a collective, the event of the same collective on the rank that came
+    to it last; a copy is its own.
     """
 
     previous: Ints
     idle: Floats
     awaited: Ints
-    queued: Ints
+    queued_behind: Ints
     last: Ints
 
     @cached_property
-    def causes(self) -> Ints:
+    def blocking_event(self) -> Ints:
         """For each event the one without which it could have begun earlier.
 
         A collective stands here for all its ranks, as the event of the rank that came to it last.
         """
-        awaited = np.maximum(self.awaited, self.queued)
+        awaited = np.maximum(self.awaited, self.queued_behind)
         causes = np.where(awaited < 0, self.previous, awaited)
         if (self.last < 0).all():
             return causes
@@ -56,7 +56,7 @@ class Attribution:
         return np.where(last < 0, causes, last)
 
 
-def waits(timeline: Timeline) -> Attribution:
+def attribute_waits(timeline: Timeline) -> Attribution:
     """What each event waited for, in the order of the events.
 
     An idle rank waits for the message that arrives last of those that its next compute reads, or for the
@@ -66,13 +66,13 @@ def waits(timeline: Timeline) -> Attribution:
     as the fastest message between the same stages and ranks.
     """
     events, least = timeline.columns, NEGLIGIBLE * timeline.makespan
-    previous = events.latest(events.is_work)
+    previous = events.latest_before(events.is_blocking)
     free = _at(events.ends, previous, 0.0)
-    idle = np.where(events.is_work, events.starts - free, 0.0)
+    idle = np.where(events.is_blocking, events.starts - free, 0.0)
     idle[idle <= least] = 0.0
     arrivals = _arrivals(events)
     waiting = np.flatnonzero(idle)
-    message, needed = _last_inputs(readers(timeline), arrivals)[waiting], _needed(events)[waiting]
+    message, needed = _last_inputs(message_readers(timeline), arrivals)[waiting], _needed(events)[waiting]
     there = _at(arrivals, message, -np.inf), _at(events.ends, needed, -np.inf)
     late = np.maximum(*there) > free[waiting] + least
     awaited = np.full(len(events), -1, np.int32)
@@ -81,7 +81,7 @@ def waits(timeline: Timeline) -> Attribution:
     ops = events.instructions.ops
     masks = (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH)))
     for mask in filter(np.any, masks):
-        before = events.latest(mask)
+        before = events.latest_before(mask)
         follows = mask & (_at(events.ends, before, 0.0) > free)
         previous = np.where(follows, before, previous)
     return Attribution(previous, idle, awaited, queued, _last_to_come(events, previous))
@@ -92,7 +92,7 @@ def _at(times: Floats, events: Ints, otherwise: float) -> Floats:
     return np.where(events < 0, otherwise, times[events])
 
 
-def readers(timeline: Timeline) -> Ints:
+def message_readers(timeline: Timeline) -> Ints:
     """For each event the compute that reads it first; -1 for computes and for what is read after the step."""
     events = timeline.columns
     computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(events.is_message)
@@ -106,10 +106,10 @@ def readers(timeline: Timeline) -> Ints:
 def _needed(events: Events) -> Ints:
     """For each update the collective before it, for each compute the last thing it needs; or -1."""
     update = events.instructions.ops == OP_CODE[Op.UPDATE]
-    found = np.where(update, events.latest(events.is_collective), -1)
-    for needed, computes in collectives_read(events.instructions):
-        found[computes] = np.maximum(found, events.latest(needed))[computes]
-    for reader, copy in zip(*map(np.ndarray.tolist, copies_read(events.instructions)), strict=True):
+    found = np.where(update, events.latest_before(events.is_collective), -1)
+    for needed, computes in awaited_collectives(events.instructions):
+        found[computes] = np.maximum(found, events.latest_before(needed))[computes]
+    for reader, copy in zip(*map(np.ndarray.tolist, copy_dependencies(events.instructions)), strict=True):
         if found[reader] < 0 or events.ends[copy] > events.ends[found[reader]]:
             found[reader] = copy
     return found
@@ -121,7 +121,7 @@ def _last_to_come(events: Events, previous: Ints) -> Ints:
     That of a copy is itself.
     """
     own = np.flatnonzero(events.is_collective)
-    numbers = meetings(events.instructions, events.ranks, own)
+    numbers = collective_numbers(events.instructions, events.ranks, own)
     free = _at(events.ends, previous[own], 0.0)
     latest = np.full(int(numbers.max(initial=-1)) + 1, -1)
     ascending = np.lexsort([free, events.starts[own]])
@@ -175,20 +175,20 @@ def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
 def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
     """The events, first to last, each of which kept the next from beginning; the last one ends the step.
 
-    ``found`` are the ``waits`` of the timeline.
+    ``found`` is what ``attribute_waits`` returned for the timeline.
     """
     events = timeline.columns
     last = np.flatnonzero(events.ends == timeline.makespan)
-    at = int(last[np.argmax(events.is_work[last])]) if last.size else -1
+    at = int(last[np.argmax(events.is_blocking[last])]) if last.size else -1
     at = max(at, int(np.append(found.last, -1)[at]))
     path: list[int] = []
     while at >= 0:
         path.append(at)
-        at = int(found.causes[at])
+        at = int(found.blocking_event[at])
     return tuple(reversed(path))
 
 
-def path_times(timeline: Timeline, path: Sequence[int]) -> list[float]:
+def critical_path_times(timeline: Timeline, path: Sequence[int]) -> list[float]:
     """How long each event of a critical path lasts, without what the one before it covers.
 
     Recorded messages and collectives may begin before what they wait for has ended.
@@ -206,14 +206,14 @@ def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
     A microbatch is in flight from its forward to its last compute.
     """
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
-    for event in timeline.computes.where(timeline.computes.instructions.is_cell):
+    for event in timeline.computes.where(timeline.computes.instructions.is_compute_start):
         assert event.instruction.op.phase
         growth = _IN_FLIGHT.growth(event.instruction.op.phase)
         changes[event.rank] += zip((event.start, event.end), growth, strict=True)
     return tuple(map(_steps, changes))
 
 
-_IN_FLIGHT = StageMemory(saved=1, kept=1)
+_IN_FLIGHT = StageMemory(saved=1, weight_gradient_saved=1)
 
 
 def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Timeline) -> tuple[Curve, ...]:
@@ -222,11 +222,13 @@ def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Tim
     There are none if the timeline is not one of these programs.
     """
     curves = []
-    for rank, program in enumerate(excerpt(in_step(programs), plan.ending.stream, plan.placement)):
+    for rank, program in enumerate(
+        steady_excerpt(as_in_full_step(programs), plan.sync_spec.stream, plan.placement)
+    ):
         events, memory = timeline.columns.of_rank(rank), rank_memory(plan, program)
-        columns = Instructions.of(program.instructions, plan.links)
+        columns = InstructionColumns.of(program.instructions, plan.links)
         timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))
-        chosen = np.flatnonzero(events.is_work | events.is_beside)
+        chosen = np.flatnonzero(events.is_blocking | events.is_overlapped)
         if timed.size != chosen.size:
             return ()
         ends, starts = np.zeros(len(columns)), np.zeros(len(columns))

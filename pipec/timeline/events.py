@@ -11,8 +11,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import NOTHING_MORE, Alike, Ending, Instruction, Kind, Op, Phase
-from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, constant
+from pipec.ir import NO_SYNC, Instruction, Op, OpKind, Phase, RepresentativeRanks, SyncSpec
+from pipec.ir.columns import OP_CODE, OPS, Floats, InstructionColumns, Ints, constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +30,26 @@ class Event:
 
     @property
     def is_compute(self) -> bool:
-        return self.instruction.op.traits.kind is Kind.COMPUTE
+        return self.instruction.op.traits.kind is OpKind.COMPUTE
 
     @property
     def is_collective(self) -> bool:
-        return self.instruction.op.traits.kind is Kind.COLLECTIVE
+        return self.instruction.op.traits.kind is OpKind.COLLECTIVE
 
     @property
     def is_copy(self) -> bool:
         """Whether it is a copy to host memory, or back."""
-        return self.instruction.op.traits.kind is Kind.COPY
+        return self.instruction.op.traits.kind is OpKind.COPY
 
     @property
-    def is_beside(self) -> bool:
+    def is_overlapped(self) -> bool:
         """Whether it is beside the work of its rank: a collective or a copy."""
         return self.is_collective or self.is_copy
 
     @property
-    def is_work(self) -> bool:
+    def is_blocking(self) -> bool:
         """Whether it occupies its rank: a compute or an update."""
-        return self.instruction.op.traits.kind in (Kind.COMPUTE, Kind.UPDATE)
+        return self.instruction.op.traits.kind in (OpKind.COMPUTE, OpKind.UPDATE)
 
 
 _CHUNK = 1 << 16
@@ -59,7 +59,7 @@ _CHUNK = 1 << 16
 class Events(Sequence[Event]):
     """Events as columns: entry k of each belongs to the same event."""
 
-    def __init__(self, ranks: Ints, instructions: Instructions, starts: Floats, ends: Floats) -> None:
+    def __init__(self, ranks: Ints, instructions: InstructionColumns, starts: Floats, ends: Floats) -> None:
         self.ranks = ranks
         self.instructions = instructions
         self.starts = starts
@@ -71,7 +71,7 @@ class Events(Sequence[Event]):
         if isinstance(events, Events):
             return events
         ranks = np.array([event.rank for event in events], np.int32)
-        instructions = Instructions.of([event.instruction for event in events], ())
+        instructions = InstructionColumns.of([event.instruction for event in events], ())
         starts, ends = (np.array([getattr(event, name) for event in events]) for name in ("start", "end"))
         return cls(ranks, instructions, starts, ends)
 
@@ -89,17 +89,17 @@ class Events(Sequence[Event]):
         return self.instructions.is_collective
 
     @property
-    def is_beside(self) -> NDArray[np.bool_]:
+    def is_overlapped(self) -> NDArray[np.bool_]:
         """Which events a rank is in beside its work: collectives and copies."""
         return self.is_collective | self.instructions.is_copy
 
     @property
-    def is_work(self) -> NDArray[np.bool_]:
+    def is_blocking(self) -> NDArray[np.bool_]:
         """Which events occupy their rank: computes and updates."""
         work: NDArray[np.bool_] = self.is_compute | (self.instructions.ops == OP_CODE[Op.UPDATE])
         return work
 
-    def latest(self, mask: NDArray[np.bool_]) -> Ints:
+    def latest_before(self, mask: NDArray[np.bool_]) -> Ints:
         """For each event the last one before it on its rank at which ``mask`` is true, or -1."""
         if not mask.any():
             return constant(-1, len(self))
@@ -113,15 +113,15 @@ class Events(Sequence[Event]):
         """The events at which ``mask`` is true."""
         return Events(self.ranks[mask], self.instructions.where(mask), self.starts[mask], self.ends[mask])
 
-    def part(self, first: int, last: int) -> "Events":
+    def between(self, first: int, last: int) -> "Events":
         """The events from ``first`` on, before ``last``."""
-        instructions = self.instructions.part(first, last)
+        instructions = self.instructions.between(first, last)
         return Events(self.ranks[first:last], instructions, self.starts[first:last], self.ends[first:last])
 
     def of_rank(self, rank: int) -> "Events":
         """The events of a rank, in order."""
         last = self._bounds.size - 1
-        return self.part(int(self._bounds[min(rank, last)]), int(self._bounds[min(rank + 1, last)]))
+        return self.between(int(self._bounds[min(rank, last)]), int(self._bounds[min(rank + 1, last)]))
 
     @cached_property
     def _bounds(self) -> Ints:
@@ -163,23 +163,23 @@ class Events(Sequence[Event]):
 class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
-    ``events`` are ordered by rank, then as in its program. ``ending`` tells what collectives carry, where it
-    is known. If ranks are ``alike``, those of the timeline stand for more.
+    ``events`` are ordered by rank, then as in its program. ``sync_spec`` tells what collectives carry, where
+    it is known. If there are ``representatives``, the ranks of the timeline stand for more.
     """
 
     events: Sequence[Event]
     peak_in_flight: tuple[int, ...]
     unit: str = "s"
-    ending: Ending = NOTHING_MORE
-    alike: Alike | None = None
+    sync_spec: SyncSpec = NO_SYNC
+    representatives: RepresentativeRanks | None = None
 
     @property
     def num_ranks(self) -> int:
         return len(self.peak_in_flight)
 
-    def number(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """The number that a rank of the timeline has in the step."""
-        return self.alike.ranks[rank] if self.alike else rank
+        return self.representatives.ranks[rank] if self.representatives else rank
 
     @cached_property
     def columns(self) -> Events:
@@ -204,12 +204,12 @@ class Timeline:
     @cached_property
     def bubble_rate(self) -> float:
         """The share of ``span`` in which the ranks, on average, compute nothing."""
-        return self._share_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
+        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
 
     @cached_property
     def overhead_rate(self) -> float:
         """``bubble_rate`` with recomputing counted as lost: 1 - m(F+B+W) / span for equal stages."""
-        return self._share_outside(Phase.FORWARD, *_BACKWARDS)
+        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS)
 
     @cached_property
     def computes(self) -> Events:
@@ -224,14 +224,14 @@ class Timeline:
         return self.columns.where(self.columns.is_collective)
 
     @cached_property
-    def beside(self) -> Events:
+    def overlapped(self) -> Events:
         """The collectives and copies."""
-        return self.columns.where(self.columns.is_beside)
+        return self.columns.where(self.columns.is_overlapped)
 
     @cached_property
-    def work(self) -> Events:
+    def blocking(self) -> Events:
         """The computes and updates."""
-        work = self.columns.is_work
+        work = self.columns.is_blocking
         return self.columns.where(work) if np.count_nonzero(work) > len(self.computes) else self.computes
 
     @cached_property
@@ -262,10 +262,10 @@ class Timeline:
             found.setdefault(int(stages[place]), []).append(int(held[place]))
         return found
 
-    def _share_outside(self, *phases: Phase) -> float:
+    def _fraction_outside(self, *phases: Phase) -> float:
         computes = self.computes
         counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
-        counts = np.array(self.alike.counts if self.alike else [1] * self.num_ranks)
+        counts = np.array(self.representatives.counts if self.representatives else [1] * self.num_ranks)
         times = (computes.ends - computes.starts)[counted] * counts[computes.ranks[counted]]
         return 1 - float(times.sum()) / (int(counts.sum()) * self.span) if self.span else 0.0
 

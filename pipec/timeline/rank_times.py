@@ -14,7 +14,7 @@ from pipec.timeline.events import Events, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class RankWait:
     """How long a rank waits for what a stage of another rank sends, in a collective of a stage or for a copy.
 
     Of a collective, ``rank`` is the last rank to come while it has not come, and then the one that waits, as
@@ -29,17 +29,17 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Where the time of a rank goes; the parts add up to the makespan.
+    """Where the time of a rank goes; the fields add up to the makespan.
 
     It is ``busy`` with computes and updates, or waits for messages, collectives and copies, ``waits``,
-    longest first. ``own`` is the idle time in which all it needed was there. ``after`` is the time when it
-    has computed and updated everything, and its collectives are over.
+    longest first. ``unattributed_idle`` is the idle time in which it had all its inputs. ``trailing_idle`` is
+    the time left once it has computed and updated everything, and its collectives are over.
     """
 
     busy: float
-    waits: tuple[Awaited, ...]
-    own: float
-    after: float
+    waits: tuple[RankWait, ...]
+    unattributed_idle: float
+    trailing_idle: float
 
     @property
     def waiting(self) -> float:
@@ -47,11 +47,13 @@ class RankTime:
 
 
 def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
-    """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
+    """Where the time of each rank goes. ``found`` is what ``attribute_waits`` returned."""
     events, num_ranks = timeline.columns, timeline.num_ranks
-    busy = np.bincount(events.ranks, np.where(events.is_work, events.ends - events.starts, 0.0), num_ranks)
+    busy = np.bincount(
+        events.ranks, np.where(events.is_blocking, events.ends - events.starts, 0.0), num_ranks
+    )
     idle = np.bincount(events.ranks, found.idle, num_ranks)
-    worked = _latest_ends(events, events.is_work, np.zeros(num_ranks))
+    worked = _latest_ends(events, events.is_blocking, np.zeros(num_ranks))
     over = _latest_ends(events, events.is_collective, worked)
     awaited = _awaited(events, found, worked, over)
     times = []
@@ -71,7 +73,7 @@ def _latest_ends(events: Events, mask: NDArray[np.bool_], ends: Floats) -> Float
     return found
 
 
-def _awaited(events: Events, found: Attribution, worked: Floats, over: Floats) -> dict[int, list[Awaited]]:
+def _awaited(events: Events, found: Attribution, worked: Floats, over: Floats) -> dict[int, list[RankWait]]:
     """What each rank waits for, longest first. It has ``worked`` and its collectives are ``over`` then."""
     times: dict[tuple[int, int, int, Payload | Op], float] = defaultdict(float)
     for event, message, time in _messages_awaited(events, found):
@@ -81,14 +83,14 @@ def _awaited(events: Events, found: Attribution, worked: Floats, over: Floats) -
     for event, rank, time in _collectives_awaited(events, found, worked, over):
         stage, op = int(events.instructions.stages[event]), OPS[events.instructions.ops[event]]
         times[int(events.ranks[event]), rank, stage, op] += time
-    awaited: dict[int, list[Awaited]] = {rank: [] for rank in range(worked.size)}
+    awaited: dict[int, list[RankWait]] = {rank: [] for rank in range(worked.size)}
     late = (found.awaited >= 0) & events.instructions.is_copy[found.awaited]
     for event in np.flatnonzero(late).tolist():
         copy, rank = events[int(found.awaited[event])].instruction, int(events.ranks[event])
         times[rank, rank, copy.stage, copy.op] += float(found.idle[event])
     for (rank, other, stage, what), time in sorted(times.items(), key=lambda pair: -pair[1]):
         if time:
-            awaited[rank].append(Awaited(other, stage, what, time))
+            awaited[rank].append(RankWait(other, stage, what, time))
     return awaited
 
 
@@ -112,7 +114,7 @@ def _collectives_awaited(
     A rank waits before a compute or an update that needs a collective, and behind its work until its last
     collective is over.
     """
-    before = events.latest(events.is_collective)
+    before = events.latest_before(events.is_collective)
     late = np.flatnonzero((found.awaited >= 0) & events.is_collective[found.awaited])
     for event in late.tolist():
         start = float(events.starts[event])

@@ -18,34 +18,42 @@ from numpy.typing import NDArray
 
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
-from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
-from pipec.programs.alike import FewReplicas
-from pipec.programs.consumers import first_readers
-from pipec.programs.memory import peak_in_flight
-from pipec.programs.offloads import copies_read
-from pipec.programs.timing import AT_START, NEVER, Deadlock, Reads, run_cells
+from pipec.ir.columns import (
+    OP_CODE,
+    OPS,
+    Floats,
+    InstructionColumns,
+    Ints,
+    concatenate_instructions,
+    with_shared_links,
+)
+from pipec.programs.message_readers import first_readers
+from pipec.programs.offload_intervals import copy_dependencies
+from pipec.programs.rank_memory import peak_in_flight
+from pipec.programs.representative_replicas import RepresentativeReplicas
+from pipec.programs.task_times import AVAILABLE_AT_START, NEVER_PRODUCED, Deadlock, TaskInputs, run_tasks
 from pipec.timeline.events import Events, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class SimulationCosts:
     """How long things take: ``compute[stage, phase]``, and ``messages[link]`` between ranks.
 
-    ``endings`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
-    ``endings`` lack takes no time. ``parts`` has the shares of a phase's time that its functions take, if it
-    consists of several, and ``joins[stage, number]`` the seconds of what replicas join between these.
-    ``copies[stage]`` is what an offload takes, or a prefetch.
-    ``begin`` passes before the first instruction. ``unit`` is the unit of time, for those who show it.
+    ``sync_times`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
+    ``sync_times`` lack takes no time. ``segments`` has the fractions of a phase's time that its functions
+    take, if it consists of several, and ``model_collectives[stage, number]`` the seconds of the collectives
+    between these. ``copy_times[stage]`` is what an offload takes, or a prefetch. The first instruction runs
+    at ``start_time``. ``unit`` is the unit of time, for those who show it.
     """
 
     compute: Mapping[tuple[int, Phase], float]
     messages: Mapping[Link, float] = field(default_factory=dict)
     unit: str = "s"
-    endings: Mapping[tuple[Op, int, int], float] = field(default_factory=dict)
-    parts: Mapping[tuple[int, Phase], Sequence[float]] = field(default_factory=dict)
-    joins: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    copies: Mapping[int, float] = field(default_factory=dict)
-    begin: float = 0.0
+    sync_times: Mapping[tuple[Op, int, int], float] = field(default_factory=dict)
+    segments: Mapping[tuple[int, Phase], Sequence[float]] = field(default_factory=dict)
+    model_collectives: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    copy_times: Mapping[int, float] = field(default_factory=dict)
+    start_time: float = 0.0
 
     @classmethod
     def uniform(
@@ -58,7 +66,7 @@ class Costs:
         links: Iterable[Link] = (),
         message: float = 0.0,
         unit: str = "units",
-    ) -> "Costs":
+    ) -> "SimulationCosts":
         """The same for every stage and every one of ``links``. A fused backward is the sum of its halves."""
         phases = {
             Phase.FORWARD: forward,
@@ -70,19 +78,24 @@ class Costs:
         compute = {(stage, phase): cost for stage in range(num_stages) for phase, cost in phases.items()}
         return cls(compute, dict.fromkeys(links, message), unit)
 
-    def of_compute(self, stage: int, phase: Phase, part: int = -1) -> float:
-        """Time of one phase of a stage, or of a part of it; raises ``InputError`` if it is not given."""
+    def compute_time(self, stage: int, phase: Phase, segment: int = -1) -> float:
+        """Time of one phase of a stage, or of a segment of it; raises ``InputError`` if it is not given."""
         if (stage, phase) not in self.compute:
-            raise InputError(f"no cost is given for {phase} of stage {stage}; add it to Costs.compute")
-        shares = self.parts.get((stage, phase), ())
-        if part >= len(shares):
             raise InputError(
-                f"no share is given for part {part} of {phase} of stage {stage}; add it to Costs.parts"
+                f"no cost is given for {phase} of stage {stage}; add it to SimulationCosts.compute"
             )
-        return self.compute[stage, phase] * (1.0 if part < 0 else shares[part])
+        shares = self.segments.get((stage, phase), ())
+        if segment >= len(shares):
+            raise InputError(
+                f"no fraction is given for segment {segment} of {phase} of stage {stage}; "
+                "add it to SimulationCosts.segments"
+            )
+        return self.compute[stage, phase] * (1.0 if segment < 0 else shares[segment])
 
 
-def simulate(programs: Sequence[Program], costs: Costs, few: FewReplicas | None = None) -> Timeline:
+def simulate(
+    programs: Sequence[Program], costs: SimulationCosts, few: RepresentativeReplicas | None = None
+) -> Timeline:
     """Play ``programs`` against ``costs``. Time and memory are linear in the number of instructions.
 
     If the programs are those of a ``few`` replicas of a step, the timeline has the step's microbatches.
@@ -91,28 +104,30 @@ def simulate(programs: Sequence[Program], costs: Costs, few: FewReplicas | None 
         InputError: ``costs`` lack a stage and phase that runs, or are not finite.
         VerifyError: a compute reads a message that is never sent.
     """
-    step = _Step(aligned(programs))
+    step = _Step(with_shared_links(programs))
     durations = np.append(_durations(step, costs), np.zeros(step.num_arrivals))
     if not np.isfinite(durations.sum()):
         raise InputError("a cost is no finite number; expected the time of every phase and link")
-    run = run_cells(durations[step.order], _reads(step), step.first_cells, step.groups)
+    run = run_tasks(durations[step.order], _reads(step), step.first_tasks, step.groups)
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.cells]))
     cells = step.cells[: len(step.events)]
     shown = step.events
     if few:
-        shown = shown.of_microbatches(few.microbatches(shown.microbatches))
-    events = Events(step.ranks, shown, costs.begin + run.starts[cells], costs.begin + run.ends[cells])
+        shown = shown.for_microbatches(few.microbatches(shown.microbatches))
+    events = Events(
+        step.ranks, shown, costs.start_time + run.starts[cells], costs.start_time + run.ends[cells]
+    )
     peaks = tuple(map(peak_in_flight, programs))
-    return Timeline(events, peaks, costs.unit, alike=few.alike if few else None)
+    return Timeline(events, peaks, costs.unit, representatives=few.representatives if few else None)
 
 
 class _Step:
     """What is timed on all ranks, rank by rank: the events of the timeline.
 
     Each occupies a resource while it lasts: computes and updates their rank, a message the channel from its
-    rank to its peer, a collective its rank's turn at collectives, a copy one direction of its rank's link to
-    the host. The cells of ``run_cells`` are the events resource by resource, those of a rank in one of the
+    rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's link
+    to the host. The cells of ``run_tasks`` are the events resource by resource, those of a rank in one of the
     ``groups``. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
@@ -125,11 +140,15 @@ class _Step:
     after the events: the arrival of the rank. The arrivals of one collective follow each other.
     """
 
-    def __init__(self, programs: Sequence[Instructions]) -> None:
+    def __init__(self, programs: Sequence[InstructionColumns]) -> None:
         timed = [each.is_timed for each in programs]
         self.programs = programs
-        self.events = joined([each.where(mask) for each, mask in zip(programs, timed, strict=True)])
-        self.receives = joined([each.where(each.ops == OP_CODE[Op.RECV]) for each in programs])
+        self.events = concatenate_instructions(
+            [each.where(mask) for each, mask in zip(programs, timed, strict=True)]
+        )
+        self.receives = concatenate_instructions(
+            [each.where(each.ops == OP_CODE[Op.RECV]) for each in programs]
+        )
         received = [int((each.ops == OP_CODE[Op.RECV]).sum()) for each in programs]
         self.receivers = np.repeat(np.arange(len(programs), dtype=np.int32), received)
         self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [mask.sum() for mask in timed])
@@ -138,7 +157,7 @@ class _Step:
         self.collectives = np.flatnonzero(self.events.is_collective)
         self.copies = [np.flatnonzero(self.events.ops == OP_CODE[op]) for op in (Op.OFFLOAD, Op.PREFETCH)]
         self.occupies_rank = self.is_compute | (self.events.ops == OP_CODE[Op.UPDATE])
-        self.meetings = meetings(self.events, self.ranks, self.collectives)
+        self.collective_numbers = collective_numbers(self.events, self.ranks, self.collectives)
         self._lay_out()
 
     @property
@@ -150,7 +169,7 @@ class _Step:
         num_ranks = len(self.programs)
         most = num_ranks + 4  # of a rank: itself, a channel to each rank, collectives, and copies both ways
         own = self.ranks.astype(np.int64) * most
-        resources = np.concatenate([own, num_ranks * most + self.meetings])
+        resources = np.concatenate([own, num_ranks * most + self.collective_numbers])
         resources[self.sends] += 1 + self.events.peers[self.sends]
         for number, events in enumerate((self.collectives, *self.copies), start=1 + num_ranks):
             resources[events] += number
@@ -159,7 +178,7 @@ class _Step:
         self.cells[self.order] = np.arange(self.order.size, dtype=np.int32)
         resources = resources[self.order]
         bounds = np.flatnonzero(np.diff(resources, prepend=-1))
-        self.first_cells = [*bounds.tolist(), self.order.size]
+        self.first_tasks = [*bounds.tolist(), self.order.size]
         self.groups = np.flatnonzero(np.diff(resources[bounds] // most, prepend=-1)).tolist()
 
     def last_before(self, mask: NDArray[np.bool_], events: Ints) -> Ints:
@@ -172,8 +191,8 @@ class _Step:
         return np.where(before < first_of_rank[self.ranks[events]], -1, before)
 
 
-def meetings(events: Instructions, ranks: Ints, collectives: Ints) -> Ints:
-    """For each of these collectives the number of its meeting: of several alike on a rank, the k-th meet."""
+def collective_numbers(events: InstructionColumns, ranks: Ints, collectives: Ints) -> Ints:
+    """For each of these collectives its number: of several equal ones on a rank, the k-th belong together."""
     numbers: dict[tuple[int, ...], int] = {}
     seen: dict[tuple[int, ...], int] = {}
     found = np.empty(collectives.size, np.int64)
@@ -184,46 +203,46 @@ def meetings(events: Instructions, ranks: Ints, collectives: Ints) -> Ints:
     return found
 
 
-def _durations(step: _Step, costs: Costs) -> Floats:
+def _durations(step: _Step, costs: SimulationCosts) -> Floats:
     events = step.events
-    sizes = (int(each.max(initial=-1)) for each in (events.stages, events.parts))
+    sizes = (int(each.max(initial=-1)) for each in (events.stages, events.segments))
     kinds = np.zeros((len(OPS), *(2 + size for size in sizes)), bool)
-    kind_of = events.ops, events.stages, events.parts + 1
+    kind_of = events.ops, events.stages, events.segments + 1
     kinds[tuple(each[step.is_compute] for each in kind_of)] = True
     durations = np.zeros(kinds.shape)
-    for code, stage, part in np.argwhere(kinds).tolist():
-        durations[code, stage, part] = costs.of_compute(stage, Phase(OPS[code]), part - 1)
+    for code, stage, segment in np.argwhere(kinds).tolist():
+        durations[code, stage, segment] = costs.compute_time(stage, Phase(OPS[code]), segment - 1)
     messages = np.array([*(costs.messages.get(link, 0.0) for link in events.links), 0.0])
     found = np.where(step.is_compute, durations[kind_of], messages[events.link_numbers])
     others = np.flatnonzero(~step.is_compute & (events.link_numbers < 0))
-    for event, (op, stage, bucket, join) in zip(others.tolist(), _keys(events, others), strict=True):
-        ending = costs.endings.get((OPS[op], stage, bucket), 0.0)
-        found[event] = costs.joins.get((stage, join), 0.0) if join >= 0 else ending
+    for event, (op, stage, bucket, collective) in zip(others.tolist(), _keys(events, others), strict=True):
+        sync_time = costs.sync_times.get((OPS[op], stage, bucket), 0.0)
+        found[event] = costs.model_collectives.get((stage, collective), 0.0) if collective >= 0 else sync_time
     copies = np.flatnonzero(events.is_copy)
-    found[copies] = [costs.copies.get(stage, 0.0) for stage in events.stages[copies].tolist()]
+    found[copies] = [costs.copy_times.get(stage, 0.0) for stage in events.stages[copies].tolist()]
     return found
 
 
-def _keys(events: Instructions, which: Ints) -> list[list[int]]:
-    columns = events.ops, events.stages, events.buckets, events.joins
+def _keys(events: InstructionColumns, which: Ints) -> list[list[int]]:
+    columns = events.ops, events.stages, events.buckets, events.model_collectives
     keys: list[list[int]] = np.stack([column[which] for column in columns]).T.tolist()
     return keys
 
 
-def _reads(step: _Step) -> Reads:
+def _reads(step: _Step) -> TaskInputs:
     """What cells wait for: messages and collectives for the compute before, computes for what they read."""
     pairs = [_message_reads(step), *_collective_reads(step), *_copy_reads(step)]
-    return Reads(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
+    return TaskInputs(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
 
 
 def _message_reads(step: _Step) -> tuple[Ints, Ints]:
     """A message reads the compute before its send, a compute the messages that it reads."""
     events, receives, sends = step.events, step.receives, step.sends
-    cells = np.append(step.cells, np.int32(AT_START))
+    cells = np.append(step.cells, np.int32(AVAILABLE_AT_START))
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (events, receives)) + 1
-    sent = np.full((len(events.links), num_microbatches + len(step.programs)), NEVER, np.int32)
+    sent = np.full((len(events.links), num_microbatches + len(step.programs)), NEVER_PRODUCED, np.int32)
 
-    def columns(messages: Instructions, targets: Ints) -> Ints:
+    def columns(messages: InstructionColumns, targets: Ints) -> Ints:
         once = messages.microbatches < 0
         return np.where(once, num_microbatches + targets, messages.microbatches)
 
@@ -241,40 +260,40 @@ def _message_reads(step: _Step) -> tuple[Ints, Ints]:
 
 
 def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
-    """An arrival reads what its rank did before, and a collective the last arrival of its meeting.
+    """An arrival reads what its rank did before, and a collective the last arrival of its ranks.
 
     An update reads the collective before it. A compute reads the last gathering of its stage's parameters,
-    and a part behind another one what replicas have joined between them.
+    and a segment behind another one the model collective between them.
     """
-    cells, events, own = np.append(step.cells, np.int32(AT_START)), step.events, step.collectives
+    cells, events, own = np.append(step.cells, np.int32(AVAILABLE_AT_START)), step.events, step.collectives
     arrivals = step.cells[len(events) :]
     for mask in (step.occupies_rank, events.is_collective):
         yield arrivals, cells[step.last_before(mask, own)]
-    last = np.full(int(step.meetings.max(initial=-1)) + 1, -1, np.int32)
-    np.maximum.at(last, step.meetings, arrivals)
-    yield cells[own], last[step.meetings]
+    last = np.full(int(step.collective_numbers.max(initial=-1)) + 1, -1, np.int32)
+    np.maximum.at(last, step.collective_numbers, arrivals)
+    yield cells[own], last[step.collective_numbers]
     updates = np.flatnonzero(events.ops == OP_CODE[Op.UPDATE])
     yield cells[updates], cells[step.last_before(events.is_collective, updates)]
-    for needed, readers in collectives_read(events):
+    for needed, readers in awaited_collectives(events):
         computes = np.flatnonzero(readers)
         yield cells[computes], cells[step.last_before(needed, computes)]
 
 
 def _copy_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """A copy reads the compute before it, and a compute the copies that it waits for."""
-    cells, copies = np.append(step.cells, np.int32(AT_START)), np.concatenate(step.copies)
+    cells, copies = np.append(step.cells, np.int32(AVAILABLE_AT_START)), np.concatenate(step.copies)
     yield cells[copies], cells[step.last_before(step.occupies_rank, copies)]
-    readers, read = copies_read(step.events)
+    readers, read = copy_dependencies(step.events)
     yield cells[readers], cells[read]
 
 
-def collectives_read(events: Instructions) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
+def awaited_collectives(events: InstructionColumns) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
     """Collectives, and the computes that read the last one of them before."""
-    gathers, joins = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.joins >= 0)
-    for stage in np.unique(events.stages[gathers | joins]).tolist():
+    gathers, joint = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.model_collectives >= 0)
+    for stage in np.unique(events.stages[gathers | joint]).tolist():
         computes = events.is_compute & (events.stages == stage)
         yield gathers & (events.stages == stage), computes
-        yield joins & (events.stages == stage), computes & (events.parts > 0)
+        yield joint & (events.stages == stage), computes & (events.segments > 0)
 
 
 def _explain(step: _Step, stuck: Ints) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipec.errors import InputError
-from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase, Program
-from pipec.programs.memory import peak_in_flight
+from pipec.ir import NO_SYNC, Instruction, Op, OpKind, Phase, Program, SyncSpec
+from pipec.programs.rank_memory import peak_in_flight
 from pipec.timeline.events import Event, Timeline
 
 
@@ -13,10 +13,10 @@ from pipec.timeline.events import Event, Timeline
 class Trace:
     """Timelines of the steps made while it was recorded, in order, and of the same step on paper."""
 
-    planned: Timeline | None = None
+    simulated: Timeline | None = None
     steps: list[Timeline] = field(default_factory=list)
 
-    def typical(self) -> Timeline:
+    def median_step(self) -> Timeline:
         """The step of median makespan. Raises InputError if there is none."""
         if not self.steps:
             raise InputError("nothing was recorded; call step() inside `with pipe.trace() as trace:`")
@@ -24,23 +24,23 @@ class Trace:
 
     def timelines(self) -> dict[str, Timeline]:
         """The planned step and the typical measured one, by those names, to be drawn on one axis."""
-        planned = {"planned": self.planned} if self.planned else {}
-        return {**planned, "measured": self.typical()}
+        planned = {"planned": self.simulated} if self.simulated else {}
+        return {**planned, "measured": self.median_step()}
 
 
 def measured_timeline(
-    programs: Sequence[Program], stamps: Mapping[int, Sequence[int]], ending: Ending = NOTHING_MORE
+    programs: Sequence[Program], timestamps: Mapping[int, Sequence[int]], sync_spec: SyncSpec = NO_SYNC
 ) -> Timeline:
-    """The timeline of a step from three stamps per instruction: begun, inputs arrived, ended, in nanoseconds.
+    """The timeline of a step from three timestamps per instruction, in ns: begun, inputs arrived, ended.
 
     A compute, an update or a collective lasts from the arrival of its inputs; a collective until its rank
     found it over. A message is known to have arrived only when its reader
     had it, and lasts until then; one that is read when the program is over lasts as long as its send.
     """
-    start = min(min(times) for times in stamps.values())
+    start = min(min(times) for times in timestamps.values())
     runs = {
         program.rank: [
-            _Run(*(1e-9 * (time - start) for time in times)) for times in _triples(stamps[program.rank])
+            _Run(*(1e-9 * (time - start) for time in times)) for times in _triples(timestamps[program.rank])
         ]
         for program in programs
     }
@@ -48,7 +48,7 @@ def measured_timeline(
         (instruction.stage, instruction.microbatch, instruction.op.phase): run.arrived
         for program in programs
         for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
-        if instruction.part <= 0
+        if instruction.segment <= 0
     }
     events = [
         event
@@ -56,7 +56,7 @@ def measured_timeline(
         for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
         for event in _events(program.rank, instruction, run, arrivals)
     ]
-    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)), ending=ending)
+    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)), sync_spec=sync_spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class _Run:
     ended: float
 
 
-def _triples(stamps: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (stamps[at : at + 3] for at in range(0, len(stamps), 3))
+def _triples(timestamps: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (timestamps[at : at + 3] for at in range(0, len(timestamps), 3))
 
 
 def _events(
     rank: int, instruction: Instruction, run: _Run, arrivals: Mapping[tuple[int, int, Phase | None], float]
 ) -> Iterator[Event]:
     kind = instruction.op.traits.kind
-    if kind in (Kind.COMPUTE, Kind.UPDATE, Kind.COLLECTIVE, Kind.COPY):
+    if kind in (OpKind.COMPUTE, OpKind.UPDATE, OpKind.COLLECTIVE, OpKind.COPY):
         yield Event(rank, instruction, run.arrived, run.ended)
     elif instruction.op is Op.SEND and (link := instruction.link):
         readers = [(link.target, instruction.microbatch, phase) for phase in link.payload.readers]

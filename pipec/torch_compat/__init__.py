@@ -1,128 +1,134 @@
 """The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
 
-torch 2.11 to 2.13 are supported. ``front_ends`` and ``direct`` trace a module, ``branches`` lets them be told
-values, and ``guards`` tell later whether that would find the same. ``modules`` keeps the module as it was
-meanwhile, ``operators`` keeps some operators whole, ``arithmetic`` computes with sizes once, and
-``differentiation`` adds the backward. ``settings`` are torch's own.
+torch 2.11 to 2.13 are supported. ``front_ends`` and ``autograd_front_end`` trace a module, with the branches
+that ``dynamo_branches`` lets them be told, and ``guards`` tell later whether tracing again would give the
+same. ``module_state`` puts a module back as it was, ``module_contents`` lists what it holds,
+``operator_patches`` keeps some operators whole, ``size_arithmetic`` computes with sizes once, and
+``differentiation`` adds the backward. ``settings`` reads torch's own.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
-from pipec.torch_compat.arithmetic import remembered_arithmetic
-from pipec.torch_compat.branches import (
-    Decision,
-    MemoryKept,
-    TorchDispatchMode,
-    branches_decided,
-    example_of,
-    has_values,
-    size_in,
-    symbols_of,
-)
+from pipec.torch_compat.autograd_front_end import CAUSE, capture_with_autograd
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
+    DataDependentSize,
     JointGraph,
-    ValueSize,
-    depends_on_values,
     differentiate,
     has_gradient_hook,
+    is_data_dependent,
     python_expression,
     size_of_symbol,
-    value_symbols,
+    unbacked_symbols,
 )
-from pipec.torch_compat.direct import CAUSE, capture_directly
+from pipec.torch_compat.dynamo_branches import (
+    Decision,
+    TorchDispatchMode,
+    WriteProtection,
+    decide_branches,
+    evaluate_symbolic,
+    has_values,
+    placeholder_example,
+    shape_symbols,
+)
 from pipec.torch_compat.front_ends import (
     LOST_HOOK,
-    Captured,
-    Symbolic,
+    CapturedGraph,
+    SymbolicDims,
     capture_with_dynamo,
     capture_with_export,
     draws_with_numpy,
+    is_data_dependent_error,
     model_raised,
-    needs_values,
     reason_of,
     user_frames,
 )
-from pipec.torch_compat.guards import Guards, Place, ValueGuard, constant_guard, fqn_of
-from pipec.torch_compat.modules import (
+from pipec.torch_compat.guards import Guards, ValueGuard, ValuePath, constant_guard, fqn_of
+from pipec.torch_compat.module_contents import (
+    ModuleContents,
+    TensorMetadata,
+    module_contents,
+    tensor_metadata,
+)
+from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
     global_hooks,
     has_partial_backward_hook,
     num_changes,
-    place_fakes,
-    quiet,
-    unchanged,
+    quiet_logging,
+    replace_with_fake_tensors,
+    restore_module,
 )
-from pipec.torch_compat.operators import (
-    bounded_ctc_losses,
+from pipec.torch_compat.operator_patches import (
+    bound_ctc_loss_workspace,
     computes_with_onednn,
     decompositions,
-    unvalidated_distributions,
-    whole_interpolations,
-    whole_recurrent_networks,
+    keep_interpolation_operators,
+    keep_recurrent_operators,
+    skip_distribution_validation,
 )
-from pipec.torch_compat.parts import ModuleParts, TensorKinds, kinds_of, parts_of
-from pipec.torch_compat.settings import SETTINGS, settings
+from pipec.torch_compat.settings import SETTINGS, read_settings
+from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
     "ASSERTIONS",
     "CAUSE",
     "LOST_HOOK",
     "SETTINGS",
-    "Captured",
+    "CapturedGraph",
+    "DataDependentSize",
     "Decision",
     "DryRun",
     "Guards",
     "HigherOrderOperator",
     "JointGraph",
-    "MemoryKept",
-    "ModuleParts",
+    "ModuleContents",
     "OpOverload",
-    "Place",
-    "Symbolic",
-    "TensorKinds",
+    "SymbolicDims",
+    "TensorMetadata",
     "TorchDispatchMode",
     "ValueGuard",
-    "ValueSize",
-    "bounded_ctc_losses",
-    "branches_decided",
-    "capture_directly",
+    "ValuePath",
+    "WriteProtection",
+    "bound_ctc_loss_workspace",
+    "cached_size_arithmetic",
+    "capture_with_autograd",
     "capture_with_dynamo",
     "capture_with_export",
     "computes_with_onednn",
     "constant_guard",
+    "decide_branches",
     "decompositions",
-    "depends_on_values",
     "differentiate",
     "draws_with_numpy",
     "dry_run",
-    "example_of",
+    "evaluate_symbolic",
     "fqn_of",
     "global_hooks",
     "has_gradient_hook",
     "has_partial_backward_hook",
     "has_values",
-    "kinds_of",
+    "is_data_dependent",
+    "is_data_dependent_error",
+    "keep_interpolation_operators",
+    "keep_recurrent_operators",
     "model_raised",
-    "needs_values",
+    "module_contents",
     "num_changes",
-    "parts_of",
-    "place_fakes",
+    "placeholder_example",
     "python_expression",
     "pytree",
-    "quiet",
+    "quiet_logging",
+    "read_settings",
     "reason_of",
-    "remembered_arithmetic",
-    "settings",
-    "size_in",
+    "replace_with_fake_tensors",
+    "restore_module",
+    "shape_symbols",
     "size_of_symbol",
-    "symbols_of",
-    "unchanged",
-    "unvalidated_distributions",
+    "skip_distribution_validation",
+    "tensor_metadata",
+    "unbacked_symbols",
     "user_frames",
-    "value_symbols",
-    "whole_interpolations",
-    "whole_recurrent_networks",
 ]

@@ -27,8 +27,8 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
-from pipec.torch_compat.front_ends import Captured, Differentiated
-from pipec.torch_compat.modules import without_autocast
+from pipec.torch_compat.front_ends import CapturedGraph, TracedBackward
+from pipec.torch_compat.module_state import without_autocast
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 """What ``torch._check`` becomes in a captured graph."""
@@ -39,18 +39,18 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def depends_on_values(value: object, numbers: Collection[sympy.Symbol] = ()) -> bool:
+def is_data_dependent(value: object, numbers: Collection[sympy.Symbol] = ()) -> bool:
     """Whether the shape of a fake tensor, or a symbolic number, depends on the values of tensors.
 
     It may depend on those symbols that are ``numbers`` in the arguments.
     """
-    return not value_symbols(value) <= {*numbers}
+    return not unbacked_symbols(value) <= {*numbers}
 
 
-def value_symbols(value: object) -> set[sympy.Symbol]:
+def unbacked_symbols(value: object) -> set[sympy.Symbol]:
     """The symbols in a shape, or in a symbolic number, that stand for what values tell."""
     if isinstance(value, tuple | list):
-        return set().union(*map(value_symbols, value))
+        return set().union(*map(unbacked_symbols, value))
     known = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
     return set(free_unbacked_symbols(value)) if known else set()
 
@@ -67,8 +67,8 @@ class JointGraph:
     """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.
 
     ``branches`` are those of the guards that a branch in Python code made, each with its line.
-    ``fixed_by`` is the line of the model that made a constant of a symbol, if one did. ``asserted`` is what
-    was taken for granted of ``value_sizes``.
+    ``specialized_by`` is the line of the model that made a constant of a symbol, if one did. ``asserted`` is
+    what was taken for granted of ``data_dependent_sizes``.
     """
 
     module: torch.fx.GraphModule
@@ -78,13 +78,13 @@ class JointGraph:
     branches: tuple[tuple[sympy.Basic, str], ...]
     replacements: dict[sympy.Symbol, sympy.Expr]
     output_spec: pytree.TreeSpec
-    fixed_by: str
-    value_sizes: tuple["ValueSize", ...] = ()
+    specialized_by: str
+    data_dependent_sizes: tuple["DataDependentSize", ...] = ()
     asserted: tuple[sympy.Basic, ...] = ()
 
 
 @dataclass(frozen=True)
-class ValueSize:
+class DataDependentSize:
     """A size that values alone tell: dimension ``dim`` of ``node``, or of item ``item`` of its tuple.
 
     ``symbol`` stands for it, or whatever ``JointGraph.replacements`` has for the symbol.
@@ -96,15 +96,15 @@ class ValueSize:
     symbol: sympy.Symbol
 
 
-def differentiate(captured: Captured, training: bool) -> JointGraph:
+def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
     """The forward of a captured graph, and when ``training`` its backward, as one functional ATen graph.
 
     ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
     """
-    if captured.differentiated is not None:
+    if captured.traced_backward is not None:
         with without_autocast():  # types were converted while it was traced
-            whole = differentiate(replace(captured, differentiated=None), False)
-        return _read(whole, captured.differentiated)
+            whole = differentiate(replace(captured, traced_backward=None), False)
+        return _read(whole, captured.traced_backward)
     meta = captured.module.meta
     context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:
@@ -125,20 +125,20 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
         branches=tuple(_branches(shape_env)) if shape_env else (),
         replacements=dict(shape_env.replacements) if shape_env else {},
         output_spec=joint.out_spec,
-        fixed_by=_fixed_by(shape_env),
-        value_sizes=tuple(_value_sizes(graph_module.graph)),
+        specialized_by=_fixed_by(shape_env),
+        data_dependent_sizes=tuple(_value_sizes(graph_module.graph)),
         asserted=tuple(_asserted(graph_module.graph, shape_env)),
     )
 
 
-def _value_sizes(graph: torch.fx.Graph) -> Iterator[ValueSize]:
+def _value_sizes(graph: torch.fx.Graph) -> Iterator[DataDependentSize]:
     for node in graph.nodes:
         for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
             match path:
                 case (CallMethodKey("size"), pytree.SequenceKey(dim)):
-                    yield ValueSize(node, None, dim, symbol)
+                    yield DataDependentSize(node, None, dim, symbol)
                 case (pytree.SequenceKey(item), CallMethodKey("size"), pytree.SequenceKey(dim)):
-                    yield ValueSize(node, item, dim, symbol)
+                    yield DataDependentSize(node, item, dim, symbol)
 
 
 def _asserted(graph: torch.fx.Graph, shape_env: ShapeEnv | None) -> Iterator[sympy.Basic]:
@@ -151,7 +151,7 @@ def _asserted(graph: torch.fx.Graph, shape_env: ShapeEnv | None) -> Iterator[sym
         yield from (each.expr for each in known)
 
 
-def _read(joint: JointGraph, differentiated: Differentiated) -> JointGraph:
+def _read(joint: JointGraph, differentiated: TracedBackward) -> JointGraph:
     """The same graph, with what stands in it for a gradient."""
     num_results, (*arguments, tangent) = differentiated.results.num_leaves, joint.arguments
     assert tangent[0] == "input", tangent

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from pipec.torch_compat.guards import fqn_of
-from pipec.torch_compat.modules import no_output
+from pipec.torch_compat.module_state import silence_output
 
 DYNAMO_CONFIG = {
     "allow_rnn": True,
@@ -56,7 +56,7 @@ LOST_HOOK = "the hook that forward() registers on the gradient of a parameter wo
 
 
 @dataclass(frozen=True)
-class Differentiated:
+class TracedBackward:
     """What a graph returns that has its backward already: ``results``, then the gradients of ``trained``.
 
     Its last argument is the gradient of its first result.
@@ -67,27 +67,29 @@ class Differentiated:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedGraph:
     """A forward graph, and the arguments to differentiate it with.
 
     ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
     Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
-    ``noted`` is what Dynamo noted of all that the code read, for ``Guards``; other front ends do not tell.
-    ``differentiated`` says so if the graph has its backward.
+    ``dynamo_output`` is Dynamo's record of all that the code read, for ``Guards``; other front ends have
+    none. ``traced_backward``: the graph has its backward.
     """
 
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
-    noted: CaptureOutput | None = None
-    differentiated: Differentiated | None = None
+    dynamo_output: CaptureOutput | None = None
+    traced_backward: TracedBackward | None = None
 
 
-Symbolic = Sequence[tuple[torch.Tensor, int]]
+SymbolicDims = Sequence[tuple[torch.Tensor, int]]
 """Tensors among the arguments, each with a dimension that is to be a symbol."""
 
 
-def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic: Symbolic) -> Captured:
+def capture_with_dynamo(
+    module: torch.nn.Module, args: tuple[Any, ...], symbolic: SymbolicDims
+) -> CapturedGraph:
     """Trace ``module(*args)`` into one graph of torch-level calls.
 
     Dynamo's caches are neither read nor written, so functions the user compiled stay compiled.
@@ -109,7 +111,7 @@ def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     changed = _changed_state([str(warning.message) for warning in caught])
-    return Captured(graph_module, args, changed, noted[0])
+    return CapturedGraph(graph_module, args, changed, noted[0])
 
 
 @contextlib.contextmanager
@@ -204,7 +206,9 @@ def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
     return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
 
 
-def capture_with_export(module: torch.nn.Module, args: tuple[Any, ...], symbolic: Symbolic) -> Captured:
+def capture_with_export(
+    module: torch.nn.Module, args: tuple[Any, ...], symbolic: SymbolicDims
+) -> CapturedGraph:
     """Trace ``module(*args)`` by running it on fake tensors.
 
     Raises:
@@ -214,7 +218,7 @@ def capture_with_export(module: torch.nn.Module, args: tuple[Any, ...], symbolic
     for tensor, dimension in symbolic:
         dynamic[id(tensor)][dimension] = torch.export.Dim.DYNAMIC
     shapes = pytree.tree_map(lambda leaf: dynamic.get(id(leaf)), args)
-    with _refuse_custom_backwards(), _buffer_hooks_removed(), no_output():
+    with _refuse_custom_backwards(), _buffer_hooks_removed(), silence_output():
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()
     assert isinstance(graph_module, torch.fx.GraphModule)
@@ -223,7 +227,7 @@ def capture_with_export(module: torch.nn.Module, args: tuple[Any, ...], symbolic
     fake_args = pytree.tree_map(lambda leaf: next(inputs), args)
     fake = next(value for value in values if isinstance(value, FakeTensor))
     graph_module.meta["fake_mode"] = fake.fake_mode
-    return Captured(graph_module, fake_args)
+    return CapturedGraph(graph_module, fake_args)
 
 
 @contextlib.contextmanager
@@ -287,14 +291,14 @@ def model_raised(error: BaseException) -> bool:
     return isinstance(error, TorchRuntimeError) or str(error).startswith(_MODEL_RAISED)
 
 
-def needs_values(error: BaseException) -> bool:
+def is_data_dependent_error(error: BaseException) -> bool:
     """Whether a front end stopped because it needs to know what only values of tensors tell."""
     return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent expression" in str(error)
 
 
 def reason_of(error: BaseException) -> str:
     """Why a front end stopped, in a sentence or two."""
-    if needs_values(error):
+    if is_data_dependent_error(error):
         return "Data-dependent size or branch: torch needs a value of a tensor to go on"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, Unsupported):

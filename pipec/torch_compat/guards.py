@@ -28,12 +28,12 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._guards import Guard, GuardsSet
 
 from pipec.errors import CaptureError
-from pipec.torch_compat.modules import num_changes
+from pipec.torch_compat.module_state import num_changes
 
-CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}
+CONSTANT_GUARD_TYPES = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 """Kinds of guards that compare a value."""
 
-OF_THE_CALL = {
+CALL_GUARD_TYPES = {
     "DETERMINISTIC_ALGORITHMS",
     "FSDP_TRAINING_STATE",
     "GLOBAL_STATE",
@@ -42,7 +42,7 @@ OF_THE_CALL = {
 }
 """Kinds of guards on sizes, and on torch's own state, which is part of what a call is compiled for."""
 
-OF_TENSORS = {"DUPLICATE_INPUT", "TENSOR_MATCH", "TYPE_MATCH"}
+TENSOR_GUARD_TYPES = {"DUPLICATE_INPUT", "TENSOR_MATCH", "TYPE_MATCH"}
 """Kinds of guards on what a tensor is."""
 
 PYTREE = ("G['pytree']", "G['__import_torch_dot_utils_dot__pytree']", "__import__('torch').utils._pytree")
@@ -50,7 +50,7 @@ PYTREE = ("G['pytree']", "G['__import_torch_dot_utils_dot__pytree']", "__import_
 
 
 @dataclass(frozen=True)
-class Place:
+class ValuePath:
     """Where a value is found: attributes and items, one after the other, from the traced module or a global.
 
     ``root`` is empty for the module, else the name of an imported module.
@@ -60,7 +60,7 @@ class Place:
     steps: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def parse(cls, source: str) -> "Place | None":
+    def parse(cls, source: str) -> "ValuePath | None":
         """The place that Dynamo writes as ``self.model.h[0].p``; None if it is written in another way.
 
         An attribute of a class, ``dict(type(self.model).__dict__)['scale']``, is one of its object. What a
@@ -241,11 +241,11 @@ class Guards:
     """
 
     def __init__(self, capture: CaptureOutput, module: torch.nn.Module) -> None:
-        self.constants: dict[Place, Any] = {}
+        self.constants: dict[ValuePath, Any] = {}
         self._alive: list[object] = []
         self._entries: list[GuardFilterEntry] = []
         forward, found = type(module).forward, capture.graph_capture_output
-        build = functools.partial(found.build_guards, forward.__code__, Hooks(guard_filter_fn=self._kept))
+        build = functools.partial(found.build_guards, forward.__code__, Hooks(guard_filter_fn=self._filtered))
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
             try:
                 built = build()
@@ -255,7 +255,7 @@ class Guards:
         self._manager = built.guard_manager
         registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._values = [*_value_guards(self._entries, {*found.traced_code}, registered, module)]
-        if broken := self.broken(module):
+        if broken := self.violation(module):
             raise CaptureError(
                 f"the model was traced, but nothing would tell when to trace it again, for directly after it "
                 f"{broken}: see that forward() reads no attribute or property that is another one each time"
@@ -264,20 +264,20 @@ class Guards:
     def holds(self, module: torch.nn.Module) -> bool:
         return bool(self._manager.check({"self": module})) and all(x.holds(module) for x in self._values)
 
-    def broken(self, module: torch.nn.Module) -> str:
+    def violation(self, module: torch.nn.Module) -> str:
         """The first guard that does not hold: ``model.drop.p == 0.1 at dropout.py:73``; empty if all hold."""
         found = self._manager.check_verbose({"self": module})
         if not found.result:
             return " and ".join(map(_readable, found.verbose_code_parts[:1]))
         return next((str(guard) for guard in self._values if not guard.holds(module)), "")
 
-    def _kept(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
+    def _filtered(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
         for entry in (own := [entry for entry in entries if not _of_the_call(entry)]):
             value = entry.value
             is_kept = callable(value) or "ID_MATCH" in entry.derived_guard_types
             if is_kept and not isinstance(value, torch.nn.Module):
                 self._alive.append(value)  # guards know it by its address, which another could be given
-            if place := constant_place(entry.name, entry.guard_type, value):
+            if place := constant_path(entry.name, entry.guard_type, value):
                 self.constants[place] = value
         self._entries = own
         return [not _of_the_call(entry) and not _of_a_tensor(entry) for entry in entries]
@@ -298,18 +298,22 @@ def _drop_undone(guards: GuardsSet, known: dict[str, Any], module: torch.nn.Modu
 
 
 def _of_the_call(entry: GuardFilterEntry) -> bool:
-    return entry.guard_type in OF_THE_CALL or _of_arguments(entry.orig_guard) or entry.name.startswith(PYTREE)
+    return (
+        entry.guard_type in CALL_GUARD_TYPES
+        or _of_arguments(entry.orig_guard)
+        or entry.name.startswith(PYTREE)
+    )
 
 
 def _of_a_tensor(entry: GuardFilterEntry) -> bool:
-    return isinstance(entry.value, torch.Tensor) and entry.guard_type in OF_TENSORS
+    return isinstance(entry.value, torch.Tensor) and entry.guard_type in TENSOR_GUARD_TYPES
 
 
-def constant_place(name: str, kind: str, value: object) -> Place | None:
+def constant_path(name: str, kind: str, value: object) -> ValuePath | None:
     """The place of a plain value that a guard compares; None of another guard, or of torch's own values."""
-    if kind not in CONSTANTS or not isinstance(value, _PLAIN):
+    if kind not in CONSTANT_GUARD_TYPES or not isinstance(value, _PLAIN):
         return None
-    return Place.parse(name)
+    return ValuePath.parse(name)
 
 
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)

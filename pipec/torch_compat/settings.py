@@ -46,6 +46,6 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
 _ASKED = [*SETTINGS.values()]
 
 
-def settings() -> tuple[Any, ...]:
+def read_settings() -> tuple[Any, ...]:
     """What they are now, in the order of ``SETTINGS``."""
     return tuple([asked() for asked in _ASKED])

@@ -8,10 +8,17 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipec.timeline.attribution import Curve, in_flight_over_time, readers, waits
+from pipec.timeline.attribution import Curve, attribute_waits, in_flight_over_time, message_readers
 from pipec.timeline.events import Event, Timeline
-from pipec.viz.checks import check_timelines, check_trace, num_events
-from pipec.viz.labels import NAMES, carried, cell_labels, lane_name, members, rows_beside
+from pipec.viz.drawing_checks import check_timelines, check_trace, num_events
+from pipec.viz.labels import (
+    NAMES,
+    collective_ranks,
+    event_labels,
+    lane_name,
+    overlap_rows,
+    payload_description,
+)
 
 _NANOSECONDS = {"s": 1e9}
 _NANOSECONDS_OF_A_UNIT = 1e6
@@ -50,8 +57,8 @@ class _Process:
         self._timeline = timeline
         self._memory = memory
         self._number = number
-        self._waits = waits(timeline)
-        self._rows = rows_beside(timeline.beside)
+        self._waits = attribute_waits(timeline)
+        self._rows = overlap_rows(timeline.overlapped)
         self._nanoseconds = _NANOSECONDS.get(timeline.unit, _NANOSECONDS_OF_A_UNIT)
 
     def events(self) -> Iterator[dict[str, object]]:
@@ -67,8 +74,8 @@ class _Process:
         for rank in range(num_ranks):
             name = lane_name(self._timeline, rank)
             yield from self._track(rank, name, rank * (1 + num_rows))
-        for rank, row in sorted({*zip(self._timeline.beside.ranks.tolist(), self._rows, strict=True)}):
-            name = f"rank {self._timeline.number(rank)}, collectives and copies"
+        for rank, row in sorted({*zip(self._timeline.overlapped.ranks.tolist(), self._rows, strict=True)}):
+            name = f"rank {self._timeline.global_rank(rank)}, collectives and copies"
             yield from self._track(self._row(rank, row), name, rank * (1 + num_rows) + 1 + row)
 
     def _track(self, number: int, name: str, order: int) -> Iterator[dict[str, object]]:
@@ -80,18 +87,18 @@ class _Process:
         return (1 + row) * self._timeline.num_ranks + rank
 
     def _slices(self) -> Iterator[dict[str, object]]:
-        label = cell_labels(self._timeline)
+        label = event_labels(self._timeline)
         idle, awaited = self._waits.idle.tolist(), self._waits.awaited.tolist()
         rows = iter(self._rows)
         for index, event in enumerate(self._timeline.events):
-            if event.is_work:
+            if event.is_blocking:
                 args = {**_identity(event), **self._waited(idle[index], awaited[index])}
                 yield self._slice(label(event), event, event.rank, args)
-            elif event.is_beside:
+            elif event.is_overlapped:
                 args = {
                     "phase": NAMES[event.instruction.op],
-                    "carries": carried(self._timeline, event),
-                    "ranks": " ".join(map(str, members(self._timeline, event))),
+                    "carries": payload_description(self._timeline, event),
+                    "ranks": " ".join(map(str, collective_ranks(self._timeline, event))),
                 }
                 yield self._slice(label(event), event, self._row(event.rank, next(rows)), args)
 
@@ -108,17 +115,18 @@ class _Process:
             event = self._timeline.events[awaited]
             last = self._timeline.events[int(self._waits.last[awaited])]
             waited["waited_for"] = (
-                f"{NAMES[event.instruction.op]}, to which rank {self._timeline.number(last.rank)} came last"
+                f"{NAMES[event.instruction.op]}, to which rank "
+                f"{self._timeline.global_rank(last.rank)} came last"
                 if event.is_collective
                 else NAMES[event.instruction.op]
                 if event.is_copy
-                else f"{_payload(event)} from rank {self._timeline.number(event.rank)}"
+                else f"{_payload(event)} from rank {self._timeline.global_rank(event.rank)}"
             )
         return waited
 
     def _flows(self) -> Iterator[dict[str, object]]:
         makers = self._waits.previous.tolist()
-        for index, reader in enumerate(readers(self._timeline).tolist()):
+        for index, reader in enumerate(message_readers(self._timeline).tolist()):
             maker = makers[index]
             if min(maker, reader) >= 0:
                 yield from self._flow(index, self._timeline.events[maker], self._timeline.events[reader])
@@ -134,9 +142,11 @@ class _Process:
 
     def _counters(self) -> Iterator[dict[str, object]]:
         for rank, curve in enumerate(in_flight_over_time(self._timeline)):
-            yield from self._counter(f"in flight, rank {self._timeline.number(rank)}", "microbatches", curve)
+            yield from self._counter(
+                f"in flight, rank {self._timeline.global_rank(rank)}", "microbatches", curve
+            )
         for rank, curve in enumerate(self._memory):
-            yield from self._counter(f"memory, rank {self._timeline.number(rank)}", "bytes", curve)
+            yield from self._counter(f"memory, rank {self._timeline.global_rank(rank)}", "bytes", curve)
 
     def _counter(self, name: str, unit: str, curve: Curve) -> Iterator[dict[str, object]]:
         for time, amount in curve:
@@ -152,7 +162,7 @@ class _Process:
 def _identity(event: Event) -> dict[str, object]:
     instruction = event.instruction
     identity: dict[str, object] = {"phase": NAMES[instruction.op], "stage": instruction.stage}
-    part = {"part": instruction.part} if instruction.part >= 0 else {}
+    part = {"segment": instruction.segment} if instruction.segment >= 0 else {}
     return identity | ({"microbatch": instruction.microbatch} if event.is_compute else {}) | part
 
 

@@ -14,31 +14,31 @@ from importlib import resources
 import numpy as np
 
 from pipec.ir import Payload
-from pipec.timeline.attribution import Attribution, Curve, critical_path, in_flight_over_time, waits
+from pipec.timeline.attribution import Attribution, Curve, attribute_waits, critical_path, in_flight_over_time
 from pipec.timeline.events import Event, Timeline
-from pipec.viz import checks
-from pipec.viz.causes import causes
-from pipec.viz.checks import check_timelines, num_events
+from pipec.viz import drawing_checks
+from pipec.viz.bottleneck import bottleneck_lines
+from pipec.viz.drawing_checks import check_timelines, num_events
 from pipec.viz.labels import (
-    COLLECTIVES,
-    COPIES,
+    BLOCKING_NAMES,
+    COLLECTIVE_NAMES,
+    COPY_NAMES,
     LETTERS,
     NAMES,
-    WORK,
-    carried,
-    chunks,
+    chunk_indices,
+    collective_ranks,
     lane_name,
-    members,
-    replica,
-    rows_beside,
+    overlap_rows,
+    payload_description,
+    replica_label,
     summary,
 )
 from pipec.viz.svg import timeline_svg
 
-_PHASES, _BESIDE = tuple(WORK), (*COLLECTIVES, *COPIES)
+_PHASES, _BESIDE = tuple(BLOCKING_NAMES), (*COLLECTIVE_NAMES, *COPY_NAMES)
 _PAYLOADS = tuple(Payload)
 
-_FILES = ("style.css", "timeline.js", "words.js", "drawing.js", "pointing.js")
+_FILES = ("style.css", "timeline.js", "labels.js", "drawing.js", "interaction.js")
 """The files next to ``page.html`` that it is filled with."""
 
 _DIGITS = 7
@@ -62,14 +62,15 @@ def timeline_html(
     """
     memory = memory or {}
     check_timelines(timelines, memory)
-    if num_events(timelines) > checks.MOST_EVENTS:
+    if num_events(timelines) > drawing_checks.MOST_EVENTS:
         return _overview(timelines, title)
     rounded = _rounding(max(timeline.makespan for timeline in timelines.values()))
     data = {
         "unit": next(iter(timelines.values())).unit,
-        "phases": [{"key": op, "name": WORK[op], "letter": LETTERS[op]} for op in _PHASES],
+        "phases": [{"key": op, "name": BLOCKING_NAMES[op], "letter": LETTERS[op]} for op in _PHASES],
         "ops": [
-            {"key": op, "name": NAMES[op], "letter": LETTERS[op], "copies": op in COPIES} for op in _BESIDE
+            {"key": op, "name": NAMES[op], "letter": LETTERS[op], "copies": op in COPY_NAMES}
+            for op in _BESIDE
         ],
         "payloads": [payload.replace("_", " ") for payload in _PAYLOADS],
         "timelines": [
@@ -86,7 +87,8 @@ def timeline_html(
 def _overview(timelines: Mapping[str, Timeline], title: str) -> str:
     """A page of pictures, of events that are too many for a page to explore."""
     pictures = (
-        f"<h2>{escape(name)}</h2>\n{timeline_svg(timeline)}<p>{escape(' · '.join(causes(timeline)))}</p>"
+        f"<h2>{escape(name)}</h2>\n{timeline_svg(timeline)}"
+        f"<p>{escape(' · '.join(bottleneck_lines(timeline)))}</p>"
         for name, timeline in timelines.items()
     )
     body = "\n".join([f"<h1>{escape(title)}</h1>", *pictures])
@@ -119,12 +121,15 @@ def _timeline_data(
     """The timeline as columns of numbers.
 
     Computes and updates are numbered together, messages apart, and collectives with copies, each in the order
-    of events.
-    ``cause`` is the number of the message that a compute waited for, ``meeting`` that of the collective, and
-    ``maker`` that of the compute before a message; -1 stands for none.
+    of events. ``cause`` is the number of the message that a compute waited for, ``collective`` that of the
+    collective, and ``maker`` that of the compute before a message; -1 stands for none.
     """
-    found, events = waits(timeline), timeline.columns
-    kinds = {"computes": events.is_work, "messages": events.is_message, "collectives": events.is_beside}
+    found, events = attribute_waits(timeline), timeline.columns
+    kinds = {
+        "computes": events.is_blocking,
+        "messages": events.is_message,
+        "collectives": events.is_overlapped,
+    }
     places = {kind: np.append(np.where(mask, np.cumsum(mask) - 1, -1), -1) for kind, mask in kinds.items()}
     path = critical_path(timeline, found)
 
@@ -133,20 +138,20 @@ def _timeline_data(
         chosen: list[int] = places[kind][list(indices)].tolist()
         return chosen
 
-    awaited = found.awaited[events.is_work].tolist()
+    awaited = found.awaited[events.is_blocking].tolist()
     return {
         "name": name,
         "summary": summary(timeline),
         "makespan": rounded(timeline.makespan),
         "peaks": timeline.peak_in_flight,
         "names": [lane_name(timeline, rank) for rank in range(timeline.num_ranks)],
-        "numbers": [timeline.number(rank) for rank in range(timeline.num_ranks)],
-        "replicas": [replica(timeline, rank) for rank in range(timeline.num_ranks)],
+        "numbers": [timeline.global_rank(rank) for rank in range(timeline.num_ranks)],
+        "replicas": [replica_label(timeline, rank) for rank in range(timeline.num_ranks)],
         "groups": _groups(timeline),
         "computes": {
-            **_compute_columns(tuple(timeline.work), chunks(timeline), rounded),
+            **_compute_columns(tuple(timeline.blocking), chunk_indices(timeline), rounded),
             "cause": numbers("messages", awaited),
-            "meeting": numbers("collectives", awaited),
+            "collective": numbers("collectives", awaited),
         },
         "messages": {
             **_message_columns(tuple(timeline.messages), rounded),
@@ -178,7 +183,7 @@ def _compute_columns(
         "stage": [event.instruction.stage for event in computes],
         "chunk": [chunk_of.get(event.instruction.stage, 0) for event in computes],
         "microbatch": [event.instruction.microbatch for event in computes],
-        "part": [event.instruction.part for event in computes],
+        "segment": [event.instruction.segment for event in computes],
         "version": [event.instruction.version for event in computes],
         **_times(computes, rounded),
     }
@@ -187,30 +192,30 @@ def _compute_columns(
 def _collective_columns(timeline: Timeline, found: Attribution, rounded: _Round) -> dict[str, object]:
     """Collectives and copies as columns: ``last`` is the number of the same on the rank that came last.
 
-    ``came`` is when the rank of each was free to come, and ``words`` an index into ``told``. Those of a rank
-    that overlap are drawn in different rows: ``row``.
+    ``came`` is when the rank of each was free to arrive, and ``words`` an index into ``told``, the
+    descriptions. Those of a rank that overlap are drawn in different rows: ``row``.
     """
-    is_beside = timeline.columns.is_beside
-    numbers = np.cumsum(is_beside) - 1
-    came = np.append(timeline.columns.ends, 0.0)[found.previous[is_beside]]
-    events = tuple(timeline.beside)
+    is_overlapped = timeline.columns.is_overlapped
+    numbers = np.cumsum(is_overlapped) - 1
+    came = np.append(timeline.columns.ends, 0.0)[found.previous[is_overlapped]]
+    events = tuple(timeline.overlapped)
     told: dict[str, int] = {}
 
     def words(event: Event) -> int:
-        ranks = ", ".join(map(str, members(timeline, event)))
+        ranks = ", ".join(map(str, collective_ranks(timeline, event)))
         between = "" if event.is_copy else f"\nbetween ranks {ranks}"
-        return told.setdefault(carried(timeline, event) + between, len(told))
+        return told.setdefault(payload_description(timeline, event) + between, len(told))
 
     return {
         "rank": [event.rank for event in events],
         "op": [_BESIDE.index(event.instruction.op) for event in events],
         **{
             name: [getattr(event.instruction, name) for event in events]
-            for name in ("bucket", "microbatch", "join")
+            for name in ("bucket", "microbatch", "model_collective")
         },
-        "last": numbers[found.last[is_beside]].tolist(),
+        "last": numbers[found.last[is_overlapped]].tolist(),
         "came": [rounded(time) for time in came.tolist()],
-        "row": rows_beside(timeline.beside),
+        "row": overlap_rows(timeline.overlapped),
         "words": [words(event) for event in events],
         "told": list(told),
         **_times(events, rounded),

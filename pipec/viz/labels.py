@@ -8,11 +8,11 @@ import numpy as np
 
 from pipec.ir import Op
 from pipec.ir.columns import OP_CODE, OPS
-from pipec.ir.text import PHASE_LETTERS, format_bytes, format_seconds, value_bytes
+from pipec.ir.text_format import PHASE_LETTERS, format_bytes, format_seconds, value_bytes
 from pipec.timeline.events import Event, Events, Timeline
-from pipec.timeline.steady import steady_state
+from pipec.timeline.steady_state import steady_state
 
-WORK: Mapping[Op, str] = {
+BLOCKING_NAMES: Mapping[Op, str] = {
     Op.FORWARD: "forward",
     Op.RECOMPUTE: "recompute",
     Op.BACKWARD: "backward",
@@ -22,26 +22,26 @@ WORK: Mapping[Op, str] = {
 }
 """What occupies a rank, by the names that readers see."""
 
-COLLECTIVES: Mapping[Op, str] = {
-    Op.REDUCE_GRAD: "sum of gradients",
-    Op.AVERAGE_BUFFERS: "average of buffers",
-    Op.NORM: "norm of gradients",
-    Op.UNSHARD: "gathering of parameters",
-    Op.ALL_REDUCE: "sum over replicas",
-    Op.ALL_GATHER: "gathering from replicas",
-    Op.REDUCE_SCATTER: "parts of a sum over replicas",
+COLLECTIVE_NAMES: Mapping[Op, str] = {
+    Op.REDUCE_GRAD: "gradient reduction",
+    Op.AVERAGE_BUFFERS: "buffer all-reduce",
+    Op.GRAD_NORM: "gradient norm",
+    Op.UNSHARD: "parameter all-gather",
+    Op.ALL_REDUCE: "all-reduce",
+    Op.ALL_GATHER: "all-gather",
+    Op.REDUCE_SCATTER: "reduce-scatter",
 }
 
-COPIES: Mapping[Op, str] = {Op.OFFLOAD: "copy to the host", Op.PREFETCH: "copy back"}
+COPY_NAMES: Mapping[Op, str] = {Op.OFFLOAD: "offload", Op.PREFETCH: "prefetch"}
 
-NAMES = {**WORK, **COLLECTIVES, **COPIES}
+NAMES = {**BLOCKING_NAMES, **COLLECTIVE_NAMES, **COPY_NAMES}
 
 LETTERS: Mapping[Op, str] = {
     **{Op(phase): letter for phase, letter in PHASE_LETTERS.items()},
     Op.UPDATE: "U",
     Op.REDUCE_GRAD: "Σ",
     Op.AVERAGE_BUFFERS: "A",
-    Op.NORM: "N",
+    Op.GRAD_NORM: "N",
     Op.UNSHARD: "G",
     Op.ALL_REDUCE: "+",
     Op.ALL_GATHER: "J",
@@ -55,7 +55,7 @@ _MOST_NAMES = 2
 """Parameters of a bucket that are named. Of more, the first is named and the others are counted."""
 
 
-def ops(events: Events) -> list[Op]:
+def ops_present(events: Events) -> list[Op]:
     """What happens, in the order of ``NAMES``."""
     found = np.bincount(events.instructions.ops, minlength=len(OPS))
     return [op for op in NAMES if found[OP_CODE[op]]]
@@ -63,26 +63,26 @@ def ops(events: Events) -> list[Op]:
 
 def lane_name(timeline: Timeline, rank: int) -> str:
     """``rank 3``, or ``rank 3, stage 1, 2 of 2`` if any stage of the step has replicas."""
-    name = f"rank {timeline.number(rank)}"
+    name = f"rank {timeline.global_rank(rank)}"
     if not timeline.stages[rank] or max(map(len, timeline.replicas.values())) == 1:
         return name
-    held, place = timeline.stages[rank], replica(timeline, rank)
+    held, place = timeline.stages[rank], replica_label(timeline, rank)
     stages = f"stage {held[0]}" if len(held) == 1 else f"stages {' '.join(map(str, held))}"
-    others = timeline.alike.counts[rank] - 1 if timeline.alike else 0
+    others = timeline.representatives.counts[rank] - 1 if timeline.representatives else 0
     return ", ".join(filter(None, [name, stages, place, f"{others:,} others do the same" if others else ""]))
 
 
-def replica(timeline: Timeline, rank: int) -> str:
+def replica_label(timeline: Timeline, rank: int) -> str:
     """``2 of 3`` for the second of the three ranks that share the stages of this one; else nothing."""
     ranks = timeline.replicas[timeline.stages[rank][0]] if timeline.stages[rank] else ()
     if len(ranks) < 2:
         return ""
-    if timeline.alike:
-        return f"one of {timeline.alike.num_replicas:,}"
+    if timeline.representatives:
+        return f"one of {timeline.representatives.num_replicas:,}"
     return f"{ranks.index(rank) + 1} of {len(ranks)}"
 
 
-def rows_beside(events: Events) -> list[int]:
+def overlap_rows(events: Events) -> list[int]:
     """The row in which each of these is shown. Those of a rank that overlap are in several."""
     ends: dict[tuple[int, int], float] = {}
     rows = []
@@ -96,18 +96,20 @@ def rows_beside(events: Events) -> list[int]:
     return rows
 
 
-def carried(timeline: Timeline, event: Event) -> str:
+def payload_description(timeline: Timeline, event: Event) -> str:
     """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``; or a copy."""
     instruction = event.instruction
     if event.is_copy:
         return f"saved values of stage {instruction.stage}, microbatch {instruction.microbatch}"
     stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
-    if instruction.join >= 0:
-        return f"join {instruction.join} of {stage}, microbatch {instruction.microbatch}"
-    if not 0 <= instruction.bucket < len(timeline.ending.buckets):
+    if instruction.model_collective >= 0:
+        return (
+            f"model collective {instruction.model_collective} of {stage}, microbatch {instruction.microbatch}"
+        )
+    if not 0 <= instruction.bucket < len(timeline.sync_spec.buckets):
         return f"bucket {instruction.bucket} of {stage}" if instruction.bucket >= 0 else f"{stage}"
-    bucket = timeline.ending.buckets[instruction.bucket]
-    travels_as = timeline.ending.gradient_dtype if instruction.op is Op.REDUCE_GRAD else ""
+    bucket = timeline.sync_spec.buckets[instruction.bucket]
+    travels_as = timeline.sync_spec.gradient_dtype if instruction.op is Op.REDUCE_GRAD else ""
     values = [replace(value, dtype=travels_as or value.dtype) for value in bucket.parameters]
     names, num_bytes = bucket.names, sum(value_bytes(value, {}) for value in values)
     told = " and ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} and {len(names) - 1} others"
@@ -115,34 +117,34 @@ def carried(timeline: Timeline, event: Event) -> str:
     return f"bucket {instruction.bucket} of {stage}, {size}: {told}"
 
 
-def members(timeline: Timeline, event: Event) -> Sequence[int]:
+def collective_ranks(timeline: Timeline, event: Event) -> Sequence[int]:
     """The ranks of a collective, of those that the timeline shows; a copy has one."""
     if event.is_copy:
-        return [timeline.number(event.rank)]
+        return [timeline.global_rank(event.rank)]
     ranks = timeline.replicas.get(event.instruction.stage, range(timeline.num_ranks))
-    return [timeline.number(rank) for rank in ranks]
+    return [timeline.global_rank(rank) for rank in ranks]
 
 
-def chunks(timeline: Timeline) -> dict[int, int]:
+def chunk_indices(timeline: Timeline) -> dict[int, int]:
     """The place of each stage among the stages of its rank, from 0."""
     return {stage: chunk for held in timeline.stages for chunk, stage in enumerate(held)}
 
 
-def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
+def event_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
-    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is part 0
-    of a backward, and ``J3.1`` gathers what its stage calls join 1. Where steps follow each other without a
-    flush, ``F3v1`` reads version 1 of its weights.
+    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is segment
+    0 of a backward, and ``J3.1`` gathers what its stage calls model collective 1. Where steps follow each
+    other without a flush, ``F3v1`` reads version 1 of its weights.
     """
-    chunk_of = chunks(timeline)
+    chunk_of = chunk_indices(timeline)
     several = max(chunk_of.values(), default=0) > 0
 
     def label(event: Event) -> str:
         instruction = event.instruction
-        chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several and event.is_work else ""
+        chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several and event.is_blocking else ""
         number = max(instruction.bucket, instruction.microbatch)
-        behind = max(instruction.part, instruction.join)
+        behind = max(instruction.segment, instruction.model_collective)
         part = f".{behind}" if behind >= 0 else ""
         version = f"v{instruction.version}" if event.is_compute and instruction.version >= 0 else ""
         return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{part}{version}"
@@ -150,7 +152,7 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     return label
 
 
-def version_told(event: Event) -> str:
+def version_description(event: Event) -> str:
     """``forward of microbatch 3, reads version 1 of the weights``, where there are versions; else nothing."""
     instruction = event.instruction
     if instruction.version < 0:
@@ -162,18 +164,19 @@ def version_told(event: Event) -> str:
 
 def summary(timeline: Timeline) -> str:
     """The figures of merit on one line."""
-    times = f"makespan {duration(timeline.makespan, timeline)}, span {duration(timeline.span, timeline)}"
+    makespan, span = format_duration(timeline.makespan, timeline), format_duration(timeline.span, timeline)
+    times = f"makespan {makespan}, span {span}"
     rates = f"bubble {timeline.bubble_rate:.1%}"
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
     in_flight = f"at most {max(timeline.peak_in_flight, default=0)} in flight"
     if steady := steady_state(timeline):
-        every = duration(steady.seconds, timeline)
+        every = format_duration(steady.batch_interval, timeline)
         in_flight += f"; steady state: a mini-batch every {every}, bubble {steady.bubble_rate:.1%}"
     return f"{rates}, {times}, {in_flight}"
 
 
-def duration(time: float, timeline: Timeline) -> str:
+def format_duration(time: float, timeline: Timeline) -> str:
     """``time`` with its unit."""
     return format_seconds(time) if timeline.unit == "s" else f"{time:.6g} {timeline.unit}"
 

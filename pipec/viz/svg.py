@@ -18,15 +18,15 @@ from pipec.ir.columns import OP_CODE
 from pipec.timeline.events import Event, Events, Timeline
 from pipec.viz.labels import (
     NAMES,
-    carried,
-    cell_labels,
-    chunks,
+    chunk_indices,
+    event_labels,
     lane_name,
-    ops,
-    rows_beside,
+    ops_present,
+    overlap_rows,
+    payload_description,
     summary,
     time_axis,
-    version_told,
+    version_description,
 )
 
 _STYLE = """
@@ -48,7 +48,7 @@ text { fill: #57606a; font-size: 11px; }
 .update { fill: #f2d45c; }
 .reduce_grad { fill: #e39bb6; }
 .average_buffers { fill: #a9c48f; }
-.norm { fill: #b9b0a2; }
+.grad_norm { fill: #b9b0a2; }
 .unshard { fill: #7fc4c4; }
 .offload { fill: #d2a37c; }
 .prefetch { fill: #a3b3d9; }
@@ -117,7 +117,7 @@ class _Layout:
             for most, *sizes in ((16, 26, 14), (64, 16, 8), (float("inf"), 5, 1))
             if timeline.num_ranks <= most
         )
-        band = lane * _BAND if len(timeline.beside) else 0.0
+        band = lane * _BAND if len(timeline.overlapped) else 0.0
         tops = [float(_TOP)]
         for before, stages in pairwise(timeline.stages):
             is_apart = before != stages and _has_replicas(timeline)
@@ -237,12 +237,12 @@ class _Box:
 
 
 def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
-    label, chunk_of = _fitting_labels(timeline, layout), chunks(timeline)
+    label, chunk_of = _fitting_labels(timeline, layout), chunk_indices(timeline)
     last_chunk = max(chunk_of.values(), default=0)
-    least = _least_width(timeline, timeline.work, layout)
-    lasting = timeline.work.where(timeline.work.ends > timeline.work.starts)
+    least = _least_width(timeline, timeline.blocking, layout)
+    lasting = timeline.blocking.where(timeline.blocking.ends > timeline.blocking.starts)
     for first, last in _runs(lasting, least):
-        run, rank = lasting.part(first, last), int(lasting.ranks[first])
+        run, rank = lasting.between(first, last), int(lasting.ranks[first])
         for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
             shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
             yield from _box(layout, rank, box, shade)
@@ -250,7 +250,7 @@ def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
 
 def _least_width(timeline: Timeline, events: Events, layout: _Layout) -> float:
     """The time below which these events are drawn together with their neighbours."""
-    most_runs = _MOST_BOXES // (max(len(ops(events)), 1) * timeline.num_ranks)
+    most_runs = _MOST_BOXES // (max(len(ops_present(events)), 1) * timeline.num_ranks)
     return max(_LEAST_WIDTH, layout.width / max(most_runs, 1)) / layout.scale
 
 
@@ -263,7 +263,7 @@ def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], st
     def fits(label: str, event: Event) -> bool:
         return len(label) * _CHARACTER_WIDTH + 2 <= (event.end - event.start) * layout.scale
 
-    label = cell_labels(timeline)
+    label = event_labels(timeline)
     all_fit = all(fits(label(event), event) for event in timeline.computes)
 
     def fitting(event: Event) -> str:
@@ -287,14 +287,19 @@ def _runs(events: Events, least: float) -> Iterator[tuple[int, int]]:
 
 def _single(event: Event, label: str) -> _Box:
     return _Box(
-        event.start, event.end, event.instruction.op, event.instruction.stage, label, version_told(event)
+        event.start,
+        event.end,
+        event.instruction.op,
+        event.instruction.stage,
+        label,
+        version_description(event),
     )
 
 
 def _drawn_together(run: Events) -> Iterator[_Box]:
     """One box for each op of a run, as long as its events together."""
     start = float(run.starts[0])
-    for op in ops(run):
+    for op in ops_present(run):
         own = run.instructions.ops == OP_CODE[op]
         end = start + float((run.ends - run.starts)[own].sum())
         yield _Box(start, end, op, int(run.instructions.stages[own][0]))
@@ -311,18 +316,22 @@ def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
 
 def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     """The bands below the lanes. What overlaps shares the height of its rank's band."""
-    label, events = _fitting_labels(timeline, layout), timeline.beside
-    rows = np.array(rows_beside(events), int)
+    label, events = _fitting_labels(timeline, layout), timeline.overlapped
+    rows = np.array(overlap_rows(events), int)
     height = layout.band / (max(rows, default=0) + 1)
     least = _least_width(timeline, events, layout)
     for rank, row in sorted({*zip(events.ranks.tolist(), rows.tolist(), strict=True)}):
         top = layout.y(rank) + layout.lane + 1 + row * height
         found = events.where((events.ranks == rank) & (rows == row))
         for first, last in _runs(found, least):
-            run = found.part(first, last)
+            run = found.between(first, last)
             for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
                 left, width = layout.x(box.start), max((box.end - box.start) * layout.scale, 1.0)
-                told = f"{NAMES[box.op]}, {carried(timeline, run[0])}" if len(run) == 1 else NAMES[box.op]
+                told = (
+                    f"{NAMES[box.op]}, {payload_description(timeline, run[0])}"
+                    if len(run) == 1
+                    else NAMES[box.op]
+                )
                 drawn = _rect(left, top, width, height - 1, box.op)
                 yield f"<g><title>{escape(told)}</title>{drawn}</g>"
                 if box.label and height > 8:
@@ -331,7 +340,7 @@ def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
 
 def _legend(timeline: Timeline, kinds: Iterable[str], layout: _Layout) -> Iterator[str]:
     x, y = layout.left, layout.bottom + 45
-    for op in ops(timeline.columns):
+    for op in ops_present(timeline.columns):
         yield _rect(x, y - 10, 14, 12, op, 2)
         yield _text(x + 20, y, NAMES[op])
         x += 20 + _CHARACTER_WIDTH * len(NAMES[op]) + 20
@@ -339,7 +348,7 @@ def _legend(timeline: Timeline, kinds: Iterable[str], layout: _Layout) -> Iterat
         yield f'<path class="message {kind}" marker-end="url(#{kind})" d="M{_px(x)} {_px(y - 4)}h16"/>'
         yield _text(x + 22, y, kind)
         x += 22 + _CHARACTER_WIDTH * len(kind) + 20
-    if max(chunks(timeline).values(), default=0):
+    if max(chunk_indices(timeline).values(), default=0):
         yield _text(x, y, "lighter: a later stage of the rank")
 
 

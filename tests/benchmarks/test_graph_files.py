@@ -9,9 +9,9 @@ from graph_files import PLACEMENT, PROFILE, node
 from pipedream_graph import parse_pipedream_graph, read_pipedream_graph
 
 from pipec.errors import PlanError
-from pipec.hardware.topology import Device, uniform
+from pipec.hardware.topology import Device, uniform_topology
 from pipec.planner.cost_model import PIPEC
-from pipec.planner.placement import place
+from pipec.planner.partition import partition_graph
 
 # PipeDream
 
@@ -54,7 +54,7 @@ def test_a_malformed_profile_is_refused(line: str, message: str) -> None:
 def test_a_profile_that_cannot_be_planned_is_refused(line: str, message: str) -> None:
     graph = parse_pipedream_graph([*PROFILE, line])
     with pytest.raises(PlanError, match=message):
-        place(graph, uniform([2], [1.0]), PIPEC)
+        partition_graph(graph, uniform_topology([2], [1.0]), PIPEC)
 
 
 def test_a_missing_or_empty_profile_is_refused(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_missing_or_empty_profile_is_refused(tmp_path: Path) -> None:
         read_pipedream_graph(tmp_path / "none.txt")
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     with pytest.raises(PlanError, match="there are no operators to plan for"):
-        place(read_pipedream_graph(tmp_path / "empty.txt"), uniform([2], [1.0]), PIPEC)
+        partition_graph(read_pipedream_graph(tmp_path / "empty.txt"), uniform_topology([2], [1.0]), PIPEC)
 
 
 # dnn-partitioning

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from from_graph import plan_from_graph
+from from_graph import plan_from_operator_graph
 from graph_files import PLACEMENT, PROFILE
 from pipedream_graph import parse_pipedream_graph
 from plan_graph import main
 
 from pipec.errors import InputError
-from pipec.hardware.topology import Device, Level, Topology, uniform
+from pipec.hardware.topology import Device, Level, Topology, uniform_topology
 from pipec.ir import Payload, Phase
-from pipec.planner.placement import Partition, PlacedStage
+from pipec.planner.partition import Partition, PartitionStage
 from pipec.schedules import gpipe, make_schedule
 
 TWO = ("--devices", "2", "--bandwidth", "1e9")
@@ -47,7 +47,7 @@ def test_a_profile_is_planned(profile: Path, facts_of: Callable[..., dict[str, A
     assert [stage["replicas"] for stage in facts["stages"]] == [1, 1]
     assert [stage["seconds"] for stage in facts["stages"]] == pytest.approx([3.0, 3.0])
     assert [stage["communication_seconds"] for stage in facts["stages"]] == pytest.approx([0.0, 2.0])
-    assert facts["least_seconds"] == facts["seconds"]
+    assert facts["lower_bound_seconds"] == facts["seconds"]
     assert facts["cost_model"] == "pipedream"
 
 
@@ -133,10 +133,10 @@ HOSTS = Topology((Device(), Device(), Device(), Device(speed=0.5)), (Level(2, 4e
 def test_several_devices_are_one_rank_as_fast_as_their_slowest_times_their_number() -> None:
     graph = parse_pipedream_graph(PROFILE)
     stages = (
-        PlacedStage((0,), (0, 1, 2), 1.0, 0.0, 0.0, 0.0, 1),
-        PlacedStage((1, 2), (3,), 6.0, 0.0, 0.0, 0.0, 1),
+        PartitionStage((0,), (0, 1, 2), 1.0, 0.0, 0.0, 0.0, 1),
+        PartitionStage((1, 2), (3,), 6.0, 0.0, 0.0, 0.0, 1),
     )
-    plan = plan_from_graph(graph, HOSTS, Partition(stages, 0.0), gpipe(2, 4))
+    plan = plan_from_operator_graph(graph, HOSTS, Partition(stages, 0.0), gpipe(2, 4))
     first, second = (stage.cost.seconds for stage in plan.stages)
     assert first == {Phase.FORWARD: pytest.approx(1 / 3), Phase.BACKWARD: pytest.approx(2 / 3)}
     assert second == {Phase.FORWARD: 3.0, Phase.BACKWARD: 3.0}
@@ -147,10 +147,12 @@ def test_several_devices_are_one_rank_as_fast_as_their_slowest_times_their_numbe
 
 def test_pairs_of_devices_exchange_messages_at_the_same_time() -> None:
     stages = (
-        PlacedStage((0,), (0, 1), 1.5, 0.0, 0.0, 0.0, 1),
-        PlacedStage((1, 2), (2, 3), 3.0, 0.0, 0.0, 0.0, 1),
+        PartitionStage((0,), (0, 1), 1.5, 0.0, 0.0, 0.0, 1),
+        PartitionStage((1, 2), (2, 3), 3.0, 0.0, 0.0, 0.0, 1),
     )
-    plan = plan_from_graph(parse_pipedream_graph(PROFILE), HOSTS, Partition(stages, 0.0), gpipe(2, 4))
+    plan = plan_from_operator_graph(
+        parse_pipedream_graph(PROFILE), HOSTS, Partition(stages, 0.0), gpipe(2, 4)
+    )
     assert plan.link_seconds == (0.5, 0.5)
 
 
@@ -182,13 +184,13 @@ def test_the_step_is_drawn(profile: Path, tmp_path: Path, planned: Callable[...,
 )
 def test_a_schedule_that_needs_more_than_the_file_says_is_refused(name: str, message: str) -> None:
     stages = (
-        PlacedStage((0,), (0,), 3.0, 0.0, 0.0, 0.0, 2),
-        PlacedStage((1, 2), (1,), 3.0, 0.0, 0.0, 0.0, 1),
+        PartitionStage((0,), (0,), 3.0, 0.0, 0.0, 0.0, 2),
+        PartitionStage((1, 2), (1,), 3.0, 0.0, 0.0, 0.0, 1),
     )
     with pytest.raises(InputError, match=message):
-        plan_from_graph(
+        plan_from_operator_graph(
             parse_pipedream_graph(PROFILE),
-            uniform([2], [1e9]),
+            uniform_topology([2], [1e9]),
             Partition(stages, 3.0),
             make_schedule(name, 2, 4),
         )

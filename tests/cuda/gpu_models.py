@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from unsplit import relative_error
+from unsplit_reference import relative_error
 
 VOCABULARY, WIDTH, TOKENS = 64, 64, 16
 

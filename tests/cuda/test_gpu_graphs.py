@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_models import decoder, on, token_loss, tokens
-from replayed import ReplayedGraphs
+from replayed_cuda_graphs import ReplayedGraphs
 from test_graphs import Selecting
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from workers import run_script
+from worker_processes import run_script
 
 import pipec
 from pipec.runtime.step import execution
@@ -21,7 +21,7 @@ from pipec.runtime.step import execution
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device, where CUDA graphs are at hand. On a CPU functions are computed again in their place."""
     if device.type == "cpu":
-        monkeypatch.setattr(execution, "CudaGraphs", ReplayedGraphs)
+        monkeypatch.setattr(execution, "CudaGraphRecorder", ReplayedGraphs)
         monkeypatch.setattr(execution, "require_gpus", lambda devices: None)
     return device
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import pipec
 from pipec.ir import Mode
-from pipec.pipeline.turns import Asked
-from pipec.runtime.holder import Emptied
+from pipec.pipeline.collective_calls import CallRequest
+from pipec.runtime.model_tensors import EmptiedTensors
 
 GB = 1e9
 
@@ -119,7 +119,7 @@ def test_a_model_larger_than_a_gpu_is_compiled_on_the_host(device: torch.device)
         torch.cuda.reset_peak_memory_stats()
     before = _resident()
     pipe = pipec.compile(model, [device] * 4, loss_fn=F.mse_loss, microbatches=2, memory_limit="1TB")
-    turn = pipe._agreed(Asked("prepare", Mode.TRAIN), (torch.ones(4, 16384),), {}, torch.ones(4, 16384))
+    turn = pipe._agree(CallRequest("prepare", Mode.TRAIN), (torch.ones(4, 16384),), {}, torch.ones(4, 16384))
     pipe._compiler.compile(turn.signature, turn.call)
     assert _resident() - before < 1 * GB
     if device.type == "cuda":
@@ -132,10 +132,10 @@ def _resident() -> float:
 
 
 def test_what_other_ranks_hold_takes_no_memory_of_a_gpu_to_be_captured(gpu: torch.device) -> None:
-    weight, emptied = nn.Parameter(torch.ones(1024, 1024, device=gpu)), Emptied()
+    weight, emptied = nn.Parameter(torch.ones(1024, 1024, device=gpu)), EmptiedTensors()
     emptied.empty({"weight": weight})
     before = torch.cuda.memory_allocated()
-    with emptied.shaped({"weight": weight}):
+    with emptied.materialized({"weight": weight}):
         assert weight.shape == (1024, 1024)
         assert torch.cuda.memory_allocated() == before
     assert (weight.shape, weight.device) == ((0,), gpu)

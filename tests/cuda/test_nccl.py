@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from combinations import SIZES
+from compile_variants import SIZES
 from gpu_models import decoder, eager_step, errors, token_loss, tokens
-from models import perceptron
+from huggingface_models import perceptron
 from torch import nn
-from unsplit import Outcome, unsplit_step
-from workers import read_outcome, run_script, train
+from unsplit_reference import StepResult, unsplit_step
+from worker_processes import read_outcome, run_script, train
 
 import pipec
-from pipec.artifact.directory import read, write
+from pipec.artifact.artifact import read_artifact, write_artifact
 
 HERE = Path(__file__).parent
 ROOT = str(HERE.parent.parent)
@@ -33,7 +33,7 @@ X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 def test_a_rank_that_is_told_of_a_failure_closes_soon(gpu: torch.device) -> None:
     """Its abort waits for the GPU, which is busy; a drain notices within the interval of its watcher."""
     done = subprocess.run(
-        [sys.executable, HERE / "nccl_alone.py"],
+        [sys.executable, HERE / "single_rank_nccl_script.py"],
         env={**os.environ, "PYTHONPATH": ROOT},
         capture_output=True,
         text=True,
@@ -75,7 +75,7 @@ def losses_of_autograd() -> list[float]:
 def test_two_processes_with_a_gpu_each_train_over_nccl(
     two_devices: list[torch.device], tmp_path: Path
 ) -> None:
-    script = HERE.parent / "train.py"
+    script = HERE.parent / "helpers" / "train_script.py"
     printed = run_script(script, ["perceptron", "2", str(NUM_STEPS)], 2, tmp_path)
     losses = [float.fromhex(line.split()[1]) for line in printed.splitlines() if line.startswith("loss")]
     assert losses == pytest.approx(losses_of_autograd(), rel=1e-4)
@@ -98,7 +98,7 @@ def test_two_processes_train_as_one_does(
     assert train([artifact] * 2, {"input": X, "target": Y}, tmp_path) == ["", ""]
     found = read_outcome(tmp_path, 2)
     alone = pipec.load(artifact, ["cpu"] * 2)
-    expected = Outcome.of(alone.step(input=X, target=Y), alone)
+    expected = StepResult.of(alone.step(input=X, target=Y), alone)
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(dict(found.gradients), dict(expected.gradients))
 
@@ -107,10 +107,10 @@ def test_two_processes_train_as_one_does(
 def test_a_failing_rank_fails_the_other_with_its_error(
     two_devices: list[torch.device], artifact: Path, tmp_path: Path
 ) -> None:
-    broken, _ = read(artifact)
+    broken, _ = read_artifact(artifact)
     source = re.sub(r"(def backward\(.*\):\n)", r'\1    raise ValueError("broken")\n', broken.sources[1])
     tensors = safetensors.torch.load_file(artifact / "tensors.safetensors")
-    write(replace(broken, sources=(broken.sources[0], source)), artifact, tensors)
+    write_artifact(replace(broken, sources=(broken.sources[0], source)), artifact, tensors)
     first, failed = train([artifact] * 2, {"input": X, "target": Y}, tmp_path)
     assert failed.startswith("ExecutionError: rank 1, stage 1, microbatch 0, backward: ValueError: broken")
     assert first.startswith("TransportError: rank 0")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from zoo.families import cases, find
-from zoo.processes import run_all
+from zoo.process_pool import run_all
 from zoo.report import PAGE, replace_section, surprise, zoo_section
 
 RESULTS = Path("build") / "zoo.jsonl"

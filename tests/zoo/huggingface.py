@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.case import Case, Inputs
-from zoo.processes import results_in, run_all
+from zoo.model_case import Case, Inputs
+from zoo.process_pool import results_in, run_all
 from zoo.report import PAGE, counted, huggingface_section, replace_section
-from zoo.tiny import HEADS, PIXELS, TOKENS, answered, causal, classified, images, masked, tiny
+from zoo.tiny_transformers import HEADS, PIXELS, TOKENS, answered, causal, classified, images, masked, tiny
 
 RESULTS = Path("build") / "huggingface.jsonl"
 LIMIT = 300.0

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zoo.case import Case
-from zoo.trial import REFUSED, RIGHT, UNUSABLE, Result
+from zoo.comparison import REFUSED, RIGHT, UNUSABLE, Result
+from zoo.model_case import Case
 
 UNEVEN = 1.3
 """From where on stages count as uneven: the time of the slowest over the mean."""

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from pipec.capture.batch.call import (
+from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, SelectedRows, SumOverRows, Whole
+from pipec.capture.batch.operator_call import (
     NeedsMeanError,
     OperatorCall,
-    rows_among,
+    mixed_or_unproven,
+    per_row_among,
     tensors_in,
     truncates,
-    unknown_among,
 )
-from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
 
 ADDING = {"add", "sub", "rsub"}
 MULTIPLYING = {"mul"}
@@ -23,15 +23,15 @@ KEEPING = {
 """Operators that return the elements of their first argument, in another type perhaps."""
 
 
-def pointwise(call: OperatorCall) -> Value:
+def pointwise(call: OperatorCall) -> Dependence:
     """Each element of the result is made of the elements of the arguments at the same place."""
-    if unknown := unknown_among(call.values):
+    if unknown := mixed_or_unproven(call.values):
         return unknown
     if not _keeps(call):
-        call.require_no_numbers()
-    if any(isinstance(value, Picked) for value in call.values):
+        call.require_no_row_numbers()
+    if any(isinstance(value, SelectedRows) for value in call.values):
         return _of_picked(call)
-    if any(isinstance(value, Sum) for value in call.values):
+    if any(isinstance(value, SumOverRows) for value in call.values):
         return _of_sums(call)
     degree = _degree(call)
     if degree is None:
@@ -50,18 +50,18 @@ def _keeps(call: OperatorCall) -> bool:
     return call.name in KEEPING and not truncates(call.first, tensors_in(call.result)[0])
 
 
-def aligned_rows(call: OperatorCall) -> list[Rows] | None:
+def aligned_rows(call: OperatorCall) -> list[PerRow] | None:
     """The rows of the arguments along a dimension of the result; None if that is not one for all."""
     ndim = len(call.shape)
     aligned = [
         value.at(value.dim + ndim - tensor.ndim)
         for tensor, value in zip(call.tensors, call.values, strict=True)
-        if isinstance(value, Rows)
+        if isinstance(value, PerRow)
     ]
     return aligned if len({(x.dim, x.outer, x.inner) for x in aligned}) <= 1 else None
 
 
-def _fits(call: OperatorCall, rows: Rows) -> bool:
+def _fits(call: OperatorCall, rows: PerRow) -> bool:
     """Whether what is no row is the same for each of them."""
     from_end = len(call.shape) - rows.dim
     for tensor, value in zip(call.tensors, call.values, strict=True):
@@ -75,7 +75,7 @@ def _degree(call: OperatorCall) -> int | None:
     """The power of the number of rows in the result; None if it has no power of it as a factor."""
     degrees = []
     for value in call.values:
-        assert isinstance(value, Whole | Rows)
+        assert isinstance(value, Whole | PerRow)
         is_zero = isinstance(value, Whole) and value.fill == 0 and call.name in ADDING
         degrees += [] if is_zero else [value.degree]
     for number in call.numbers:
@@ -93,9 +93,9 @@ def _degree(call: OperatorCall) -> int | None:
     return 0 if not any(degrees) else None
 
 
-def _of_sums(call: OperatorCall) -> Value:
-    sums = [value for value in call.values if isinstance(value, Sum)]
-    if rows_among(call.values):
+def _of_sums(call: OperatorCall) -> Dependence:
+    sums = [value for value in call.values if isinstance(value, SumOverRows)]
+    if per_row_among(call.values):
         return call.mixed("combines rows with what is computed of all rows of a microbatch")
     numbers = [call.degree(number) for number in call.numbers]
     if None in numbers and call.name in MULTIPLYING | DIVIDING:
@@ -114,21 +114,21 @@ def _of_sums(call: OperatorCall) -> Value:
             return sums[0]
         if degrees == {0, MEAN.degree}:
             pairs = zip(call.tensors, call.values, strict=True)
-            raise NeedsMeanError([tensor for tensor, value in pairs if value == Sum()])
+            raise NeedsMeanError([tensor for tensor, value in pairs if value == SumOverRows()])
     others = sum(value.degree for value in call.values if isinstance(value, Whole))
     if call.name in MULTIPLYING and len(sums) == 1:
-        return Sum(sums[0].degree + others + sum(degree or 0 for degree in numbers))
+        return SumOverRows(sums[0].degree + others + sum(degree or 0 for degree in numbers))
     divides = call.name in DIVIDING and call.arguments.get("rounding_mode") is None
-    if divides and len(sums) == 1 and isinstance(call.values[0], Sum):
-        return Sum(sums[0].degree - others - sum(degree or 0 for degree in numbers))
+    if divides and len(sums) == 1 and isinstance(call.values[0], SumOverRows):
+        return SumOverRows(sums[0].degree - others - sum(degree or 0 for degree in numbers))
     return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
 
 
-def _of_picked(call: OperatorCall) -> Value:
-    if Picked(places=True) in call.values and not _keeps(call):
+def _of_picked(call: OperatorCall) -> Dependence:
+    if SelectedRows(are_indices=True) in call.values and not _keeps(call):
         return call.mixed("computes with the numbers of rows, counted from the first one of the microbatch")
-    if all(value == Picked() or isinstance(value, Whole) for value in call.values):
-        return Picked() if _degree_is_zero(call) else call.unproven()
+    if all(value == SelectedRows() or isinstance(value, Whole) for value in call.values):
+        return SelectedRows() if _degree_is_zero(call) else call.unproven()
     if len(call.values) == 1 and _keeps(call):
         return call.values[0]
     return call.unproven("computes with rows that values choose, and with others")

@@ -9,40 +9,40 @@ from collections.abc import Mapping
 from pipec.capture.batch import indexing as i
 from pipec.capture.batch import movement as m
 from pipec.capture.batch import reductions as r
-from pipec.capture.batch.call import OperatorCall, Rule, unknown_among
+from pipec.capture.batch.dependence import Dependence, PerRow, SelectedRows, Whole
+from pipec.capture.batch.operator_call import OperatorCall, Rule, mixed_or_unproven
 from pipec.capture.batch.pointwise import KEEPING, pointwise
-from pipec.capture.batch.values import Picked, Rows, Value, Whole
 
 
-def _drawn(call: OperatorCall) -> Value:
+def _drawn(call: OperatorCall) -> Dependence:
     """Random numbers in place of the elements of the first argument."""
-    value = call.value_of(call.first)
-    return value if isinstance(value, Rows | Whole) else Whole()
+    value = call.dependence_of(call.first)
+    return value if isinstance(value, PerRow | Whole) else Whole()
 
 
-def _permutation(call: OperatorCall) -> Value:
-    if any(map(call.is_tagged, call.shape)) or not call.symbolic:
+def _permutation(call: OperatorCall) -> Dependence:
+    if any(map(call.is_row_multiple, call.shape)) or not call.symbolic:
         return call.mixed("draws a permutation of the rows, of which a microbatch has only its own")
     return Whole()
 
 
-def _share(call: OperatorCall) -> Value:
+def _batch_fraction(call: OperatorCall) -> Dependence:
     """A microbatch's share of the rows, which grows with their number."""
     return Whole(degree=1)
 
 
-def _row_numbers(call: OperatorCall) -> Value:
+def _row_numbers(call: OperatorCall) -> Dependence:
     """What belongs to a row, once it counts from the first row of the batch."""
-    value = call.value_of(call.first)
-    return Rows(value.dim) if isinstance(value, Rows) else call.unproven()
+    value = call.dependence_of(call.first)
+    return PerRow(value.dim) if isinstance(value, PerRow) else call.unproven()
 
 
-def _ctc_loss(call: OperatorCall) -> tuple[Value, ...] | Value:
+def _ctc_loss(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
     scores, lengths = call.values[0], call.values[1:]
-    if unknown := unknown_among(call.values):
+    if unknown := mixed_or_unproven(call.values):
         return unknown
-    if scores == Rows(1) and all(value in (Rows(0), Picked()) for value in lengths):
-        return Rows(0)  # targets may stand one behind the other, as many as their lengths say
+    if scores == PerRow(1) and all(value in (PerRow(0), SelectedRows()) for value in lengths):
+        return PerRow(0)  # targets may stand one behind the other, as many as their lengths say
     return call.unproven()
 
 
@@ -70,7 +70,7 @@ _CREATES = (
     *("fill", "zero"),
 )
 
-UNIFORM = {name for name in _CREATES if "rand" not in name and "empty" not in name}
+CONSTANT_FILLS = {name for name in _CREATES if "rand" not in name and "empty" not in name}
 """Operators whose result has one number everywhere."""
 
 _DRAWS = (
@@ -125,16 +125,16 @@ _ELEMENTWISE = (
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(KEEPING, pointwise),
     **dict.fromkeys(_ELEMENTWISE, pointwise),
-    **dict.fromkeys(_MOVES, m.moved),
-    **dict.fromkeys(("cat", "stack"), m.joined),
-    **dict.fromkeys(_CREATES, m.created),
+    **dict.fromkeys(_MOVES, m.move),
+    **dict.fromkeys(("cat", "stack"), m.concatenate),
+    **dict.fromkeys(_CREATES, m.create),
     **dict.fromkeys(_DRAWS, _drawn),
-    **dict.fromkeys(("sum", "mean"), r.added_up),
-    **dict.fromkeys(_REDUCES, r.reduced),
-    **dict.fromkeys(_ALONG, r.along),
-    **dict.fromkeys(_BY_REDUCTION, r.by_reduction),
+    **dict.fromkeys(("sum", "mean"), r.sum_or_mean),
+    **dict.fromkeys(_REDUCES, r.reduction),
+    **dict.fromkeys(_ALONG, r.along_dim),
+    **dict.fromkeys(_BY_REDUCTION, r.elementwise_loss),
     **dict.fromkeys(("multi_margin_loss", "multilabel_margin_loss_forward"), r.margin_loss),
-    **dict.fromkeys(_MATRICES, r.on_last(2)),
+    **dict.fromkeys(_MATRICES, r.within_last_dims(2)),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm"), r.product),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), r.nll_loss),
     **dict.fromkeys(
@@ -145,7 +145,7 @@ RULES: Mapping[str, Rule] = {
         r.batch_norm,
     ),
     **dict.fromkeys(("histc", "bincount"), r.histogram),
-    **dict.fromkeys(("searchsorted", "bucketize"), r.searched),
+    **dict.fromkeys(("searchsorted", "bucketize"), r.search_sorted),
     **dict.fromkeys(("_cdist_forward", "_euclidean_dist"), r.pairwise),
     **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), r.convolution),
     **dict.fromkeys(
@@ -156,50 +156,57 @@ RULES: Mapping[str, Rule] = {
         r.attention,
     ),
     **dict.fromkeys(
-        ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"), i.scattered
+        ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"), i.scatter
     ),
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), i.index_put),
     **dict.fromkeys(("index", "_unsafe_index"), i.index),
-    **dict.fromkeys(("nonzero", "argwhere"), i.places),
-    **{f"upsample_{kind}": r.on_last(n) for kind, n in (("nearest1d", 1), ("linear1d", 1), ("nearest2d", 2))},
-    **{f"upsample_{kind}2d": r.on_last(2) for kind in ("bilinear", "bicubic", "trilinear")},
-    **{f"_upsample_{kind}2d_aa": r.on_last(2) for kind in ("bilinear", "bicubic")},
-    **{f"_upsample_nearest_exact{n}d": r.on_last(n) for n in (1, 2, 3)},
-    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d"), r.on_last(3)),
-    **{f"{kind}{n}d": r.on_last(n) for kind in ("reflection_pad", "replication_pad") for n in (1, 2, 3)},
+    **dict.fromkeys(("nonzero", "argwhere"), i.nonzero),
     **{
-        f"{kind}{n}d{rest}": r.on_last(n)
+        f"upsample_{kind}": r.within_last_dims(n)
+        for kind, n in (("nearest1d", 1), ("linear1d", 1), ("nearest2d", 2))
+    },
+    **{f"upsample_{kind}2d": r.within_last_dims(2) for kind in ("bilinear", "bicubic", "trilinear")},
+    **{f"_upsample_{kind}2d_aa": r.within_last_dims(2) for kind in ("bilinear", "bicubic")},
+    **{f"_upsample_nearest_exact{n}d": r.within_last_dims(n) for n in (1, 2, 3)},
+    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d"), r.within_last_dims(3)),
+    **{
+        f"{kind}{n}d": r.within_last_dims(n)
+        for kind in ("reflection_pad", "replication_pad")
+        for n in (1, 2, 3)
+    },
+    **{
+        f"{kind}{n}d{rest}": r.within_last_dims(n)
         for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
         for n in (1, 2, 3)
         for rest in ("", "_with_indices")
     },
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "im2col"), r.on_last(3)),
-    **dict.fromkeys(("fractional_max_pool2d", "max_unpool2d", "col2im"), r.on_last(2)),
-    "grid_sampler_2d": r.on_last(3),
-    "grid_sampler_3d": r.on_last(4),
-    "affine_grid_generator": r.on_last(2),
-    "expand": m.expanded,
-    "repeat": m.repeated,
-    "constant_pad_nd": m.padded,
-    "arange": m.numbered,
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "im2col"), r.within_last_dims(3)),
+    **dict.fromkeys(("fractional_max_pool2d", "max_unpool2d", "col2im"), r.within_last_dims(2)),
+    "grid_sampler_2d": r.within_last_dims(3),
+    "grid_sampler_3d": r.within_last_dims(4),
+    "affine_grid_generator": r.within_last_dims(2),
+    "expand": m.expand,
+    "repeat": m.repeat,
+    "constant_pad_nd": m.pad,
+    "arange": m.arange,
     "randperm": _permutation,
-    "count_nonzero": r.counted,
+    "count_nonzero": r.count,
     "native_layer_norm": r.layer_norm,
     "_fused_rms_norm": r.layer_norm,
     "native_group_norm": r.group_norm,
-    "multinomial": r.on_last(1),
+    "multinomial": r.within_last_dims(1),
     "_ctc_loss": _ctc_loss,
     "embedding": i.embedding,
     "index_select": i.index_select,
     "gather": i.gather,
-    "masked_select": i.picked,
+    "masked_select": i.masked_select,
     "masked_scatter": i.masked_scatter,
-    "pipec::of_batch": lambda call: Whole(),
-    "pipec::share": _share,
+    "pipec::batch_counts": lambda call: Whole(),
+    "pipec::batch_fraction": _batch_fraction,
     "pipec::row_numbers": _row_numbers,
     "pipec::onednn_lstm": r.recurrence,
     "pipec::recurrence": r.recurrence,
-    "pipec::result": lambda call: call.values[0],
+    "pipec::output_merge": lambda call: call.values[0],
 }
 """By name, without the underscore of those that write into their first argument."""
 
@@ -210,11 +217,11 @@ KEEP_POWERS = {
     *("cat", "stack", "expand", "repeat", "constant_pad_nd", "sum", "mean", "count_nonzero"),
     *("mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm"),
     *("embedding", "index_select", "index", "_unsafe_index", "gather"),
-    *("pipec::of_batch", "pipec::share", "pipec::row_numbers", "pipec::result"),
+    *("pipec::batch_counts", "pipec::batch_fraction", "pipec::row_numbers", "pipec::output_merge"),
 }
 """Operators, besides elementwise ones, whose rule knows what becomes of a power of the number of rows."""
 
-READ_SIZES = {
+READS_ROW_COUNT = {
     *_MOVES,
     *_CREATES,
     *_DRAWS,
@@ -236,8 +243,8 @@ READ_SIZES = {
 }
 """Operators whose rule knows what to make of an argument that comes from the number of rows."""
 
-READ_NO_VALUES = {name for name in _CREATES if name.endswith("_like") or name.startswith("new_")}
-READ_NO_VALUES |= {"fill", "zero", "pipec::of_batch"}
+IGNORES_VALUES = {name for name in _CREATES if name.endswith("_like") or name.startswith("new_")}
+IGNORES_VALUES |= {"fill", "zero", "pipec::batch_counts"}
 """Operators whose result does not depend on the values that their first argument has here."""
 
 

@@ -1,4 +1,4 @@
-"""Rows that are brought into the order of whole numbers and back, as mixtures of experts do with tokens.
+"""Sorting rows by integer keys and putting them back, as mixtures of experts do with tokens.
 
 What is sorted has ``inner`` elements for each row. This is followed, under any names::
 
@@ -6,10 +6,10 @@ What is sorted has ``inner`` elements for each row. This is followed, under any 
     x = tokens[order // 2]                                 ORDER, divided, and ROWS
     y = grouped_mm(x, weights, bincount(keys).cumsum(0))   COUNTS, ENDS, ROWS
     back[order] = arange(len(order))                       INVERSE
-    z = y[back]                                            rows again, as ``Rows``
+    z = y[back]                                            rows again, as ``PerRow``
 
-Every sort has a number of its own, ``Sorted.by``: what is in the order of one does not meet another. Only
-arithmetic that computes each element by itself is done in between.
+Every sort has a number of its own, ``SortedRows.sort_id``: what is in the order of one is never combined with
+another. Only arithmetic that computes each element by itself is done in between.
 """
 
 import itertools
@@ -17,9 +17,18 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pipec.capture.batch.call import OperatorCall, Rule
+from pipec.capture.batch.dependence import (
+    Dependence,
+    MixedRows,
+    PerRow,
+    SortedContent,
+    SortedRows,
+    SumOverRows,
+    Unproven,
+    Whole,
+)
+from pipec.capture.batch.operator_call import OperatorCall, Rule
 from pipec.capture.batch.pointwise import KEEPING
-from pipec.capture.batch.values import Holds, Mixed, Rows, Sorted, Sum, Unproven, Value, Whole
 
 IN_ORDER = 0
 """The number of the order that rows have anyway."""
@@ -29,20 +38,20 @@ _OTHERWISE = "sorts rows, or computes with sorted ones, and nothing shows that t
 _numbers = itertools.count(IN_ORDER + 1)
 
 
-def sorted_by(call: OperatorCall) -> tuple[Value, ...] | None:
+def sort_results(call: OperatorCall) -> tuple[Dependence, ...] | None:
     """The results of sorting whole numbers in ascending order; None if it is not known what that does."""
-    keys, value = call.first, call.value_of(call.first)
-    is_plain = isinstance(value, Rows) and value == Rows(0, 1, value.inner)
+    keys, value = call.first, call.dependence_of(call.first)
+    is_plain = isinstance(value, PerRow) and value == PerRow(0, 1, value.inner)
     if not is_plain or keys.ndim != 1 or keys.is_floating_point() or not call.symbolic:
         return None
     if call.name != "sort" or call.arguments.get("descending"):
         return None
-    assert isinstance(value, Rows)
+    assert isinstance(value, PerRow)
     by = next(_numbers)
-    return Sorted(by, value.inner, Holds.KEYS), Sorted(by, value.inner, Holds.ORDER)
+    return SortedRows(by, value.inner, SortedContent.KEYS), SortedRows(by, value.inner, SortedContent.ORDER)
 
 
-def of_sorted(call: OperatorCall) -> Value | tuple[Value, ...] | None:
+def sorted_rule(call: OperatorCall) -> Dependence | tuple[Dependence, ...] | None:
     """What a call makes of the results of a sort, besides arithmetic with rows; None for all other calls."""
     if call.name in KEEPING and len(call.values) == 1:
         return call.values[0]
@@ -54,7 +63,7 @@ def of_sorted(call: OperatorCall) -> Value | tuple[Value, ...] | None:
         case "histc" | "bincount":
             return _counts(call)
         case "cumsum" if call.first.ndim == 1:
-            return _changed(call, Holds.COUNTS, Holds.ENDS)
+            return _changed(call, SortedContent.COUNTS, SortedContent.ENDS)
         case "_grouped_mm" | "transformers::grouped_mm_fallback":
             return _by_group(call)
         case "index" | "_unsafe_index" | "index_select":
@@ -66,49 +75,61 @@ def of_sorted(call: OperatorCall) -> Value | tuple[Value, ...] | None:
     return None
 
 
-def by_place(call: OperatorCall, rule: Rule) -> Value | tuple[Value, ...]:
+def apply_in_sorted_order(call: OperatorCall, rule: Rule) -> Dependence | tuple[Dependence, ...]:
     """What a rule for rows makes of sorted ones: each element is computed by itself, wherever it is."""
-    sorts = {(v.by, v.inner) for v in call.values if isinstance(v, Sorted)}
-    others = [v for v in call.values if not (isinstance(v, Sorted) and v.holds in (Holds.ROWS, Holds.KEYS))]
+    sorts = {(v.sort_id, v.inner) for v in call.values if isinstance(v, SortedRows)}
+    others = [
+        v
+        for v in call.values
+        if not (isinstance(v, SortedRows) and v.content in (SortedContent.ROWS, SortedContent.KEYS))
+    ]
     if len(sorts) > 1 or not all(isinstance(v, Whole) for v in others):
         return call.mixed("computes with sorted rows, and with what has another order")
     if "batch_norm" in call.name:
         return call.mixed("normalises sorted rows")
     ((by, inner),) = sorts
-    rows = Rows(0, 1, inner)
+    rows = PerRow(0, 1, inner)
 
-    def value_of(tensor: Tensor) -> Value:
-        value = call.value_of(tensor)
-        return rows if isinstance(value, Sorted) else value
+    def dependence_of(tensor: Tensor) -> Dependence:
+        value = call.dependence_of(tensor)
+        return rows if isinstance(value, SortedRows) else value
 
-    def in_order(value: Value) -> Value:
+    def in_order(value: Dependence) -> Dependence:
         if value == rows:
-            return Sorted(by, inner, Holds.ROWS)
-        return value if isinstance(value, Sum | Whole | Mixed | Unproven) else call.mixed("moves sorted rows")
+            return SortedRows(by, inner, SortedContent.ROWS)
+        return (
+            value
+            if isinstance(value, SumOverRows | Whole | MixedRows | Unproven)
+            else call.mixed("moves sorted rows")
+        )
 
-    found = rule(replace(call, value_of=value_of))
+    found = rule(replace(call, dependence_of=dependence_of))
     return tuple(map(in_order, found)) if isinstance(found, tuple) else in_order(found)
 
 
-def _sorted_back(call: OperatorCall) -> Value:
+def _sorted_back(call: OperatorCall) -> Dependence:
     """``order.sort().indices``"""
-    order = call.value_of(call.first)
-    if isinstance(order, Sorted) and order == order.of(Holds.ORDER) and not call.arguments.get("descending"):
-        return order.of(Holds.INVERSE)
+    order = call.dependence_of(call.first)
+    if (
+        isinstance(order, SortedRows)
+        and order == order.of(SortedContent.ORDER)
+        and not call.arguments.get("descending")
+    ):
+        return order.of(SortedContent.INVERSE)
     return call.mixed(_OTHERWISE)
 
 
-def _changed(call: OperatorCall, old: Holds, new: Holds) -> Value:
-    value = call.value_of(call.first)
-    if isinstance(value, Sorted) and value.holds is old and len(call.values) == 1:
+def _changed(call: OperatorCall, old: SortedContent, new: SortedContent) -> Dependence:
+    value = call.dependence_of(call.first)
+    if isinstance(value, SortedRows) and value.content is old and len(call.values) == 1:
         return value.of(new)
     return call.mixed(_OTHERWISE)
 
 
-def _divided(call: OperatorCall) -> Value | None:
+def _divided(call: OperatorCall) -> Dependence | None:
     """``order // 2``: which pair of elements each belongs to, such as the two choices of a token."""
     value, divisors = call.values[0], [x for x in call.numbers if isinstance(x, int)]
-    if not isinstance(value, Sorted) or value.holds is not Holds.ORDER:
+    if not isinstance(value, SortedRows) or value.content is not SortedContent.ORDER:
         return None
     floors = call.name == "floor_divide" or call.arguments.get("rounding_mode") in ("floor", "trunc")
     if len(call.values) == 1 and floors and len(divisors) == 1 and divisors[0] > 0:
@@ -118,67 +139,67 @@ def _divided(call: OperatorCall) -> Value | None:
     return call.mixed("computes with the places of sorted rows")
 
 
-def _counts(call: OperatorCall) -> Value:
+def _counts(call: OperatorCall) -> Dependence:
     """How many elements have each key, which is taken to be no less than the lower limit of ``histc``.
 
     Without limits ``histc`` takes the smallest key of the microbatch for one.
     """
     has_limits = call.name == "bincount" or call.arguments.get("min") != call.arguments.get("max")
-    counted = _changed(call, Holds.KEYS, Holds.COUNTS)
+    counted = _changed(call, SortedContent.KEYS, SortedContent.COUNTS)
     return counted if has_limits else call.mixed(_OTHERWISE)
 
 
-def _by_group(call: OperatorCall) -> Value:
+def _by_group(call: OperatorCall) -> Dependence:
     """Each row times the matrix of its group; the groups end where the counts of the keys say."""
     if len(call.values) != 3:
         return call.mixed(_OTHERWISE)
     x, weights, ends = call.values
-    if not isinstance(x, Sorted) or x.holds is not Holds.ROWS or weights != Whole():
+    if not isinstance(x, SortedRows) or x.content is not SortedContent.ROWS or weights != Whole():
         return call.mixed(_OTHERWISE)
-    return x if ends == x.of(Holds.ENDS) else call.mixed(_OTHERWISE)
+    return x if ends == x.of(SortedContent.ENDS) else call.mixed(_OTHERWISE)
 
 
-def _index(call: OperatorCall) -> Sorted | None:
+def _index(call: OperatorCall) -> SortedRows | None:
     """What the one index is, along dimension 0; None if there are others, or if it is not of a sort."""
     if call.name in ("index_select", "index_add"):
         index = call["index"] if call["dim"] == 0 else None
     else:
         given = list(call["indices"])
         index = given[0] if given and all(x is None for x in given[1:]) else None
-    value = call.value_of(index) if index is not None and index.ndim == 1 else None
-    return value if isinstance(value, Sorted) else None
+    value = call.dependence_of(index) if index is not None and index.ndim == 1 else None
+    return value if isinstance(value, SortedRows) else None
 
 
-def _looked_up(call: OperatorCall) -> Value | None:
+def _looked_up(call: OperatorCall) -> Dependence | None:
     """``x[order]``, ``x[order // 2]``, ``table[keys]`` and ``y[back]``."""
-    source, at = call.value_of(call["self"]), _index(call)
+    source, at = call.dependence_of(call["self"]), _index(call)
     if at is None:
         return call.mixed("looks up sorted rows by their places")
-    rows = Rows(0, 1, at.inner)
-    if at.holds is Holds.INVERSE:
-        return rows if source == at.of(Holds.ROWS) else call.mixed("puts other rows back")
-    is_own = at.holds is Holds.ORDER and source == Rows(0, 1, at.inner // at.divisor)
-    is_table = at.holds in (Holds.KEYS, Holds.ROWS) and source == Whole()
+    rows = PerRow(0, 1, at.inner)
+    if at.content is SortedContent.INVERSE:
+        return rows if source == at.of(SortedContent.ROWS) else call.mixed("puts other rows back")
+    is_own = at.content is SortedContent.ORDER and source == PerRow(0, 1, at.inner // at.divisor)
+    is_table = at.content in (SortedContent.KEYS, SortedContent.ROWS) and source == Whole()
     if not is_own and not is_table:
         return call.mixed("looks up by sorted numbers")
-    return rows if at.by == IN_ORDER else at.of(Holds.ROWS)
+    return rows if at.sort_id == IN_ORDER else at.of(SortedContent.ROWS)
 
 
-def _put(call: OperatorCall) -> Value:
+def _put(call: OperatorCall) -> Dependence:
     """``back[order] = arange(len(order))``, or ``z[order] = y``, which overwrite all that was there."""
-    at, value = _index(call), call.value_of(call["values"])
-    if at is not None and at == at.of(Holds.ORDER) and not call.arguments.get("accumulate"):
-        if value in (Sorted(IN_ORDER, at.inner, Holds.ORDER), Rows(0, numbers=True)):
-            return at.of(Holds.INVERSE)
-        if value == at.of(Holds.ROWS):
-            return Rows(0, 1, at.inner)
+    at, value = _index(call), call.dependence_of(call["values"])
+    if at is not None and at == at.of(SortedContent.ORDER) and not call.arguments.get("accumulate"):
+        if value in (SortedRows(IN_ORDER, at.inner, SortedContent.ORDER), PerRow(0, is_row_number=True)):
+            return at.of(SortedContent.INVERSE)
+        if value == at.of(SortedContent.ROWS):
+            return PerRow(0, 1, at.inner)
     return call.mixed("writes to the places of sorted rows")
 
 
-def _added(call: OperatorCall) -> Value:
+def _added(call: OperatorCall) -> Dependence:
     """``index_add(0, order // 2, y)`` adds to each element what was made of it."""
-    at, source, target = _index(call), call.value_of(call["source"]), call.value_of(call["self"])
-    if at is None or at.holds is not Holds.ORDER or source != at.of(Holds.ROWS):
+    at, source, target = _index(call), call.dependence_of(call["source"]), call.dependence_of(call["self"])
+    if at is None or at.content is not SortedContent.ORDER or source != at.of(SortedContent.ROWS):
         return call.mixed("adds sorted rows to others")
-    is_own = target == Rows(0, 1, at.inner // at.divisor)
+    is_own = target == PerRow(0, 1, at.inner // at.divisor)
     return target if is_own else call.mixed("adds sorted rows to others")

@@ -11,19 +11,19 @@ import logging
 import os
 import platform
 
-from pipec.ir import MAPPED_BYTES
+from pipec.ir import MMAP_THRESHOLD_BYTES
 
 log = logging.getLogger("pipec")
 
 _SETTINGS = {
-    "M_MMAP_THRESHOLD": (-3, MAPPED_BYTES),
+    "M_MMAP_THRESHOLD": (-3, MMAP_THRESHOLD_BYTES),
     "M_TRIM_THRESHOLD": (-1, 1 << 30),
 }
 """Parameters of ``mallopt`` with their numbers in ``malloc.h``, and bytes."""
 
 
 @functools.cache
-def keep_freed_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Tell glibc to keep freed blocks of up to 32 MiB, and 1 GiB of them. Return whether it does.
 
     A user's own settings are left alone: the environment variables ``MALLOC_...`` and ``GLIBC_TUNABLES``.

@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipec.ir import RankMemory
 from pipec.runtime.memory.storage import tensors_in
 
-Held = Mapping[str, Iterable[Tensor]]
-"""Tensors by what they are for: kinds of ``pipec.ir.memory.KINDS``."""
+TensorsByUse = Mapping[str, Iterable[Tensor]]
+"""Tensors by what they are for: kinds of ``pipec.ir.memory_figures.MEMORY_CATEGORIES``."""
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Measures the rank whose program this thread executes inside a ``with``."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *raised: object) -> None: ...
 
-    def begin(self, held: Held) -> None:
+    def begin(self, held: TensorsByUse) -> None:
         """Count what the rank holds before its first instruction."""
 
     def note(self, host_bytes: int = 0) -> None:
@@ -35,12 +35,12 @@ class Meter(Protocol):
         """What was measured. Whatever the step itself has made is of kind "step"."""
 
 
-def make_meter(device: torch.device, is_shared: bool) -> Meter:
+def make_memory_meter(device: torch.device, is_shared: bool) -> MemoryMeter:
     """The meter of a rank. Ranks that share a GPU count their tensors: its allocator has one count."""
-    return CudaMeter(device) if device.type == "cuda" and not is_shared else TensorMeter()
+    return CudaMemoryMeter(device) if device.type == "cuda" and not is_shared else TensorMemoryMeter()
 
 
-def current_meter() -> "TensorMeter | None":
+def current_memory_meter() -> "TensorMemoryMeter | None":
     """The meter that counts the tensors of this thread, if one does."""
     return getattr(_current, "meter", None)
 
@@ -50,7 +50,7 @@ _current = threading.local()
 
 def uncounted() -> AbstractContextManager[None]:
     """Let nothing be counted for this thread's rank inside a ``with``."""
-    meter = current_meter()
+    meter = current_memory_meter()
     return meter.paused() if meter else nullcontext()
 
 
@@ -75,7 +75,7 @@ class _Readings:
         return RankMemory(rank, parts, peak, host_bytes=self._host_bytes, most=most, after=after)
 
 
-class CudaMeter:
+class CudaMemoryMeter:
     """What the allocator of one GPU says, beside the tensors that were there at first."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class CudaMeter:
     def __exit__(self, *raised: object) -> None:
         """Leave nothing behind: the allocator counts all the time."""
 
-    def begin(self, held: Held) -> None:
+    def begin(self, held: TensorsByUse) -> None:
         self._readings.first = {
             kind: sum(storage.nbytes() for storage in found) for kind, found in _apart(held).items()
         }
@@ -104,7 +104,7 @@ class CudaMeter:
         return self._readings.memory(rank)
 
 
-class TensorMeter(TorchDispatchMode):
+class TensorMemoryMeter(TorchDispatchMode):
     """Counts the memory of the tensors that this thread's operators make, for as long as anybody has it.
 
     A view is no memory of its own, and keeps that of its base. What kernels take inside is not seen.
@@ -140,7 +140,7 @@ class TensorMeter(TorchDispatchMode):
                     self._count(storage)
         return result
 
-    def begin(self, held: Held) -> None:
+    def begin(self, held: TensorsByUse) -> None:
         for kind, found in _apart(held).items():
             before = self._now
             for storage in found:
@@ -179,7 +179,7 @@ class TensorMeter(TorchDispatchMode):
             self._now -= size
 
 
-def _apart(held: Held) -> dict[str, list[torch.UntypedStorage]]:
+def _apart(held: TensorsByUse) -> dict[str, list[torch.UntypedStorage]]:
     """The memory of each kind. What serves several counts for the first of them."""
     known = set[int]()
     found: dict[str, list[torch.UntypedStorage]] = {}

@@ -22,15 +22,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def is_exclusive(tensor: Tensor) -> bool:
     """Whether no other tensor shares the memory of ``tensor``: no view, no alias, no transfer under way."""
-    return num_holders(tensor) == 1
+    return num_aliases(tensor) == 1
 
 
-def num_holders(tensor: Tensor) -> int:
+def num_aliases(tensor: Tensor) -> int:
     """How many tensors share the memory of ``tensor``. The handle that is made to ask counts as well."""
-    return num_users(tensor.untyped_storage()) - 1
+    return storage_use_count(tensor.untyped_storage()) - 1
 
 
-def num_users(storage: torch.UntypedStorage) -> int:
+def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors, and whoever else, have this memory; ``storage`` itself is one."""
     return _storage_use_count(storage._cdata)
 

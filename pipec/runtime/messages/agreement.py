@@ -1,8 +1,8 @@
-"""What the processes of a pipeline tell each other beside its messages: facts to compare, and whole tensors.
+"""What the processes of a pipeline exchange beside its messages: descriptions of calls, and whole tensors.
 
 All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
 digest of what each was given, and some numbers, such as rank 0's seed. Only if digests differ do they also
-exchange the facts themselves. Between ranks of one host these bytes go over a socket of theirs.
+exchange the descriptions themselves. Ranks of one host have a socket for these bytes.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, TransportError
+from pipec.runtime.messages.call_description import CallDescription, full_digest
 from pipec.runtime.messages.connections import Connections
-from pipec.runtime.messages.distributed import TorchDistributed
-from pipec.runtime.messages.facts import Facts, whole_digest
-from pipec.runtime.processes.stops import STOPS
+from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 S = TypeVar("S")
 
@@ -35,121 +35,130 @@ _TAG = 2**31 - 2
 _NUM_ANNOUNCEMENTS = 2**12
 """Tags of announcements."""
 
-Refusal = Callable[[Sequence[Facts]], str]
-"""Says what is wrong, and what to do, from the facts of every rank."""
+MismatchMessage = Callable[[Sequence[CallDescription]], str]
+"""Says what is wrong, and what to do, from the description of every rank."""
 
 
-class Presence(IntEnum):
+class CallRole(IntEnum):
     """What a rank says of a call: all ranks make it, or those that have joined need not; or that it has."""
 
-    NEEDED = 0
+    REQUIRED = 0
     OPTIONAL = 1
     JOINED = 2
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank told the others beside its facts.
+class RankReply:
+    """What a rank sends the others with the digest of its call.
 
-    Whether it has joined, the signal that asks it to stop, and five notes; 0 stands for none.
+    Whether it has joined, the signal that asks it to stop, and five ``reply_values``; 0 stands for none.
     """
 
     joined: bool
     stop: int
-    notes: list[int]
+    reply_values: list[int]
 
 
 class Agreement:
     """This process's part. Its errors close ``transport``, unless every rank raises the same one."""
 
-    def __init__(self, transport: TorchDistributed, timeout: float) -> None:
+    def __init__(self, transport: DistributedTransport, timeout: float) -> None:
         self._transport = transport
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
-        self._near = transport.near()
-        self._far = [peer for peer in self._peers if peer not in self._near]
+        self._same_host = transport.connect_same_host()
+        self._other_hosts = [peer for peer in self._peers if peer not in self._same_host]
         self._gloo = (
             transport.gloo_connections()
             if transport.device.type == "cuda"  # whose connections carry no CPU tensors
             else None
         )
 
-    def require(
+    def require_same_call(
         self,
-        doing: str,
-        facts: Facts,
-        refusal: Refusal,
-        notes: Sequence[int] = (),
-        presence: Presence = Presence.NEEDED,
-    ) -> list[Told]:
-        """Check that every rank has the same ``facts``; returns what each told beside them.
+        activity: str,
+        call_description: CallDescription,
+        mismatch_message: MismatchMessage,
+        reply_values: Sequence[int] = (),
+        call_role: CallRole = CallRole.REQUIRED,
+    ) -> list[RankReply]:
+        """Check that every rank has the same ``call_description``; returns the reply of each.
 
-        A rank that has joined has facts of its own, which fit to those of ranks that do without it.
+        A rank that has joined has a description of its own, which fits those of ranks that do without it.
 
         Raises:
             InputError: they differ. Every rank raises it, and may go on.
             TransportError: some rank does not call this.
         """
-        padding = [0] * (_MOST_NOTES - len(notes))
-        own = _ROW.pack(*_digest(facts), presence, STOPS.asked, *notes, *padding)
-        rows = [[*_ROW.unpack(row)] for row in self._exchange_rows(doing, own)]
-        strict = any(row[2] == Presence.NEEDED for row in rows)
-        compared = [row[:2] for row in rows if strict or row[2] != Presence.JOINED]
+        padding = [0] * (_MAX_REPLY_VALUES - len(reply_values))
+        own = _ROW.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *reply_values, *padding)
+        rows = [[*_ROW.unpack(row)] for row in self._all_gather_bytes(activity, own)]
+        strict = any(row[2] == CallRole.REQUIRED for row in rows)
+        compared = [row[:2] for row in rows if strict or row[2] != CallRole.JOINED]
         if any(each != compared[0] for each in compared):
-            self.refuse(facts, refusal)
-        return [Told(row[2] == Presence.JOINED, row[3], row[4:]) for row in rows]
+            self.raise_mismatch(call_description, mismatch_message)
+        return [RankReply(row[2] == CallRole.JOINED, row[3], row[4:]) for row in rows]
 
-    def refuse(self, facts: Facts, refusal: Refusal) -> NoReturn:
-        """Raise InputError on every rank, all of which call this. It says what is wrong with their facts."""
-        raise InputError(refusal([json.loads(text) for text in self._transport.gather(json.dumps(facts))]))
+    def raise_mismatch(
+        self, call_description: CallDescription, mismatch_message: MismatchMessage
+    ) -> NoReturn:
+        """Raise InputError on every rank, all of which call this. It says how their descriptions differ."""
+        raise InputError(
+            mismatch_message(
+                [json.loads(text) for text in self._transport.all_gather_text(json.dumps(call_description))]
+            )
+        )
 
-    def flags(self, own: Sequence[bool]) -> list[list[bool]]:
+    def all_gather_flags(self, own: Sequence[bool]) -> list[list[bool]]:
         """The flags of each rank, on every rank."""
-        return [json.loads(text) for text in self._transport.gather(json.dumps(own))]
+        return [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
 
-    def exchange(self, doing: str, own: Tensor) -> list[Tensor]:
+    def all_gather(self, activity: str, own: Tensor) -> list[Tensor]:
         """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""
-        return self.exchanging(doing, own)()
+        return self.start_all_gather(activity, own)()
 
-    def _exchange_rows(self, doing: str, own: bytes) -> list[bytes]:
+    def _all_gather_bytes(self, activity: str, own: bytes) -> list[bytes]:
         """A few bytes of each rank, on every rank."""
         found = {self._transport.rank: own}
-        for peer, socket in self._near.items():
+        for peer, socket in self._same_host.items():
             try:
                 socket.send(own)
             except (TimeoutError, ConnectionError):
-                with self._together_with(peer, doing):
+                with self._together_with(peer, activity):
                     raise
-        wait = self._exchanging_far(doing, own) if self._far else dict
-        for peer, socket in self._near.items():
-            with self._together_with(peer, doing):
+        wait = self._start_all_gather_bytes(activity, own) if self._other_hosts else dict
+        for peer, socket in self._same_host.items():
+            with self._together_with(peer, activity):
                 found[peer] = socket.receive(len(own))
         found |= wait()
         return [found[rank] for rank in range(len(found))]
 
-    def _exchanging_far(self, doing: str, own: bytes) -> Callable[[], dict[int, bytes]]:
+    def _start_all_gather_bytes(self, activity: str, own: bytes) -> Callable[[], dict[int, bytes]]:
         """Start to exchange bytes with ranks that share no memory with this one."""
-        wait = self.exchanging(doing, torch.tensor([*own], dtype=torch.uint8), to=self._far)
+        wait = self.start_all_gather(activity, torch.tensor([*own], dtype=torch.uint8), to=self._other_hosts)
 
         def received() -> dict[int, bytes]:
             rows = wait()
-            return {peer: bytes(rows[peer].tolist()) for peer in self._far}
+            return {peer: bytes(rows[peer].tolist()) for peer in self._other_hosts}
 
         return received
 
-    def announce(self, doing: str, number: int, facts: Facts) -> Callable[[], bool]:
-        """Tell the others ``facts`` without waiting; returns what waits for theirs and says if all go on.
+    def start_comparison(
+        self, activity: str, number: int, call_description: CallDescription
+    ) -> Callable[[], bool]:
+        """Send ``call_description`` without waiting; returns what waits for the others' and says if all go
+        on.
 
-        They do if all facts are alike, and no rank had been sent a signal that asks it to stop.
+        They do if all descriptions are equal, and no rank had been sent a signal that asks it to stop.
         ``number`` counts announcements. Some ranks may be as many ahead of others as there are tags.
         """
-        own = torch.tensor([*_digest(facts), STOPS.asked])
-        going_on = torch.tensor([*_digest(facts), 0])
-        wait = self.exchanging(doing, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
+        own = torch.tensor([*_digest(call_description), STOP_SIGNALS.pending])
+        going_on = torch.tensor([*_digest(call_description), 0])
+        wait = self.start_all_gather(activity, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
         return lambda: all(torch.equal(each, going_on) for each in wait())
 
-    def exchanging(
-        self, doing: str, own: Tensor, tag: int = _TAG, to: Sequence[int] | None = None
+    def start_all_gather(
+        self, activity: str, own: Tensor, tag: int = _TAG, to: Sequence[int] | None = None
     ) -> Callable[[], list[Tensor]]:
         """Start to exchange tensors, ``to`` these ranks or all; returns what waits for theirs."""
         rank = self._transport.rank
@@ -158,20 +167,22 @@ class Agreement:
         ]
         waits = []
         for peer in self._peers if to is None else to:
-            with self._together_with(peer, doing) as via:
+            with self._together_with(peer, activity) as via:
                 waits.append((peer, via.receive(found[peer], peer, tag)))
                 via.send([own], peer, tag)
 
         def wait() -> list[Tensor]:
             for peer, work in waits:
-                with self._together_with(peer, doing) as via:
+                with self._together_with(peer, activity) as via:
                     via.wait(work)
             waits.clear()
             return found
 
         return wait
 
-    def sent_by(self, owner: int, doing: str, tensor: Tensor, to: Sequence[int] | None = None) -> Tensor:
+    def broadcast_tensor(
+        self, owner: int, activity: str, tensor: Tensor, to: Sequence[int] | None = None
+    ) -> Tensor:
         """The values of the owner's tensor, on the ranks ``to`` (None: on all); others keep their own."""
         rank, readers = self._transport.rank, self._peers if to is None else to
         if not tensor.numel() or (rank != owner and to is not None and rank not in to):
@@ -179,43 +190,45 @@ class Agreement:
         if rank == owner:
             flat = tensor.detach().cpu().contiguous().flatten()
             for peer in readers:
-                with self._together_with(peer, doing) as via:
+                with self._together_with(peer, activity) as via:
                     via.send([flat], peer, _TAG)
                     via.drain()
             return tensor
         received = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        with self._together_with(owner, doing) as via:
+        with self._together_with(owner, activity) as via:
             via.wait(via.receive(received, owner, _TAG))
         return received.view(tensor.shape)
 
-    def from_rank(
-        self, owner: int, doing: str, leaves: Sequence[object], structure: S
+    def broadcast_pytree(
+        self, owner: int, activity: str, leaves: Sequence[object], structure: S
     ) -> tuple[list[object], S]:
         """The owner's leaves, tensors and plain values, and their structure, on every rank."""
         if self._transport.rank == owner:
             layouts = [_Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             text = torch.frombuffer(bytearray(pickle.dumps((layouts, structure))), dtype=torch.uint8)
-            self.sent_by(owner, doing, torch.tensor([len(text)]))
-            self.sent_by(owner, doing, text)
-            return [self.sent_by(owner, doing, x) if isinstance(x, Tensor) else x for x in leaves], structure
-        size = int(self.sent_by(owner, doing, torch.tensor([0])))
-        text = self.sent_by(owner, doing, torch.empty(size, dtype=torch.uint8))
+            self.broadcast_tensor(owner, activity, torch.tensor([len(text)]))
+            self.broadcast_tensor(owner, activity, text)
+            return [
+                self.broadcast_tensor(owner, activity, x) if isinstance(x, Tensor) else x for x in leaves
+            ], structure
+        size = int(self.broadcast_tensor(owner, activity, torch.tensor([0])))
+        text = self.broadcast_tensor(owner, activity, torch.empty(size, dtype=torch.uint8))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             layouts, structure = pickle.loads(text.numpy().tobytes())
-        fetch = functools.partial(self.sent_by, owner, doing)
+        fetch = functools.partial(self.broadcast_tensor, owner, activity)
         return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
 
-    def start_from_rank_0(self, tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
+    def broadcast_from_rank_0(self, tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
         """Give every rank the values of rank 0; by rank, the names of the tensors that had others."""
-        mine = [whole_digest(tensor) for tensor in tensors.values()]
-        every = [json.loads(text) for text in self._transport.gather(json.dumps(mine))]
+        mine = [full_digest(tensor) for tensor in tensors.values()]
+        every = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(mine))]
         differing: dict[int, list[str]] = defaultdict(list)
         for (name, tensor), digests in zip(tensors.items(), zip(*every, strict=True), strict=True):
             others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if not others or "" in digests:  # of a tensor without values
                 continue
-            sent = self.sent_by(0, f"taking over {name}", tensor, others)
+            sent = self.broadcast_tensor(0, f"taking over {name}", tensor, others)
             if self._transport.rank in others:
                 tensor.detach().copy_(sent)
             for rank in others:
@@ -223,25 +236,25 @@ class Agreement:
         return dict(differing)
 
     @contextlib.contextmanager
-    def _together_with(self, peer: int, doing: str) -> Iterator[Connections]:
+    def _together_with(self, peer: int, activity: str) -> Iterator[Connections]:
         """Give the connections; an error names the peer, and tells the other ranks."""
         try:
-            together = f"{doing}, together with rank {peer}"
-            with self._transport.explaining(together, peer) as connections:
+            together = f"{activity}, together with rank {peer}"
+            with self._transport.error_context(together, peer) as connections:
                 yield self._gloo or connections
         except TransportError as error:
             self._transport.fail(error)
             raise
 
 
-_MOST_NOTES = 5
+_MAX_REPLY_VALUES = 5
 
-_ROW = struct.Struct(f"={4 + _MOST_NOTES}q")
-"""A digest of the facts, presence, the signal to stop, and the notes."""
+_ROW = struct.Struct(f"={4 + _MAX_REPLY_VALUES}q")
+"""A digest of the call's description, its role, the signal to stop, and the ``reply_values``."""
 
 
-def _digest(facts: Facts) -> tuple[int, ...]:
-    text = repr([*facts.items()]).encode()
+def _digest(call_description: CallDescription) -> tuple[int, ...]:
+    text = repr([*call_description.items()]).encode()
     return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
 
 

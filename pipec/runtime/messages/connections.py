@@ -18,14 +18,14 @@ from torch import Tensor
 Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
 
-MOST_UNDER_WAY = 2
+MAX_IN_TRANSIT = 2
 """How many messages of one peer and tag are sent at a time: one that the peer reads now, and the next."""
 
 Collective = Callable[[dist.ProcessGroup], dist.Work | None]
 """Starts a collective of the ranks of a process group."""
 
 
-class Started(Protocol):
+class Work(Protocol):
     """A message, or a collective, that has been started."""
 
     def wait(self) -> object: ...
@@ -39,31 +39,31 @@ class Connections(Protocol):
     def open(self, directions: Iterable[Direction]) -> None:
         """Connect these ranks. Every rank calls this with the same directions."""
 
-    def open_last(self) -> None:
+    def open_results(self) -> None:
         """Let all ranks exchange what is read last. Every rank calls this."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Start to send contiguous tensors, and keep them alive until they have left."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Started:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start to receive into ``tensor``."""
 
-    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """As ``send``, of what is received by ``receive_last``."""
+    def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """As ``send``, of what is received by ``receive_result``."""
 
-    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> Started:
+    def receive_result(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """As ``receive``, of what is waited for when nothing else is left to be sent and received."""
 
-    def settle(self, work: Started) -> None:
+    def synchronize(self, work: Work) -> None:
         """Wait on the host until a message that was waited for is over, so that nothing holds its memory."""
 
-    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Let these ranks meet in collectives. Every rank calls this with the same groups."""
 
-    def collective(self, ranks: tuple[int, ...], start: Collective) -> Started:
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> Work:
         """Start a collective of a group."""
 
-    def wait(self, work: Started) -> None:
+    def wait(self, work: Work) -> None:
         """Wait until the operators that this thread launches next may read what was received."""
 
     def drain(self) -> None:
@@ -97,34 +97,34 @@ class GlooConnections:
     def open(self, directions: Iterable[Direction]) -> None:
         """Do nothing: gloo connected all ranks when it made the group."""
 
-    def open_last(self) -> None:
+    def open_results(self) -> None:
         """Do nothing: gloo connected all ranks when it made the group."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        under_way, send = self._sends[peer, tag], self._backend.send
+        in_transit, send = self._sends[peer, tag], self._backend.send
         try:
-            if len(under_way) == MOST_UNDER_WAY:
-                _wait(under_way.popleft())
-            under_way.append([(send([tensor], peer, tag), tensor) for tensor in tensors])
+            if len(in_transit) == MAX_IN_TRANSIT:
+                _wait(in_transit.popleft())
+            in_transit.append([(send([tensor], peer, tag), tensor) for tensor in tensors])
         except RuntimeError as error:
             raise _kind_of(error) from None
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         try:
-            return started(self._backend.recv([tensor], peer, tag))
+            return require_work(self._backend.recv([tensor], peer, tag))
         except RuntimeError as error:
             raise _kind_of(error) from None
 
-    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+    def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         self.send(tensors, peer, tag)
 
-    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def receive_result(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self.receive(tensor, peer, tag)
 
-    def settle(self, work: Started) -> None:
+    def synchronize(self, work: Work) -> None:
         """Do nothing: a message of gloo is over when it has been waited for."""
 
-    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         for ranks in sorted({*groups} - self._groups.keys()):
             with _gloo_errors():
                 timeout = timedelta(seconds=self._timeout)
@@ -132,20 +132,20 @@ class GlooConnections:
 
     def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
         with _gloo_errors():
-            return started(start(self._groups[ranks]))
+            return require_work(start(self._groups[ranks]))
 
-    def swap(
+    def start_exchange(
         self, ranks: tuple[int, ...], peer: int, outgoing: Tensor, incoming: Tensor, tag: int = 0
     ) -> list[dist.Work]:
         """Start to send a tensor to another rank of a group, and to receive one from it."""
         group = self._groups[ranks]
         with _gloo_errors():
             return [
-                started(dist.irecv(incoming, peer, group=group, tag=tag)),
-                started(dist.isend(outgoing, peer, group=group, tag=tag)),
+                require_work(dist.irecv(incoming, peer, group=group, tag=tag)),
+                require_work(dist.isend(outgoing, peer, group=group, tag=tag)),
             ]
 
-    def wait(self, work: Started) -> None:
+    def wait(self, work: Work) -> None:
         try:
             work.wait()
         except RuntimeError as error:
@@ -153,9 +153,9 @@ class GlooConnections:
 
     def drain(self) -> None:
         with _gloo_errors():
-            for under_way in self._sends.values():
-                while under_way:
-                    _wait(under_way.popleft())
+            for in_transit in self._sends.values():
+                while in_transit:
+                    _wait(in_transit.popleft())
 
     def check(self) -> None:
         """Do nothing: what was cut off has raised an error where it was waited for."""
@@ -176,7 +176,7 @@ def close_gloo(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             work = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
-            started(work).wait(timedelta(milliseconds=1))
+            require_work(work).wait(timedelta(milliseconds=1))
 
 
 _UNUSED_TAG = 2**31 - 1
@@ -204,7 +204,7 @@ def _wait(message: _Message) -> None:
         work.wait()
 
 
-def started(work: dist.Work | None) -> dist.Work:
+def require_work(work: dist.Work | None) -> dist.Work:
     """The work that torch returns to the members of a group."""
     assert work is not None, "this rank is not a member of the group"
     return work

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pipec.runtime.messages.connections import MOST_UNDER_WAY
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def current_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-class CallersStreams:
+class CallerStreams:
     """The streams of ``devices`` on which the thread that makes this computes, for others to compute on.
 
     What a script does before a step, and after it, is then in order with the step, on whatever stream it is.
@@ -42,29 +42,29 @@ class CallersStreams:
             yield
 
 
-class PeerCopies:
+class PeerToPeerCopies:
     """Copies from one GPU of this process to another, on streams of their own.
 
-    A copy begins when its values are made, and neither GPU computes later for it. At most ``MOST_UNDER_WAY``
-    are under way: until they are over, the memory of both ends is held, and the host may be far ahead.
+    A copy begins when its values are made, and neither GPU computes later for it. At most ``MAX_IN_TRANSIT``
+    are in transit: until they are over, the memory of both ends is held, and the host may be far ahead.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._source, self._target = source, target
         self._leaving, self._arriving = torch.cuda.Stream(source), torch.cuda.Stream(target)
-        self._under_way: deque[torch.cuda.Event] = deque()
+        self._in_transit: deque[torch.cuda.Event] = deque()
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Copy what the current stream of the source makes; returns what hands the copies to the target's."""
-        if len(self._under_way) == MOST_UNDER_WAY:
-            self._under_way.popleft().synchronize()
+        if len(self._in_transit) == MAX_IN_TRANSIT:
+            self._in_transit.popleft().synchronize()
         self._leaving.wait_stream(torch.cuda.current_stream(self._source))
         with torch.cuda.stream(self._leaving), torch.cuda.stream(self._arriving):
             copies = [tensor.to(self._target, non_blocking=True) for tensor in tensors]
             over = self._arriving.record_event()
         for tensor in tensors:
             tensor.record_stream(self._leaving)
-        self._under_way.append(over)
+        self._in_transit.append(over)
 
         def take() -> Sequence[Tensor]:
             reader = torch.cuda.current_stream(self._target)
@@ -104,7 +104,7 @@ class CopyStream:
         follower.wait_stream(self._stream)
 
 
-class CudaGraphs:
+class CudaGraphRecorder:
     """Records CUDA graphs on a GPU, which share a pool of memory: no two of them may run at a time.
 
     A first call on the stream that records lets libraries load what they need, and take their workspaces.
@@ -115,7 +115,7 @@ class CudaGraphs:
         self.device = device
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def try_out(self, call: Callable[[], object]) -> None:
+    def warm_up(self, call: Callable[[], object]) -> None:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -136,7 +136,7 @@ class CudaGraphs:
         return made, graph.replay
 
 
-def staged(tensor: Tensor) -> Tensor:
+def pinned_copy(tensor: Tensor) -> Tensor:
     """A copy on the host in pinned memory, which GPUs read while the host goes on.
 
     That of the script might be pinned as well, and be filled with the next batch meanwhile.

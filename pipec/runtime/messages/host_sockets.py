@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection
 
 from pipec.runtime.messages.connections import Direction
 
-Gather = Callable[[str], list[str]]
+AllGatherText = Callable[[str], list[str]]
 """The text of each rank, on every rank."""
 
 _HELLO = struct.Struct("=q32s")
 
 
 def connect(
-    rank: int, directions: Collection[Direction], timeout: float, gather: Gather
+    rank: int, directions: Collection[Direction], timeout: float, all_gather_text: AllGatherText
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
     """Sockets to the ranks that this one sends to, and from those that it receives from.
 
@@ -31,16 +31,16 @@ def connect(
     """
     sources = {source for source, target in directions if target == rank}
     listener = _Listener(len(sources)) if sources and _is_possible() else None
-    addresses = gather(listener.address if listener else "")
+    addresses = all_gather_text(listener.address if listener else "")
     tried = {
         target: _reach(addresses[target], rank)
         for source, target in sorted(directions)
         if source == rank and addresses[target]
     }
-    reached = gather(json.dumps([target for target, found in tried.items() if found]))
+    reached = all_gather_text(json.dumps([target for target, found in tried.items() if found]))
     coming = [source for source in sources if rank in json.loads(reached[source])]
     incoming = listener.accept(coming) if listener else {}
-    proved = gather(json.dumps([*incoming]))
+    proved = all_gather_text(json.dumps([*incoming]))
     outgoing = {
         target: found for target, found in tried.items() if found and rank in json.loads(proved[target])
     }
@@ -50,11 +50,13 @@ def connect(
     return outgoing, incoming
 
 
-def connect_all(rank: int, num_ranks: int, timeout: float, gather: Gather) -> dict[int, socket.socket]:
+def connect_all(
+    rank: int, num_ranks: int, timeout: float, all_gather_text: AllGatherText
+) -> dict[int, socket.socket]:
     """A socket for both directions to each rank that can share memory with this one. Every rank calls it."""
     others = [each for each in range(num_ranks) if each != rank]
     upwards = {(min(rank, each), max(rank, each)) for each in others}
-    outgoing, incoming = connect(rank, upwards, timeout, gather)
+    outgoing, incoming = connect(rank, upwards, timeout, all_gather_text)
     return dict(sorted((outgoing | incoming).items()))
 
 

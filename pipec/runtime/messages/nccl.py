@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import InputError
-from pipec.runtime.messages.connections import MOST_UNDER_WAY, Collective, Direction, Started, started
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Collective, Direction, Work, require_work
 from pipec.runtime.processes.watcher import Watcher
 
 _Message = tuple[Sequence[dist.Work], Sequence[Tensor]]
 """What was started at one time, with the memory that it uses."""
 
 _Messages = deque[_Message]
-"""The messages of one direction that are under way, oldest first."""
+"""The messages of one direction that are in transit, oldest first."""
 
 
 class NcclConnections:
@@ -36,7 +36,7 @@ class NcclConnections:
     streams of high priority: those that a script makes for itself are of another pool, and what waits for
     messages is launched as soon as they are there.
 
-    At most ``MOST_UNDER_WAY`` messages of a direction are sent at a time. That also bounds how far the host
+    At most ``MAX_IN_TRANSIT`` messages of a direction are sent at a time. That also bounds how far the host
     is ahead of the GPU, and how much memory the messages hold meanwhile.
 
     A wait for a message happens on the GPU's stream, and so does the wait for a message that never comes. The
@@ -67,19 +67,19 @@ class NcclConnections:
 
         All ranks do so in the same order, so that none blocks on a group that the other comes to later. Every
         rank takes part in making every group. torch gives a number instead of a group to those outside it.
-        First messages follow in rounds, so that pairs of ranks do not wait for each other.
+        First messages follow in colors, so that pairs of ranks do not wait for each other.
         """
         new = sorted(set(directions) - self._opened)
         self._check_streams(new)
         own = {direction for direction in new if self._make_group(direction)}
-        for direction in in_rounds(new):
+        for direction in edge_coloring_order(new):
             if direction in own:
                 self._greet(*direction)
 
-    def open_last(self) -> None:
-        self.gather([self._everyone])
+    def open_results(self) -> None:
+        self.open_groups([self._everyone])
 
-    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Make the groups, and sum a number over each. Groups of two ranks are not those of a direction."""
         new = sorted({(*ranks, -1) for ranks in groups} - self._opened)
         self._check_streams(new)
@@ -90,37 +90,39 @@ class NcclConnections:
     def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
         key = (*ranks, -1)
         with self._nccl_errors():
-            work = started(start(self._groups[key]))
+            work = require_work(start(self._groups[key]))
             self._remember(key, [work], [])
         return work
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         direction = self._rank, peer
-        self._wait_until(lambda: self._under_way(direction) < MOST_UNDER_WAY)
+        self._wait_until(lambda: self._in_transit(direction) < MAX_IN_TRANSIT)
         with self._nccl_errors():
             group = self._groups[direction]
-            works = [started(dist.isend(transferable(tensor), peer, group=group)) for tensor in tensors]
+            works = [
+                require_work(dist.isend(nccl_compatible(tensor), peer, group=group)) for tensor in tensors
+            ]
             self._remember(direction, works, tensors)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         direction = peer, self._rank
         with self._nccl_errors():
-            work = started(dist.irecv(transferable(tensor), peer, group=self._groups[direction]))
+            work = require_work(dist.irecv(nccl_compatible(tensor), peer, group=self._groups[direction]))
             self._remember(direction, [work], [tensor])
         return work
 
-    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+    def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         self._last += [self._last_message(dist.isend, tensor, peer) for tensor in tensors]
 
-    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> Started:
+    def receive_result(self, tensor: Tensor, peer: int, tag: int) -> Work:
         self._last.append(self._last_message(dist.irecv, tensor, peer))
         return _AllOf(self._start_last)
 
-    def wait(self, work: Started) -> None:
+    def wait(self, work: Work) -> None:
         with self._nccl_errors():
             work.wait()
 
-    def settle(self, work: Started) -> None:
+    def synchronize(self, work: Work) -> None:
         """Wait for a message whose memory is to be used again.
 
         Whatever reads it was launched before. The host is then at most as far ahead as there are buffers.
@@ -202,7 +204,7 @@ class NcclConnections:
                 )
 
     def _last_message(self, op: Callable[..., object], tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(op, transferable(tensor), peer, self._groups[*self._everyone, -1])
+        return dist.P2POp(op, nccl_compatible(tensor), peer, self._groups[*self._everyone, -1])
 
     def _start_last(self) -> Sequence[dist.Work]:
         """Start what is read last, unless that was done. Returns what to wait for."""
@@ -221,7 +223,7 @@ class NcclConnections:
         _reap(messages)
         messages.append((works, tensors))
 
-    def _under_way(self, direction: tuple[int, ...]) -> int:
+    def _in_transit(self, direction: tuple[int, ...]) -> int:
         """How many messages of a direction are not over."""
         with self._nccl_errors():
             _reap(self._pending[direction])
@@ -278,18 +280,18 @@ def _options(timeout: timedelta, is_direction: bool) -> "dist.ProcessGroupNCCL.O
     return options
 
 
-def in_rounds(directions: Sequence[Direction]) -> list[Direction]:
+def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
     """The directions, those first that have no rank in common: every rank is in at most one of a round.
 
-    A chain of any length takes four rounds::
+    A chain of any length takes four colors::
 
         0>1  1>0  1>2  2>1  2>3  3>2    ->    0>1  2>3    1>0  3>2    1>2    2>1
     """
-    rounds: dict[Direction, int] = {}
+    colors: dict[Direction, int] = {}
     for direction in directions:
-        taken = {rounds[other] for other in rounds if {*direction} & {*other}}
-        rounds[direction] = next(number for number in itertools.count() if number not in taken)
-    return sorted(directions, key=lambda direction: (rounds[direction], direction))
+        taken = {colors[other] for other in colors if {*direction} & {*other}}
+        colors[direction] = next(number for number in itertools.count() if number not in taken)
+    return sorted(directions, key=lambda direction: (colors[direction], direction))
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,6 @@ _NCCL_DTYPES = frozenset(
 )
 
 
-def transferable(tensor: Tensor) -> Tensor:
+def nccl_compatible(tensor: Tensor) -> Tensor:
     """A contiguous tensor as NCCL takes it. One of a dtype that NCCL lacks is viewed as bytes."""
     return tensor if tensor.dtype in _NCCL_DTYPES else tensor.view(-1).view(torch.uint8)

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from pipec.errors import TransportError
 from pipec.ir import Instruction, Link, Sizes
-from pipec.runtime.messages.buffers import Memory
-from pipec.runtime.messages.connections import MOST_UNDER_WAY, Direction
-from pipec.runtime.messages.host_sockets import Gather, connect, shared_file
-from pipec.runtime.messages.outbox import Packing, check_values
-from pipec.runtime.messages.parcels import Parcel, Parcels
-from pipec.runtime.messages.sockets import Socket
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Direction
+from pipec.runtime.messages.host_sockets import AllGatherText, connect, shared_file
+from pipec.runtime.messages.message_buffers import MessageMemory
+from pipec.runtime.messages.message_layout import MessageLayout, MessageLayouts
+from pipec.runtime.messages.message_packing import PackBuffer, check_values
+from pipec.runtime.messages.message_socket import MessageSocket
 
 _ANNOUNCEMENT = struct.Struct("=qqqq")
 """The tag, the slot, how many bytes of it are the message, and a slot that is no more; -1 for none."""
@@ -46,7 +46,7 @@ _POST = struct.Struct("=qq?")
 
 _NO_SLOT = -1
 
-Explaining = contextlib.AbstractContextManager[object]
+ErrorContext = contextlib.AbstractContextManager[object]
 """What is around something that waits: it turns errors of connections into a TransportError."""
 
 
@@ -56,33 +56,39 @@ class SharedMemory:
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank, self._timeout = rank, timeout
         self._asked = set[Direction]()
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
-        self._parcels: dict[Link, Parcels] = {}
-        self._berths: dict[tuple[Link, int, int], Berth] = {}
+        self._outgoing: dict[int, OutgoingChannel] = {}
+        self._incoming: dict[int, IncomingChannel] = {}
+        self._message_layouts: dict[Link, MessageLayouts] = {}
+        self._received_slots: dict[tuple[Link, int, int], ReceivedSlot] = {}
 
-    def open(self, directions: Collection[Direction], gather: Gather) -> None:
+    def open(self, directions: Collection[Direction], all_gather_text: AllGatherText) -> None:
         """Find out which ranks share memory. Every rank calls this with the same directions."""
         if new := {*directions} - self._asked:
             self._asked |= new
-            outgoing, incoming = connect(self._rank, new, self._timeout, gather)
-            self._outgoing |= {peer: Outgoing(found) for peer, found in outgoing.items()}
-            self._incoming |= {peer: Incoming(found) for peer, found in incoming.items()}
+            outgoing, incoming = connect(self._rank, new, self._timeout, all_gather_text)
+            self._outgoing |= {peer: OutgoingChannel(found) for peer, found in outgoing.items()}
+            self._incoming |= {peer: IncomingChannel(found) for peer, found in incoming.items()}
 
-    def sender(self, instruction: Instruction, tag: int, explaining: Explaining) -> "SharedSender | None":
+    def sender(
+        self, instruction: Instruction, tag: int, error_context: ErrorContext
+    ) -> "SharedSender | None":
         """A send instruction, if its peer shares memory."""
         link, outgoing = instruction.link, self._outgoing.get(instruction.peer)
-        if link is None or outgoing is None or not link.payload.between_computes:
+        if link is None or outgoing is None or not link.payload.feeds_compute:
             return None  # what lives longer than its microbatch would keep a slot
-        return SharedSender(outgoing, link, self._parcels_of(link), tag, explaining)
+        return SharedSender(outgoing, link, self._layouts_of(link), tag, error_context)
 
-    def receiver(self, instruction: Instruction, tag: int, explaining: Explaining) -> "SharedReceiver | None":
+    def receiver(
+        self, instruction: Instruction, tag: int, error_context: ErrorContext
+    ) -> "SharedReceiver | None":
         """A receive instruction, if its peer shares memory."""
         link, incoming = instruction.link, self._incoming.get(instruction.peer)
-        if link is None or incoming is None or not link.payload.between_computes:
+        if link is None or incoming is None or not link.payload.feeds_compute:
             return None
-        berth = self._berths.setdefault((link, instruction.peer, instruction.slot), Berth())
-        return SharedReceiver(incoming, self._parcels_of(link), tag, berth, explaining)
+        received_slot = self._received_slots.setdefault(
+            (link, instruction.peer, instruction.slot), ReceivedSlot()
+        )
+        return SharedReceiver(incoming, self._layouts_of(link), tag, received_slot, error_context)
 
     def held(self) -> list[Tensor]:
         """The memory that stays, counted by the rank that has it for now."""
@@ -93,81 +99,81 @@ class SharedMemory:
         for each in self._ends():
             each.socket.close()
 
-    def _parcels_of(self, link: Link) -> Parcels:
+    def _layouts_of(self, link: Link) -> MessageLayouts:
         """One for all instructions of a link. As values are copied anyway, all of them travel together."""
-        return self._parcels.setdefault(link, Parcels(link, most_together=math.inf))
+        return self._message_layouts.setdefault(link, MessageLayouts(link, max_coalesced_bytes=math.inf))
 
-    def _ends(self) -> "list[Outgoing | Incoming]":
+    def _ends(self) -> "list[OutgoingChannel | IncomingChannel]":
         return [*self._outgoing.values(), *self._incoming.values()]
 
 
 @dataclass(eq=False)
-class Slot:
+class SharedSlot:
     """Memory of a direction. It belongs to whoever was told of it last."""
 
     number: int
-    memory: Memory
+    memory: MessageMemory
 
 
 @dataclass
-class Berth:
+class ReceivedSlot:
     """What has arrived in a buffer slot of the program."""
 
-    slot: Slot | None = None
+    slot: SharedSlot | None = None
 
 
 @dataclass
-class _Lane:
+class _TagQueue:
     """The messages of one tag, as their sender sees them: its free slots, and how many are not posted yet."""
 
-    free: list["_OwnSlot"] = field(default_factory=list)
+    free: list["_SenderSlot"] = field(default_factory=list)
     num_ahead: int = 0
 
 
 @dataclass(eq=False)
-class _OwnSlot(Slot):
-    packing: Packing
+class _SenderSlot(SharedSlot):
+    pack_buffer: PackBuffer
 
 
-class Outgoing:
+class OutgoingChannel:
     """The sender's end of a direction."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket = Socket(connection)
-        self._lanes: defaultdict[int, _Lane] = defaultdict(_Lane)
-        self._lent: dict[int, _OwnSlot] = {}
+        self.socket = MessageSocket(connection)
+        self._tag_queues: defaultdict[int, _TagQueue] = defaultdict(_TagQueue)
+        self._in_use: dict[int, _SenderSlot] = {}
         self._numbers = itertools.count()
 
     def held(self) -> Iterator[Tensor]:
-        return (slot.memory.whole for lane in self._lanes.values() for slot in lane.free)
+        return (slot.memory.whole for tag_queue in self._tag_queues.values() for slot in tag_queue.free)
 
-    def send(self, parcel: Parcel, tensors: Sequence[Tensor], tag: int) -> None:
+    def send(self, message_layout: MessageLayout, tensors: Sequence[Tensor], tag: int) -> None:
         """Copy the values of a message, and announce it. Waits while two were sent that are not posted."""
-        lane = self._lanes[tag]
-        while lane.num_ahead == MOST_UNDER_WAY:
+        tag_queue = self._tag_queues[tag]
+        while tag_queue.num_ahead == MAX_IN_TRANSIT:
             self._note(self.socket.receive(_POST.size))
-        while not lane.free and (post := self.socket.receive_at_once(_POST.size)):
+        while not tag_queue.free and (post := self.socket.receive_nowait(_POST.size)):
             self._note(post)
-        slot, retired, file = self._slot(lane, parcel.num_bytes)
+        slot, retired, file = self._slot(tag_queue, message_layout.num_bytes)
         try:
-            slot.packing.pack(parcel, tensors)
-            self.socket.send(_ANNOUNCEMENT.pack(tag, slot.number, parcel.num_bytes, retired), file)
+            slot.pack_buffer.pack(message_layout, tensors)
+            self.socket.send(_ANNOUNCEMENT.pack(tag, slot.number, message_layout.num_bytes, retired), file)
         finally:
             if file is not None:
                 os.close(file)
-        self._lent[slot.number] = slot
-        lane.num_ahead += 1
+        self._in_use[slot.number] = slot
+        tag_queue.num_ahead += 1
 
-    def _slot(self, lane: _Lane, num_bytes: int) -> tuple[_OwnSlot, int, int | None]:
+    def _slot(self, tag_queue: _TagQueue, num_bytes: int) -> tuple[_SenderSlot, int, int | None]:
         """A slot that is large enough, and if it is new, a slot that it stands in for, and its file.
 
         That which was freed last comes first: its memory may be in the cache.
         """
-        for slot in reversed(lane.free):
+        for slot in reversed(tag_queue.free):
             if slot.memory.num_bytes >= num_bytes:
-                lane.free.remove(slot)
+                tag_queue.free.remove(slot)
                 return slot, _NO_SLOT, None
-        retired = lane.free.pop(0).number if lane.free else _NO_SLOT
+        retired = tag_queue.free.pop(0).number if tag_queue.free else _NO_SLOT
         try:
             file = shared_file(num_bytes)
         except OSError as error:
@@ -176,32 +182,32 @@ class Outgoing:
                 "or raise the limits of open files and memory"
             ) from error
         memory = _mapped(file)
-        return _OwnSlot(next(self._numbers), memory, Packing(memory)), retired, file
+        return _SenderSlot(next(self._numbers), memory, PackBuffer(memory)), retired, file
 
     def _note(self, post: bytes) -> None:
         """Take in what the receiver says."""
         tag, number, is_free = _POST.unpack(post)
-        lane = self._lanes[tag]
-        lane.num_ahead -= 1
+        tag_queue = self._tag_queues[tag]
+        tag_queue.num_ahead -= 1
         if number != _NO_SLOT:
-            slot = self._lent.pop(number)
+            slot = self._in_use.pop(number)
             if is_free:
-                lane.free.append(slot)
+                tag_queue.free.append(slot)
 
 
-class Incoming:
+class IncomingChannel:
     """The receiver's end of a direction."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket = Socket(connection)
-        self._arrived: defaultdict[int, deque[tuple[Slot, int]]] = defaultdict(deque)
-        self._given_back: defaultdict[int, dict[int, Slot]] = defaultdict(dict)
-        self._holding: dict[int, Slot] = {}
+        self.socket = MessageSocket(connection)
+        self._arrived: defaultdict[int, deque[tuple[SharedSlot, int]]] = defaultdict(deque)
+        self._returned: defaultdict[int, dict[int, SharedSlot]] = defaultdict(dict)
+        self._holding: dict[int, SharedSlot] = {}
 
     def held(self) -> Iterator[Tensor]:
         return (slot.memory.whole for slot in self._holding.values())
 
-    def post(self, tag: int, before: Slot | None) -> None:
+    def post(self, tag: int, before: SharedSlot | None) -> None:
         """Say that one more message may come, and give back the slot of one ``before`` if it is free."""
         is_free = before is not None and before.memory.is_free
         number = _NO_SLOT
@@ -209,24 +215,25 @@ class Incoming:
             number = before.number
             del self._holding[number]
             if is_free:
-                self._given_back[tag][number] = before
+                self._returned[tag][number] = before
         self.socket.send(_POST.pack(tag, number, is_free))
 
-    def wait(self, tag: int, parcel: Parcel) -> Slot:
-        """Wait for the next message of a tag, which is this parcel.
+    def wait(self, tag: int, message_layout: MessageLayout) -> SharedSlot:
+        """Wait for the next message of a tag, which has this layout.
 
         What it may come in is made ready first: the rank has nothing else to do.
         """
         arrived = self._arrived[tag]
         if not arrived:
-            for slot in self._given_back[tag].values():
-                slot.memory.prepare(parcel)
+            for slot in self._returned[tag].values():
+                slot.memory.prepare(message_layout)
         while not arrived:
             self._read()
         slot, num_bytes = arrived.popleft()
-        if num_bytes != parcel.num_bytes:
+        if num_bytes != message_layout.num_bytes:
             raise TransportError(
-                f"a message of {num_bytes:,} bytes came where the plan has one of {parcel.num_bytes:,}: the "
+                f"a message of {num_bytes:,} bytes came where the plan has one of "
+                f"{message_layout.num_bytes:,}: the "
                 "ranks were given different batches; pass the same arguments on every rank"
             )
         return slot
@@ -234,68 +241,83 @@ class Incoming:
     def _read(self) -> None:
         message, file = self.socket.receive_file(_ANNOUNCEMENT.size)
         tag, number, num_bytes, retired = _ANNOUNCEMENT.unpack(message)
-        slots = self._given_back[tag]
+        slots = self._returned[tag]
         if retired != _NO_SLOT:
             del slots[retired]
         if file is not None:
             try:
-                slots[number] = Slot(number, _mapped(file))
+                slots[number] = SharedSlot(number, _mapped(file))
             finally:
                 os.close(file)
         slot = self._holding[number] = slots.pop(number)
         self._arrived[tag].append((slot, num_bytes))
 
 
-def _mapped(file: int) -> Memory:
+def _mapped(file: int) -> MessageMemory:
     """The memory of a file, which may be closed afterwards."""
-    return Memory(torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8))
+    return MessageMemory(torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8))
 
 
 class SharedSender:
-    """One send instruction. What it waits for is told by ``explaining``."""
+    """One send instruction. What it waits for is told by ``error_context``."""
 
     def __init__(
-        self, outgoing: Outgoing, link: Link, parcels: Parcels, tag: int, explaining: Explaining
+        self,
+        outgoing: OutgoingChannel,
+        link: Link,
+        message_layouts: MessageLayouts,
+        tag: int,
+        error_context: ErrorContext,
     ) -> None:
-        self._outgoing, self._link, self._parcels, self._tag = outgoing, link, parcels, tag
-        self._explaining = explaining
+        self._outgoing, self._link, self._message_layouts, self._tag = outgoing, link, message_layouts, tag
+        self._error_context = error_context
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
-        parcels = self._parcels.of(sizes)
-        check_values(self._link, parcels, tensors)
-        if parcels[0].num_bytes:
-            with self._explaining:
-                self._outgoing.send(parcels[0], tensors, self._tag)
+        message_layouts = self._message_layouts.of(sizes)
+        check_values(self._link, message_layouts, tensors)
+        if message_layouts[0].num_bytes:
+            with self._error_context:
+                self._outgoing.send(message_layouts[0], tensors, self._tag)
 
 
 class SharedReceiver:
-    """One receive instruction. All receives into the same buffer slot of the program share its ``berth``."""
+    """One receive instruction. All receives into the same buffer slot share its ``received_slot``."""
 
     def __init__(
-        self, incoming: Incoming, parcels: Parcels, tag: int, berth: Berth, explaining: Explaining
+        self,
+        incoming: IncomingChannel,
+        message_layouts: MessageLayouts,
+        tag: int,
+        received_slot: ReceivedSlot,
+        error_context: ErrorContext,
     ) -> None:
-        self._incoming, self._parcels, self._tag, self._berth = incoming, parcels, tag, berth
-        self._explaining = explaining
-        self._parcel = Parcel((), 0)
+        self._incoming, self._message_layouts, self._tag, self._received_slot = (
+            incoming,
+            message_layouts,
+            tag,
+            received_slot,
+        )
+        self._error_context = error_context
+        self._message_layout = MessageLayout((), 0)
 
     def post(self, sizes: Sizes) -> None:
-        (self._parcel,) = self._parcels.of(sizes)
-        if not self._parcel.num_bytes:
+        (self._message_layout,) = self._message_layouts.of(sizes)
+        if not self._message_layout.num_bytes:
             return
-        before, self._berth.slot = self._berth.slot, None
+        before, self._received_slot.slot = self._received_slot.slot, None
         try:
             self._incoming.post(self._tag, before)
         except (TimeoutError, ConnectionError):
-            with self._explaining:  # which a post that succeeds need not enter: it waits for nobody
+            with self._error_context:  # which a post that succeeds need not enter: it waits for nobody
                 raise
 
     def wait(self) -> Sequence[Tensor]:
-        if not self._parcel.num_bytes:
-            return _NOTHING.values(self._parcel)
-        with self._explaining:
-            slot = self._berth.slot = self._incoming.wait(self._tag, self._parcel)
-        return slot.memory.values(self._parcel)
+        if not self._message_layout.num_bytes:
+            return _NOTHING.values(self._message_layout)
+        with self._error_context:
+            slot = self._received_slot.slot = self._incoming.wait(self._tag, self._message_layout)
+        return slot.memory.values(self._message_layout)
 
 
-_NOTHING = Memory(torch.empty(0, dtype=torch.uint8))
+_NOTHING = MessageMemory(torch.empty(0, dtype=torch.uint8))
 """What messages without bytes are in, which are not sent."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pipec.errors import TransportError
 from pipec.ir import Instruction, Sizes
-from pipec.runtime.messages.apart import Inbox, sending
-from pipec.runtime.messages.cuda import CallersStreams, PeerCopies
-from pipec.runtime.messages.group import Group, Meetings, ThreadGroup
+from pipec.runtime.messages.collective_group import CollectiveGroup, InProcessCollectives, InProcessGroup
+from pipec.runtime.messages.cuda import CallerStreams, PeerToPeerCopies
+from pipec.runtime.messages.metered_copy import MeteredReceiver, metered_send
 from pipec.runtime.processes.worker import Worker
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Transport(Protocol):
     def held(self) -> Sequence[Tensor]:
         """The memory that stays from step to step for messages."""
 
-    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
         """These ranks, of which this one is one, for collectives.
 
         If they are seen as on several hosts, as many after one another on each, a host's link is spared.
@@ -69,7 +69,7 @@ class Transport(Protocol):
         """Tell every other rank that this one has stopped, and why."""
 
 
-class InProcess:
+class InProcessTransport:
     """Runs every rank in this process, each on a worker thread, and hands tensors over by reference.
 
     Rank r runs on ``devices[r]``, and a GPU's ranks on the stream of the thread that calls ``run``. The CPU
@@ -79,8 +79,8 @@ class InProcess:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
-        self._copies: dict[tuple[torch.device, torch.device], PeerCopies] = {}
-        self._meetings: dict[tuple[int, ...], Meetings] = {}
+        self._copies: dict[tuple[torch.device, torch.device], PeerToPeerCopies] = {}
+        self._in_process_collectives: dict[tuple[int, ...], InProcessCollectives] = {}
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._stopped = threading.Event()
@@ -100,7 +100,9 @@ class InProcess:
         done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
         results: dict[int, T | None] = {}
         try:
-            for rank, (worker, job) in enumerate(zip(self._workers, map(self.following, jobs), strict=True)):
+            for rank, (worker, job) in enumerate(
+                zip(self._workers, map(self.on_callers_streams, jobs), strict=True)
+            ):
                 worker.submit(functools.partial(self._run_job, rank, job, done))
             while len(results) < len(jobs):
                 rank, result = done.get()
@@ -111,9 +113,9 @@ class InProcess:
             raise self._recover()
         return [cast(T, results[rank]) for rank in range(len(jobs))]
 
-    def following(self, job: Callable[[], T]) -> Callable[[], T]:
+    def on_callers_streams(self, job: Callable[[], T]) -> Callable[[], T]:
         """The job for another thread, which then computes on the streams of this one."""
-        streams = CallersStreams(self.devices)
+        streams = CallerStreams(self.devices)
 
         def follow() -> T:
             with streams.current():
@@ -131,24 +133,26 @@ class InProcess:
     def mailbox(self, tag: int, source: int, target: int) -> "_Mailbox":
         key = tag, source, target
         if key not in self._mailboxes:
-            carry = self._carry(self.devices[source], self.devices[target])
-            self._mailboxes[key] = _Mailbox(carry, self.check_running)
+            device_copy = self._device_copy(self.devices[source], self.devices[target])
+            self._mailboxes[key] = _Mailbox(device_copy, self.check_running)
         return self._mailboxes[key]
 
-    def _carry(self, source: torch.device, target: torch.device) -> "_Carry":
+    def _device_copy(self, source: torch.device, target: torch.device) -> "_DeviceCopy":
         """How tensors come from one device to another. Between CPU and GPU it is the reader who copies."""
         if source == target:
             return lambda tensors: lambda: tensors
         if source.type == target.type == "cuda":
             if (source, target) not in self._copies:
-                self._copies[source, target] = PeerCopies(source, target)
+                self._copies[source, target] = PeerToPeerCopies(source, target)
             return self._copies[source, target].start
         return lambda tensors: lambda: [tensor.to(target) for tensor in tensors]
 
-    def group(self, ranks: Sequence[int], rank: int) -> Group:
+    def group(self, ranks: Sequence[int], rank: int) -> CollectiveGroup:
         """The collectives of these ranks, for one of them."""
-        meetings = self._meetings.setdefault(tuple(ranks), Meetings(len(ranks), self.check_running))
-        return ThreadGroup(meetings, list(ranks).index(rank))
+        in_process_collectives = self._in_process_collectives.setdefault(
+            tuple(ranks), InProcessCollectives(len(ranks), self.check_running)
+        )
+        return InProcessGroup(in_process_collectives, list(ranks).index(rank))
 
     def check_running(self) -> None:
         if self._stopped.is_set():
@@ -172,11 +176,11 @@ class InProcess:
         assert failure is not None
         return failure
 
-    def _for_all_waits(self, do: "Callable[[_Mailbox | Meetings], None]") -> None:
+    def _for_all_waits(self, do: "Callable[[_Mailbox | InProcessCollectives], None]") -> None:
         for mailbox in self._mailboxes.values():
             do(mailbox)
-        for meetings in self._meetings.values():
-            do(meetings)
+        for in_process_collectives in self._in_process_collectives.values():
+            do(in_process_collectives)
 
     def _set_up_workers(self) -> None:
         """Give each worker its share of the intra-op threads, and leave the caller's number as it was.
@@ -191,25 +195,25 @@ class InProcess:
 
 
 class _Endpoint:
-    def __init__(self, ranks: InProcess, rank: int) -> None:
+    def __init__(self, ranks: InProcessTransport, rank: int) -> None:
         self._ranks = ranks
         self._rank = rank
-        self._inboxes: list[Inbox] = []
+        self._metered_receivers: list[MeteredReceiver] = []
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         send = self._ranks.mailbox(tag, self._rank, instruction.peer).send
-        return sending(send, (instruction.link, instruction.peer))
+        return metered_send(send, (instruction.link, instruction.peer))
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         mailbox = self._ranks.mailbox(tag, instruction.peer, self._rank)
-        self._inboxes.append(Inbox(mailbox, instruction, self._ranks.devices[self._rank]))
-        return self._inboxes[-1]
+        self._metered_receivers.append(MeteredReceiver(mailbox, instruction, self._ranks.devices[self._rank]))
+        return self._metered_receivers[-1]
 
     def held(self) -> Sequence[Tensor]:
         """Nothing, since messages bring their own memory; while a meter counts, what processes would have."""
-        return [memory for inbox in self._inboxes for memory in inbox.held()]
+        return [memory for inbox in self._metered_receivers for memory in inbox.held()]
 
-    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
         return self._ranks.group(ranks, self._rank)
 
     def finish(self) -> None:
@@ -222,25 +226,25 @@ class _Endpoint:
         self._ranks.fail(error)
 
 
-_Take = Callable[[], Sequence[Tensor]]
-_Carry = Callable[[Sequence[Tensor]], _Take]
+_Receive = Callable[[], Sequence[Tensor]]
+_DeviceCopy = Callable[[Sequence[Tensor]], _Receive]
 
 
 class _Mailbox:
     """The messages of one link for one rank, oldest first.
 
-    ``carry`` is called by the sender, and what it returns by the reader. ``check_running`` raises if the
-    ranks have stopped.
+    ``device_copy`` is called by the sender, and what it returns by the reader. ``check_running`` raises if
+    the ranks have stopped.
     """
 
-    def __init__(self, carry: _Carry, check_running: Callable[[], None]) -> None:
-        self._queue: SimpleQueue[_Take] = SimpleQueue()
-        self._carry = carry
+    def __init__(self, device_copy: _DeviceCopy, check_running: Callable[[], None]) -> None:
+        self._queue: SimpleQueue[_Receive] = SimpleQueue()
+        self._device_copy = device_copy
         self._check_running = check_running
 
     def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         self._check_running()
-        self._queue.put(self._carry(tensors))
+        self._queue.put(self._device_copy(tensors))
 
     def post(self, sizes: Sizes) -> None:
         """Do nothing: the message brings its own memory."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipec.errors import InputError
-from pipec.ir.arguments import shown
+from pipec.ir.argument_checks import short_repr
 
 Named = list[tuple[str, Tensor]]
 
@@ -53,7 +53,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE or getattr(optimizer, "pipec_elementwise", False) is True
 
 
-def stand_in(parameter: Tensor, device: torch.device | str = "meta") -> nn.Parameter:
+def dummy_parameter(parameter: Tensor, device: torch.device | str = "meta") -> nn.Parameter:
     """A parameter with the shape, type and marks of another, and the memory of one element at most.
 
     Its value is NaN, so that an optimizer which is made of values shows it.
@@ -91,7 +91,7 @@ def call_factory(factory: Factory, parameters: Mapping[str, Tensor]) -> tuple[Op
     optimizers = (made,) if isinstance(made, Optimizer) else _sequence(made)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise InputError(
-            f"the optimizer factory {_name(factory)} returned {shown(made)}; expected a "
+            f"the optimizer factory {_name(factory)} returned {short_repr(made)}; expected a "
             f"torch.optim.Optimizer or a list of them; {_EXAMPLE}"
         )
     _require_each_once(factory, optimizers, parameters)

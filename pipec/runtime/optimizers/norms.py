@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def norms_of(gradients: Iterable[Tensor], exactly: bool = True) -> list[Tensor]:
+def gradient_norms(gradients: Iterable[Tensor], exactly: bool = True) -> list[Tensor]:
     """The norms of gradients, or of pieces of them, as float64.
 
     So their sum of squares hardly depends on how elements are distributed over ranks. (A float32 norm of a
@@ -15,12 +15,12 @@ def norms_of(gradients: Iterable[Tensor], exactly: bool = True) -> list[Tensor]:
     gradients' own type take a tenth of the time. They may be infinite where no element is.
     """
     dtype = torch.float64 if exactly else None
-    return [torch.linalg.vector_norm(values_of(each), dtype=dtype).double() for each in gradients]
+    return [torch.linalg.vector_norm(stored_values(each), dtype=dtype).double() for each in gradients]
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
     """The square of the norm of all of these gradients, which are on one device."""
-    norms = norms_of(gradients)
+    norms = gradient_norms(gradients)
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
@@ -29,7 +29,7 @@ def clip_factor(sum_of_squares: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (sum_of_squares.sqrt() + 1e-6), max=1.0)
 
 
-def values_of(gradient: Tensor) -> Tensor:
+def stored_values(gradient: Tensor) -> Tensor:
     """The numbers of a gradient that may be sparse or complex."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values

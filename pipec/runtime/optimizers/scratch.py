@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipec.runtime.memory.meter import TensorMeter
+from pipec.runtime.memory.meter import TensorMemoryMeter
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
 
 
@@ -33,7 +33,7 @@ def _measured(
         if group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
     tried[largest].grad = torch.empty_like(tried[largest])
-    with TensorMeter() as meter:
+    with TensorMemoryMeter() as meter:
         meter.begin({})
         for each in optimizers:
             each.step()

@@ -39,7 +39,7 @@ def _bytes(
     """What an update leaves."""
     tried = {name: _made(each, sizes[name], device) for name, each in parameters.items()}
     optimizers = call_factory(factory, tried)
-    alike = _alike(optimizers)
+    alike = _one_of_each_kind(optimizers)
     for parameter in alike.values():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     for each in optimizers:
@@ -54,7 +54,7 @@ def _bytes(
     }
 
 
-def _alike(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
+def _one_of_each_kind(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
     """For each parameter, the first one in its group that will have the same state, to be updated for all."""
     first: dict[Any, Tensor] = {}
     return {

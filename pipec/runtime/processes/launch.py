@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipec.errors import InputError
-from pipec.ir.arguments import MOST_RANKS, Kind, whole
+from pipec.ir.argument_checks import MOST_RANKS, ArgumentRule, integer_between
 
 Devices = int | Sequence[str | torch.device]
 """How many devices, or which: entry r is the device of rank r."""
@@ -33,8 +33,10 @@ def _are_devices(value: object) -> bool:
     return 1 <= len(value) <= MOST_RANKS and all(_is_device(each) for each in value)
 
 
-DEVICE = Kind("a torch device such as 'cpu' or 'cuda:1'", _is_device)
-DEVICES = whole(1, MOST_RANKS) | Kind("a list of torch devices, such as ['cpu', 'cpu']", _are_devices)
+DEVICE = ArgumentRule("a torch device such as 'cpu' or 'cuda:1'", _is_device)
+DEVICES = integer_between(1, MOST_RANKS) | ArgumentRule(
+    "a list of torch devices, such as ['cpu', 'cpu']", _are_devices
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class World:
     size: int
 
     @property
-    def distributed(self) -> bool:
+    def is_distributed(self) -> bool:
         return self.size > 1
 
 
-ALONE = World(0, 1)
+SINGLE_PROCESS = World(0, 1)
 
 
 def world() -> World:
@@ -59,9 +61,9 @@ def world() -> World:
     return World(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def every_device(world: World) -> int:
+def default_num_ranks(world: World) -> int:
     """As many ranks as there are processes; of a process alone, as many as it has GPUs, or one."""
-    return world.size if world.distributed else max(1, torch.cuda.device_count())
+    return world.size if world.is_distributed else max(1, torch.cuda.device_count())
 
 
 def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
@@ -76,7 +78,7 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
         InputError: there is not one for each process, one is meta, or this process has no GPU.
     """
     count = devices if isinstance(devices, int) else len(devices)
-    if world.distributed and count != world.size:
+    if world.is_distributed and count != world.size:
         raise InputError(
             f"devices asks for {count} ranks, but {world.size} processes were started and each runs one "
             f"rank; start {count} processes (torchrun --nproc-per-node {count}), pass devices={world.size}, "
@@ -91,7 +93,7 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
                 f"entry {rank} of devices is 'meta', which computes nothing; let it be 'cpu' or a GPU. A "
                 "model on meta gets its memory on these by pipe.to_empty(device=...)"
             )
-    local_ranks = [world.rank] if world.distributed else range(count)
+    local_ranks = [world.rank] if world.is_distributed else range(count)
     return {rank: _indexed(chosen[rank], rank, world) for rank in local_ranks}
 
 
@@ -104,7 +106,7 @@ def _gpu(rank: int, world: World) -> int:
     """The GPU of a rank of this process. NCCL needs each process to have a GPU of its own."""
     num_gpus = torch.cuda.device_count()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    if world.distributed and local_rank >= num_gpus:
+    if world.is_distributed and local_rank >= num_gpus:
         raise InputError(
             f"process {local_rank} of this machine has no GPU of its own: there are "
             f"{num_gpus}; start fewer processes, or pass devices={['cpu'] * 2} "
@@ -115,4 +117,4 @@ def _gpu(rank: int, world: World) -> int:
             f"rank {rank} asks for a GPU, but torch finds none on this machine; run it where there is one, "
             f"or let entry {rank} of devices be 'cpu'"
         )
-    return local_rank if world.distributed else rank % num_gpus
+    return local_rank if world.is_distributed else rank % num_gpus

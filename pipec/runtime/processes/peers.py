@@ -6,27 +6,27 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipec.runtime.processes.waits import absent, at_work, names
+from pipec.runtime.processes.stall_reports import describe_absent_rank, describe_busy_rank, format_ranks
 
 
 @dataclass
 class Peer:
-    """What is known of another rank. ``beats_missed`` counts this rank's own beats since its last.
+    """What is known of another rank. ``missed_heartbeats`` counts this rank's own heartbeats since its last.
 
-    It is ``doing`` something for which it waits for the rank ``awaited``; before that it ``did`` another
-    thing. ``last_words`` are what it had when the pipeline could not go on.
+    ``activity`` is what it does while it waits for the rank ``waiting_for``, and ``last_activity`` what it
+    did when it waited last. ``final_status`` is what it sent when the pipeline could not go on.
     """
 
     writer: asyncio.StreamWriter | None = None
     texts: deque[bytes] = field(default_factory=deque)
-    asides: deque[bytes] = field(default_factory=deque)
-    beats_missed: int = 0
-    awaited: int | None = None
-    doing: str = ""
-    did: str = ""
+    background_texts: deque[bytes] = field(default_factory=deque)
+    missed_heartbeats: int = 0
+    waiting_for: int | None = None
+    activity: str = ""
+    last_activity: str = ""
     ended_at: float | None = None
-    said_farewell: bool = False
-    last_words: str | None = None
+    closed_cleanly: bool = False
+    final_status: str | None = None
     listening: "asyncio.Future[None] | None" = None
 
 
@@ -44,7 +44,7 @@ class Peers(dict[int, Peer]):
 
     def silence(self, rank: int) -> float:
         """For how many seconds a rank has shown no sign of life."""
-        return self[rank].beats_missed * self._interval
+        return self[rank].missed_heartbeats * self._interval
 
     def silent(self) -> str | None:
         """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
@@ -54,16 +54,16 @@ class Peers(dict[int, Peer]):
     def _seems_dead(self, rank: int) -> bool:
         return self.silence(rank) > self._timeout / 2
 
-    def without_last_words(self) -> list[int]:
+    def without_final_status(self) -> list[int]:
         """The ranks that live and have not said what they have now that the pipeline cannot go on."""
         living = (rank for rank in self.living if not self._seems_dead(rank))
-        return [rank for rank in living if self[rank].last_words is None]
+        return [rank for rank in living if self[rank].final_status is None]
 
     def silent_since(self, ranks: Sequence[int]) -> str:
         seconds = max(map(self.silence, ranks))
         return (
-            f"{names(ranks)}: no sign of life for {seconds:.3g} s; the process is stopped, or its machine "
-            "cannot be reached"
+            f"{format_ranks(ranks)}: no sign of life for {seconds:.3g} s; the process is stopped, or its "
+            "machine cannot be reached"
         )
 
     def ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
@@ -75,47 +75,52 @@ class Peers(dict[int, Peer]):
         if not ended or time.monotonic() - min(ended)[0] < ago:
             return None
         rank = min(ended)[1]
-        if self[rank].said_farewell:
+        if self[rank].closed_cleanly:
             ended_script = f"rank {rank}: its script ended, or let go of its pipeline, before this call"
             return self.silent() or ended_script
         return f"rank {rank}: its process died; its own output may say why"
 
-    def waits_for(self, peer: int | None, doing: str) -> str:
+    def waits_for(self, peer: int | None, activity: str) -> str:
         """Whom a rank waits for, and whom that one does, as they said last: where the wait begins.
 
-        None stands for the first rank that does something else than this one, which is ``doing`` that.
+        None stands for the first rank whose activity is not this one's ``activity``.
         """
         if peer is None:
-            peer = next((rank for rank, known in self.items() if known.doing != doing), None)
+            peer = next((rank for rank, known in self.items() if known.activity != activity), None)
         links, seen = [], {self._rank}
         while peer is not None and peer not in seen:
             seen.add(peer)
             known = self[peer]
-            links.append(f"rank {peer} is {known.doing}" if known.doing else at_work(peer))
-            peer = known.awaited
+            links.append(f"rank {peer} is {known.activity}" if known.activity else describe_busy_rank(peer))
+            peer = known.waiting_for
         return "; ".join(links) or "all ranks do the same"
 
     def late(self) -> str | None:
         """Who has not come where others wait, in words; None if a lower rank says so, or nobody knows."""
-        away = [rank for rank in self.living if not self[rank].doing or self._is_silent(rank)]
+        away = [rank for rank in self.living if not self[rank].activity or self._is_silent(rank)]
         if any(rank < self._rank and rank not in away for rank in self.living):
             return None
-        return "; ".join(absent(rank, self[rank].did, self._is_silent(rank)) for rank in away) or None
+        return (
+            "; ".join(
+                describe_absent_rank(rank, self[rank].last_activity, self._is_silent(rank)) for rank in away
+            )
+            or None
+        )
 
     def _is_silent(self, rank: int) -> bool:
-        """Whether so many beats are missing that a machine with much to do is no reason."""
-        return self[rank].beats_missed >= 3
+        """Whether so many heartbeats are missing that a machine with much to do is no reason."""
+        return self[rank].missed_heartbeats >= 3
 
     def not_connected(self) -> str:
         missing = [rank for rank, peer in self.items() if peer.writer is None]
         return (
-            f"rank {self._rank} waited {self._timeout:g} s for {names(missing)}, which did not come: that "
-            "process was not started, died or hangs before it makes its pipeline"
+            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}, which did not come: "
+            "that process was not started, died or hangs before it makes its pipeline"
         )
 
-    def unanswered(self, doing: str) -> str:
+    def unanswered(self, activity: str) -> str:
         missing = [rank for rank, peer in self.items() if not peer.texts]
         return (
-            f"rank {self._rank} waited {self._timeout:g} s for {names(missing)}; every rank must run the "
-            f"same script with the same arguments. {self.waits_for(missing[0], doing)}"
+            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}; every rank must run "
+            f"the same script with the same arguments. {self.waits_for(missing[0], activity)}"
         )

@@ -19,13 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from pipec.errors import InputError, TransportError
 from pipec.runtime.processes.addresses import Address
+from pipec.runtime.processes.heartbeat import HeartbeatConnections
 from pipec.runtime.processes.launch import World
-from pipec.runtime.processes.lifelines import Lifelines
 
 T = TypeVar("T")
 
 
-def meet(world: World, number: int, timeout: float) -> tuple[Lifelines, Store]:
+def connect_ranks(world: World, number: int, timeout: float) -> tuple[HeartbeatConnections, Store]:
     """Connect with all other ranks, and give the store that process groups are made with.
 
     It is a new part of that of the default process group. If there is none, it is made from the environment
@@ -36,18 +36,18 @@ def meet(world: World, number: int, timeout: float) -> tuple[Lifelines, Store]:
         InputError: the environment does not say where the ranks meet.
     """
     store = _get_default_store() if dist.is_initialized() else _store_of_environment(world, timeout)
-    lifelines = Lifelines(world.rank, world.size, timeout)
+    heartbeats = HeartbeatConnections(world.rank, world.size, timeout)
     try:
-        _connect(lifelines, PrefixStore(f"pipec/{number}", store), timeout)
-        part = lifelines.gather(secrets.token_bytes(8))[0].hex()
+        _connect(heartbeats, PrefixStore(f"pipec/{number}", store), timeout)
+        part = heartbeats.all_gather_text(secrets.token_bytes(8))[0].hex()
     except TransportError as error:
-        lifelines.fail(str(error))
-        lifelines.close()
+        heartbeats.fail(str(error))
+        heartbeats.close()
         raise
-    return lifelines, PrefixStore(f"pipec/{part}", store)
+    return heartbeats, PrefixStore(f"pipec/{part}", store)
 
 
-def bounded(call: Callable[[], T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
+def call_with_timeout(call: Callable[[], T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
     """Call on another thread, and leave that thread behind after so many seconds, with a TimeoutError.
 
     Once the process that holds torch's store is stopped, most calls of the store, and whatever makes a
@@ -91,7 +91,7 @@ def _store_of_environment(world: World, timeout: float) -> Store:
     try:
         if not holds:
             _wait_for_listener(host, int(port), timeout)
-        return bounded(make, timeout)
+        return call_with_timeout(make, timeout)
     except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
         if holds:
             raise TransportError(
@@ -116,26 +116,26 @@ def _wait_for_listener(host: str, port: int, timeout: float) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _connect(lifelines: Lifelines, store: Store, timeout: float) -> None:
+def _connect(heartbeats: HeartbeatConnections, store: Store, timeout: float) -> None:
     """Publish the own address, and connect to the ranks below; the ranks above connect to this one.
 
     The address is taken back in the end: ``torchrun`` may keep the store for ranks that it starts later, and
     no number of theirs tells these on all hosts, for each host counts the restarts of its own.
     """
-    rank = lifelines.rank
-    addresses = _Addresses(store, functools.partial(_asked, timeout=timeout, lifelines=lifelines))
-    addresses.publish(rank, lifelines.address.to_text())
+    rank = heartbeats.rank
+    addresses = _Addresses(store, functools.partial(_query_store, timeout=timeout, heartbeats=heartbeats))
+    addresses.publish(rank, heartbeats.address.to_text())
     for peer in range(rank):
-        _reach(peer, lifelines, addresses, timeout)
+        _reach(peer, heartbeats, addresses, timeout)
     try:
-        lifelines.wait_for_all()
+        heartbeats.wait_for_all()
     except TransportError as error:
-        lifelines.fail(str(error))  # to those who wait a moment longer, and would else miss this rank
+        heartbeats.fail(str(error))  # to those who wait a moment longer, and would else miss this rank
         raise
     addresses.take_back(rank)
 
 
-def _reach(peer: int, lifelines: Lifelines, addresses: "_Addresses", timeout: float) -> None:
+def _reach(peer: int, heartbeats: HeartbeatConnections, addresses: "_Addresses", timeout: float) -> None:
     """Connect to a rank below, which comes within ``timeout`` seconds.
 
     Where ranks that ``torchrun`` started before died while they met, the store has their addresses until
@@ -144,12 +144,12 @@ def _reach(peer: int, lifelines: Lifelines, addresses: "_Addresses", timeout: fl
     address = addresses.find(peer, within=timeout)
     if address is None:
         raise TransportError(
-            f"rank {lifelines.rank} waited {timeout:g} s for rank {peer}, which did not come: that process "
+            f"rank {heartbeats.rank} waited {timeout:g} s for rank {peer}, which did not come: that process "
             "was not started, died or hangs before it makes its pipeline"
         )
     while True:
         try:
-            return lifelines.connect(peer, Address.parse(address))
+            return heartbeats.connect(peer, Address.parse(address))
         except TransportError:
             within = _RENEWED_WITHIN if _agent_holds_store() else 0.0
             newer = addresses.find(peer, within, other_than=address)
@@ -184,17 +184,17 @@ class _Addresses:
             time.sleep(_LOOK_SECONDS)
 
 
-def _asked(question: Callable[[], T], timeout: float, lifelines: Lifelines) -> T:
+def _query_store(question: Callable[[], T], timeout: float, heartbeats: HeartbeatConnections) -> T:
     """The store's answer. Raises TransportError if there is none."""
     try:
-        return bounded(question, timeout, lifelines.check)
+        return call_with_timeout(question, timeout, heartbeats.check)
     except TimeoutError:
         raise TransportError(
-            f"{_holder()} holds the ranks' store, and has not answered rank {lifelines.rank} for "
+            f"{_holder()} holds the ranks' store, and has not answered rank {heartbeats.rank} for "
             f"{timeout:g} s: that process is stopped, or its machine cannot be reached"
         ) from None
     except RuntimeError:
-        known = lifelines.reason(_REASON_COMES_WITHIN)
+        known = heartbeats.reason(_REASON_COMES_WITHIN)
         gone = f"{_holder()}, which held the ranks' store, is gone: its own output may say why"
         raise TransportError(f"another rank failed:\n  {known}" if known else gone) from None
 

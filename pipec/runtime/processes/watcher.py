@@ -9,30 +9,30 @@ T = TypeVar("T")
 
 
 class Watcher(Generic[T]):
-    """Calls ``look(watched)`` every ``interval`` seconds until it returns True.
+    """Calls ``check(watched)`` every ``interval`` seconds until it returns True.
 
     The thread does not keep ``watched`` alive. It ends when that is garbage-collected, and when the process
     exits.
     """
 
-    def __init__(self, watched: T, look: Callable[[T], bool], interval: float) -> None:
+    def __init__(self, watched: T, check: Callable[[T], bool], interval: float) -> None:
         self._stopped = threading.Event()
-        arguments = weakref.ref(watched), look, interval, self._stopped
+        arguments = weakref.ref(watched), check, interval, self._stopped
         thread = threading.Thread(target=_watch, args=arguments, name="pipec watcher", daemon=True)
         thread.start()
         self._stop = weakref.finalize(watched, _end, self._stopped, thread)
 
     def stop(self) -> None:
-        """Look no more. Returns without waiting for a look that is under way."""
+        """Look no more. Returns without waiting for a check that is under way."""
         self._stopped.set()
 
 
 def _watch(
-    watched: "weakref.ref[T]", look: Callable[[T], bool], interval: float, stopped: threading.Event
+    watched: "weakref.ref[T]", check: Callable[[T], bool], interval: float, stopped: threading.Event
 ) -> None:
     while not stopped.wait(interval):
         object = watched()
-        if object is None or look(object):
+        if object is None or check(object):
             return
         del object
 

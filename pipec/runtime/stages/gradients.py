@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pipec.runtime.memory.storage import fills_storage, is_exclusive
-from pipec.runtime.rows import Rows
+from pipec.runtime.sparse_gradients import RowSparseGradient
 
 # Adds lists of tensors in one call; the public API has no such function.
 _add_all = torch._foreach_add_
 
 
-class Home(Protocol):
+class GradientStorage(Protocol):
     """Memory in which the totals of some parameters are to lie."""
 
     def place(self, index: int) -> Tensor:
@@ -31,25 +31,25 @@ class Home(Protocol):
         """Let go of what ``place`` has returned."""
 
 
-class GradientSum:
-    """Adds gradients to ``parameter.grad``, or to a total of the step for parameters in ``apart``.
+class GradientAccumulator:
+    """Adds gradients to ``parameter.grad``, or to a total of the step for parameters in ``separate``.
 
-    ``parameters`` is the very list that the stage passes as ``w``. ``apart`` are the indices of parameters
+    ``parameters`` is the very list that the stage passes as ``w``. ``separate`` are the indices of parameters
     that another stage owns, or whose gradients are summed over replicas before they are added to ``.grad``.
     What it ``holds`` is added to ``.grad`` by ``release`` alone, and that is everything if it is True.
     Gradients are multiplied by a factor of the step as they are added, which is exact for a power of two.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], apart: Collection[int], holds: bool = False) -> None:
+    def __init__(self, parameters: Sequence[Tensor], separate: Collection[int], holds: bool = False) -> None:
         self._parameters = parameters
-        self._apart = frozenset(range(len(parameters)) if holds else apart)
+        self._apart = frozenset(range(len(parameters)) if holds else separate)
         self._holds = holds
         self._factor = 1.0
         self._totals: list[Tensor | None] = []
-        self._waiting: list[Tensor | Rows | None] = []
-        self._homes: dict[int, Home] = {}
+        self._waiting: list[Tensor | RowSparseGradient | None] = []
+        self._homes: dict[int, GradientStorage] = {}
 
-    def keep_in(self, home: Home, indices: Iterable[int]) -> None:
+    def accumulate_in(self, home: GradientStorage, indices: Iterable[int]) -> None:
         """Let the totals of these parameters lie in ``home``, from their first gradient on."""
         self._homes |= dict.fromkeys(indices, home)
 
@@ -66,8 +66,8 @@ class GradientSum:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    def follow_update(self) -> None:
-        """Let go of what an update has used. In a stream, totals of ``apart`` are of later mini-batches."""
+    def clear_updated(self) -> None:
+        """Release what an update has used. In a stream, totals of ``separate`` are of later mini-batches."""
         self._totals = [
             total if index in self._apart else parameter.grad
             for index, (total, parameter) in enumerate(zip(self._totals, self._parameters, strict=True))
@@ -79,31 +79,31 @@ class GradientSum:
         for home in set(self._homes.values()):
             home.forget_step()
 
-    def add(self, gradients: list[Tensor | Rows | None]) -> None:
+    def add(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
         """Add one microbatch's gradients, aligned with ``parameters``; None stands for no gradient.
 
         A parameter's first gradient is taken out of the list, so that its memory can become the total.
         """
         self._add(gradients, self._factor)
 
-    def add_later(self, gradients: list[Tensor | Rows | None]) -> None:
-        """Add these when ``settle`` is called, before anybody looks at sums."""
-        self.settle()
+    def add_deferred(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
+        """Add these when ``flush_deferred`` is called, before anybody looks at sums."""
+        self.flush_deferred()
         self._waiting = gradients
 
-    def settle(self) -> None:
+    def flush_deferred(self) -> None:
         """Add what waits for that."""
         gradients, self._waiting = self._waiting, []
         if gradients:
             self._add(gradients, self._factor)
 
-    def _add(self, gradients: list[Tensor | Rows | None], factor: float) -> None:
+    def _add(self, gradients: list[Tensor | RowSparseGradient | None], factor: float) -> None:
         totals, terms = [], []
         for index, total in enumerate(self._totals):
             gradient = gradients[index]
             if gradient is None:
                 continue
-            if isinstance(gradient, Rows):
+            if isinstance(gradient, RowSparseGradient):
                 gradient.add_to(self[index], factor)
                 continue
             if gradient.is_complex():
@@ -128,18 +128,18 @@ class GradientSum:
             self._set(index, total)
         return total
 
-    def add_one(self, index: int, gradient: Tensor) -> None:
+    def add_tied(self, index: int, gradient: Tensor) -> None:
         """Add what another stage has summed for a parameter that it borrowed from this one."""
-        gradients: list[Tensor | Rows | None] = [None] * len(self._totals)
+        gradients: list[Tensor | RowSparseGradient | None] = [None] * len(self._totals)
         gradients[index] = gradient
         self._add(gradients, 1.0)
 
-    def take(self, index: int) -> Tensor | None:
-        """Hand over the total of a parameter in ``apart``; None if it got no gradient."""
+    def pop(self, index: int) -> Tensor | None:
+        """Hand over the total of a parameter in ``separate``; None if it got no gradient."""
         total, self._totals[index] = self._totals[index], None
         return total
 
-    def deposit(self, index: int, total: Tensor) -> None:
+    def add_reduced(self, index: int, total: Tensor) -> None:
         """Add a sum over replicas to ``.grad``, or hold it."""
         if self._holds:
             self._totals[index] = total
@@ -147,13 +147,13 @@ class GradientSum:
             self._add_to_grad(index, total)
 
     @property
-    def waiting(self) -> dict[int, Tensor]:
+    def unreleased(self) -> dict[int, Tensor]:
         """The totals of the step that are not in ``.grad``, by index."""
         return {index: total for index, total in enumerate(self._totals) if total is not None}
 
     def release(self) -> None:
         """Add everything that waits to ``.grad``."""
-        for index in self.waiting if self._holds else ():
+        for index in self.unreleased if self._holds else ():
             total, self._totals[index] = self._totals[index], None
             assert total is not None
             self._add_to_grad(index, total)
@@ -167,7 +167,9 @@ class GradientSum:
         else:
             parameter.grad.add_(total)
 
-    def _set_first(self, index: int, gradients: list[Tensor | Rows | None], factor: float) -> None:
+    def _set_first(
+        self, index: int, gradients: list[Tensor | RowSparseGradient | None], factor: float
+    ) -> None:
         parameter, gradient = self._parameters[index], gradients[index]
         assert isinstance(gradient, Tensor)
         total = gradient.detach()

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from pipec.ir import MAPPED_BYTES
-from pipec.runtime.memory.reuse import reused
+from pipec.ir import MMAP_THRESHOLD_BYTES
+from pipec.runtime.memory.block_cache import empty_cached
 
 _CPU = torch.device("cpu")
 
@@ -76,7 +76,7 @@ def _empty(
     empty: Callable[..., Tensor], sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """``empty`` of these, or one in memory that is there."""
-    if math.prod(sizes) * dtype.itemsize < MAPPED_BYTES:
+    if math.prod(sizes) * dtype.itemsize < MMAP_THRESHOLD_BYTES:
         return empty(sizes, strides, dtype)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return reused([extent], dtype, _CPU).as_strided(sizes, strides)
+    return empty_cached([extent], dtype, _CPU).as_strided(sizes, strides)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from pipec.console import notice
+from pipec.console import delayed_status
 from pipec.errors import InputError
 from pipec.ir import Plan
-from pipec.runtime.randomness import Streams
-from pipec.runtime.stages.direct import DirectCall, Noting, kind_of_call
+from pipec.runtime.random_seeds import OperatorGenerators
+from pipec.runtime.stages.direct_calls import CallRecorder, DirectCall, call_key
 
 KERNELS = ("source", "inductor", "cudagraphs", "auto")
 """What ``compile`` and ``load`` take as ``kernels``."""
@@ -30,7 +30,7 @@ KERNELS = ("source", "inductor", "cudagraphs", "auto")
 _TIMED_CALLS = 3
 """How many calls of a function ``auto`` times, after the one that compiles."""
 
-_MOST_NOTED = 16
+_MAX_RECORDED = 16
 """How many calls of a function are noted. Where sizes change that often, further ones are left to torch."""
 
 Function = Callable[..., Any]
@@ -41,11 +41,11 @@ def require_source(kernels: str, plan: Plan | None = None) -> None:
 
     Those of a ``plan`` need not be such functions.
     """
-    adds = plan is None or any(stage.cost.memory.in_sums for stage in plan.stages)
+    adds = plan is None or any(stage.cost.memory.accumulated_in_place for stage in plan.stages)
     if adds and kernels != "source":
         raise InputError(
-            f"with fast_gradients the functions of stages add to sums of gradients, but kernels={kernels!r} "
-            "may run one more than once; take kernels='source', or compile without fast_gradients"
+            f"with fused_gradients the functions of stages add to sums of gradients, but kernels={kernels!r} "
+            "may run one more than once; take kernels='source', or compile without fused_gradients"
         )
 
 
@@ -80,8 +80,10 @@ class _Compiled:
 
     def __init__(self, function: Function, name: str) -> None:
         self._source, self._name = function, name
-        self._noting = Noting()
-        self._compiled: Function = torch.compile(function, fullgraph=True, backend=self._noting.compile)
+        self._call_recorder = CallRecorder()
+        self._compiled: Function = torch.compile(
+            function, fullgraph=True, backend=self._call_recorder.compile
+        )
         self._direct: dict[Hashable, DirectCall | None] = {None: None}
         self._draws = [int(number) for number in re.findall(r"\brng\((\d+)\)", inspect.getsource(function))]
         self._num_noted = 0
@@ -102,21 +104,27 @@ class _Compiled:
             return returned
 
     def _call(self, args: Sequence[Any]) -> Any:
-        seeds = [value.seeds(self._draws) for value in args if isinstance(value, Streams)]
-        given = [tuple(seeds[0].values()) if isinstance(value, Streams) else value for value in args]
-        kind = kind_of_call(given)
+        seeds = [value.seeds(self._draws) for value in args if isinstance(value, OperatorGenerators)]
+        given = [
+            tuple(seeds[0].values()) if isinstance(value, OperatorGenerators) else value for value in args
+        ]
+        kind = call_key(given)
         if direct := self._direct.get(kind):
             is_alike, returned = direct(given)
             if is_alike:
                 return returned
             del self._direct[kind]
-        passed = [functools.partial(getitem, seeds[0]) if isinstance(x, Streams) else x for x in args]
-        with contextlib.nullcontext() if self.is_ready else notice(f"pipec: compiles {self._name}"):
-            if kind in self._direct or self._num_noted == _MOST_NOTED:
+        passed = [
+            functools.partial(getitem, seeds[0]) if isinstance(x, OperatorGenerators) else x for x in args
+        ]
+        with contextlib.nullcontext() if self.is_ready else delayed_status(f"pipec: compiles {self._name}"):
+            if kind in self._direct or self._num_noted == _MAX_RECORDED:
                 returned = self._compiled(*passed)
             else:
                 self._num_noted += 1
-                self._direct[kind], returned = self._noting.note(given, lambda: self._compiled(*passed))
+                self._direct[kind], returned = self._call_recorder.record(
+                    given, lambda: self._compiled(*passed)
+                )
         self.is_ready = True
         return returned
 

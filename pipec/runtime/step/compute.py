@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.ir import Phase
-from pipec.runtime.stages.stage import BoundStage
-from pipec.runtime.step.results import Collector
+from pipec.runtime.stages.bound_stage import BoundStage
+from pipec.runtime.step.step_results import ResultCollector
 
 Action = Callable[[], None]
-Take = Callable[[], Sequence[Any]]
+FetchArguments = Callable[[], Sequence[Any]]
 
 
 def bind_function(
@@ -17,47 +17,47 @@ def bind_function(
     is_last: bool,
     stage: BoundStage,
     microbatch: int,
-    take: Take,
-    results: Collector,
+    fetch_arguments: FetchArguments,
+    results: ResultCollector,
     sends_first: bool = False,
 ) -> Action:
-    """The action that calls a function of ``stage`` on ``microbatch``. ``take`` returns the arguments.
+    """The action that calls a function of ``stage`` on ``microbatch`` with what ``fetch_arguments`` returns.
 
     ``is_last`` tells the last function of ``phase`` from those that save something for the next one. If it
     ``sends_first``, somebody else lets the stage add the gradients, when what others wait for has been sent.
 
     Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then
-    holds them, and ``GradientSum`` keeps the memory of such a gradient instead of copying it.
+    holds them, and ``GradientAccumulator`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
     function = stage.function(name, phase, microbatch)
-    add = stage.gradients.add_later if sends_first else stage.gradients.add
+    add = stage.gradients.add_deferred if sends_first else stage.gradients.add
 
     def forward() -> None:
-        sent, saved, updates = function(*take())
+        sent, saved, updates = function(*fetch_arguments())
         results.collect(microbatch, sent)
         stage.update_buffers(updates)
         frame.update(sent, saved=saved)
 
     def recompute() -> None:
-        frame["saved"] = function(*take())
+        frame["saved"] = function(*fetch_arguments())
 
     def backward() -> None:
-        sent, gradients = function(*take())
+        sent, gradients = function(*fetch_arguments())
         frame.update(sent)
         add(gradients := [*gradients])
 
     def backward_input() -> None:
-        sent, saved, gradients = function(*take())
+        sent, saved, gradients = function(*fetch_arguments())
         frame.update(sent, saved=saved)
         add(gradients := [*gradients])
 
     def backward_weight() -> None:
-        gradients = function(*take())
+        gradients = function(*fetch_arguments())
         add(gradients := [*gradients])
 
     def part_of_backward_weight() -> None:
-        frame["saved"], gradients = function(*take())
+        frame["saved"], gradients = function(*fetch_arguments())
         add(gradients := [*gradients])
 
     actions = {

@@ -11,26 +11,31 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pipec.artifact.directory import Artifact, stage_module
+from pipec.artifact.artifact import Artifact, load_stage_module
 from pipec.errors import ExecutionError, InputError, PipecError, TransportError
 from pipec.ir import Phase, Plan, RankMemory, stages_on
-from pipec.runtime.memory.allocator import keep_freed_memory
-from pipec.runtime.memory.meter import make_meter
+from pipec.runtime.memory.allocator import retain_freed_memory
+from pipec.runtime.memory.meter import make_memory_meter
 from pipec.runtime.messages.agreement import Agreement
-from pipec.runtime.messages.cuda import CudaGraphs, staged
-from pipec.runtime.messages.distributed import TorchDistributed
-from pipec.runtime.messages.group import Group
-from pipec.runtime.messages.transport import InProcess, Transport
-from pipec.runtime.processes.launch import ALONE, Devices, World, resolve_devices, world
-from pipec.runtime.stages.graphs import Recorder, StageGraphs, require_gpus, require_recordable
+from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.runtime.messages.cuda import CudaGraphRecorder, pinned_copy
+from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.messages.transport import InProcessTransport, Transport
+from pipec.runtime.processes.launch import SINGLE_PROCESS, Devices, World, resolve_devices, world
+from pipec.runtime.stages.cuda_graphs import GraphRecorder, StageGraphs, require_gpus, require_recordable
 from pipec.runtime.stages.kernels import load_kernels
-from pipec.runtime.step.finite import NotFinite
+from pipec.runtime.step.batch_counts import (
+    BatchCountsFunction,
+    batch_counts,
+    batch_fraction,
+    local_batch_counts,
+)
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.dry_run import DryRuns
 from pipec.runtime.step.interpreter import Interpreter
-from pipec.runtime.step.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
-from pipec.runtime.step.recording import RecordedStep, Stamps
-from pipec.runtime.step.rehearsal import Rehearsals
-from pipec.runtime.step.span import Span
-from pipec.runtime.step.updates import Updates
+from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.timestamps import RecordedStep, Timestamps
 
 T = TypeVar("T")
 
@@ -40,7 +45,7 @@ class _ReadsInputs(Protocol):
     def inputs(self) -> Set[str]: ...
 
 
-Interprets = TypeVar("Interprets", bound=_ReadsInputs)
+InterpreterT = TypeVar("InterpreterT", bound=_ReadsInputs)
 
 
 class Ranks:
@@ -56,24 +61,24 @@ class Ranks:
     def __init__(
         self, devices: Devices, timeout: float, kernels: str = "source", alone: bool = False
     ) -> None:
-        self.world = ALONE if alone else world()
+        self.world = SINGLE_PROCESS if alone else world()
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout, self.kernels = timeout, kernels
         if kernels == "cudagraphs":
             require_gpus(self.devices.values())
-        if self.message_by_gpu:  # before the first CUDA call, which would take memory of GPU 0
+        if self.has_gpu_messages:  # before the first CUDA call, which would take memory of GPU 0
             torch.cuda.set_device(self.devices[self.world.rank])
         if any(device.type == "cpu" for device in self.devices.values()):
-            keep_freed_memory()
+            retain_freed_memory()
 
     @functools.cached_property
-    def in_process(self) -> InProcess:
-        return InProcess([self.devices[rank] for rank in range(self.count)])
+    def in_process(self) -> InProcessTransport:
+        return InProcessTransport([self.devices[rank] for rank in range(self.count)])
 
     @functools.cached_property
-    def distributed(self) -> TorchDistributed:
-        return TorchDistributed(self.devices[self.world.rank], self._timeout)
+    def distributed(self) -> DistributedTransport:
+        return DistributedTransport(self.devices[self.world.rank], self._timeout)
 
     @functools.cached_property
     def agreement(self) -> Agreement:
@@ -81,70 +86,85 @@ class Ranks:
         return Agreement(self.distributed, self._timeout)
 
     @property
-    def message_by_gpu(self) -> bool:
+    def has_gpu_messages(self) -> bool:
         """Whether GPUs wait for messages, and not their hosts."""
-        return self.world.distributed and self.devices[self.world.rank].type == "cuda"
+        return self.world.is_distributed and self.devices[self.world.rank].type == "cuda"
 
-    def once(self, request: str, make: Callable[[], T]) -> T:
+    def call_on_rank_0(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` in one process; every process returns its result, or raises its error."""
-        return self.distributed.once(request, make) if self.world.distributed else make()
+        return self.distributed.call_on_rank_0(request, make) if self.world.is_distributed else make()
 
     def gathered(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-        """The steps with the stamps of every rank, on every rank."""
-        if not self.world.distributed:
+        """The steps with the timestamps of every rank, on every rank."""
+        if not self.world.is_distributed:
             return list(steps)
-        parts = [json.loads(part) for part in self.distributed.gather(json.dumps([s.stamps for s in steps]))]
+        parts = [
+            json.loads(part)
+            for part in self.distributed.all_gather_text(json.dumps([s.timestamps for s in steps]))
+        ]
         return [
-            RecordedStep(step.programs, {int(rank): stamps for part in own for rank, stamps in part.items()})
+            RecordedStep(
+                step.programs, {int(rank): timestamps for part in own for rank, timestamps in part.items()}
+            )
             for step, *own in zip(steps, *parts, strict=True)
         ]
 
-    def most_of_each(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
+    def peak_memory(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
         """For each rank what was measured when it held most, on every rank."""
         found = list(measured)
-        if self.world.distributed:
-            texts = self.distributed.gather(json.dumps([each.as_json() for each in measured]))
+        if self.world.is_distributed:
+            texts = self.distributed.all_gather_text(json.dumps([each.as_json() for each in measured]))
             found = [RankMemory.from_json(each) for text in texts for each in json.loads(text)]
         most = {each.rank: each for each in sorted(found, key=lambda each: each.peak_bytes)}
         return [most[rank] for rank in range(self.count)]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the other processes, however long they take while all of them live."""
-        self.told("", "waiting for what other ranks do before their first step")
+        self.all_gather_text_no_timeout("", "waiting for what other ranks do before their first step")
 
-    def told(self, text: str, doing: str) -> list[str]:
+    def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
         """The text of each process, in every process, however long they take while all of them live."""
-        return self.distributed.told(text, doing) if self.world.distributed else [text]
+        return (
+            self.distributed.all_gather_text_no_timeout(text, activity)
+            if self.world.is_distributed
+            else [text]
+        )
 
-    def last_words(self, text: str) -> list[str | None]:
+    def exchange_final_status(self, text: str) -> list[str | None]:
         """The text of each other process that lives when the pipeline cannot go on; None if it tells none."""
-        return list(self.distributed.last_words(text).values()) if self.world.distributed else []
+        return (
+            list(self.distributed.exchange_final_status(text).values()) if self.world.is_distributed else []
+        )
 
-    def aside(self) -> "Aside":
+    def in_background(self) -> "BackgroundRanks":
         """These processes, for a thread beside the one that steps."""
-        if not self.world.distributed:
-            return Aside(self.world, self.told, lambda: None)
+        if not self.world.is_distributed:
+            return BackgroundRanks(self.world, self.all_gather_text_no_timeout, lambda: None)
         transport = self.distributed
-        return Aside(self.world, lambda text, _: transport.told_aside(text), transport.check_processes)
+        return BackgroundRanks(
+            self.world,
+            lambda text, _: transport.all_gather_text_in_background(text),
+            transport.check_processes,
+        )
 
     def transport(self, rank: int) -> Transport:
-        return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
+        return self.distributed if self.world.is_distributed else self.in_process.endpoint(rank)
 
 
 @dataclass(frozen=True)
-class Aside:
+class BackgroundRanks:
     """The processes of a pipeline for one thread of each. Its texts are not those of the steps.
 
-    ``told`` takes a text, and what this process does; it gives the text of each process, in every process.
-    ``check`` raises TransportError if the process of another rank has ended.
+    ``all_gather_text_no_timeout`` takes a text, and what this process does; it returns the texts of all
+    processes. ``check`` raises TransportError if the process of another rank has ended.
     """
 
     world: World
-    told: Callable[[str, str], list[str]]
+    all_gather_text_no_timeout: Callable[[str, str], list[str]]
     check: Callable[[], None]
 
 
-class Linked(Generic[Interprets]):
+class LinkedArtifact(Generic[InterpreterT]):
     """An artifact linked on the ranks of this process, an ``interpret`` of the program of each.
 
     ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
@@ -155,27 +175,27 @@ class Linked(Generic[Interprets]):
 
     def __init__(
         self,
-        interpret: Callable[..., Interprets],
+        interpret: Callable[..., InterpreterT],
         artifact: Artifact,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         ranks: Ranks,
-        updates: Updates | None = None,
+        updates: OptimizerUpdates | None = None,
     ) -> None:
         self.artifact = artifact
         self._ranks, self._updates = ranks, updates
-        plan, is_distributed = artifact.plan, ranks.world.distributed
+        plan, is_distributed = artifact.plan, ranks.world.is_distributed
         if ranks.kernels == "cudagraphs":
             require_recordable(plan, artifact.sources, ranks.devices)
         _require_one_device(plan, ranks.devices)
         if is_distributed:
-            ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
-        self._interpreters: list[Interprets] = []
-        self._of_batch: list[OfBatch] = []
+            ranks.distributed.connect(artifact.programs, _groups(plan), artifact.canonical_text())
+        self._interpreters: list[InterpreterT] = []
+        self._of_batch: list[BatchCountsFunction] = []
         self._read_by_gpus: set[str] = set()
-        self._rehearsals: list[Rehearsals] = []
+        self._dry_runs: list[DryRuns] = []
         for rank, device in ranks.devices.items():
-            recorder = CudaGraphs(device) if ranks.kernels == "cudagraphs" else None
+            recorder = CudaGraphRecorder(device) if ranks.kernels == "cudagraphs" else None
             modules = {k: self._load(k, recorder) for k in stages_on(plan.placement, rank)}
             held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
@@ -183,61 +203,72 @@ class Linked(Generic[Interprets]):
             self._interpreters.append(
                 interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
-            if ranks.message_by_gpu or ranks.kernels != "source":
-                self._rehearsals.append(Rehearsals(program, plan, modules, parameters, held, device, updates))
+            if ranks.has_gpu_messages or ranks.kernels != "source":
+                self._dry_runs.append(DryRuns(program, plan, modules, parameters, held, device, updates))
             if device.type == "cuda":
                 self._read_by_gpus |= self._interpreters[-1].inputs
-            self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
+            self._of_batch += [
+                BatchCountsFunction(plan.stages[k], module, held, device) for k, module in modules.items()
+            ]
         readers: list[_ReadsInputs] = [*self._interpreters, *self._of_batch]
         self._read_here = set[str]().union(*(reader.inputs for reader in readers))
 
-    def _load(self, number: int, recorder: Recorder | None) -> types.ModuleType:
+    def _load(self, number: int, recorder: GraphRecorder | None) -> types.ModuleType:
         stage = self.artifact.plan.stages[number]
         names = [name for phase in Phase for name in stage.functions(phase)]
-        code = load_kernels(stage_module(number, self.artifact.sources[number]), names, self._ranks.kernels)
+        code = load_kernels(
+            load_stage_module(number, self.artifact.sources[number]), names, self._ranks.kernels
+        )
         if recorder is not None:
             vars(code)["graphs"] = StageGraphs(stage, code, recorder)
         return code
 
-    def rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
-        """Let the ranks of this process rehearse what is new to them, one after the other.
+    def dry_run(
+        self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
+    ) -> None:
+        """Let the ranks of this process make a dry run of what is new to them, one after the other.
 
         Nobody goes on before all processes have done so, since then a message may wait for another rank.
         """
-        are_new = any(each.are_new(span) for each in self._rehearsals)
+        needs_dry_run = any(each.needs_dry_run(batch_slice) for each in self._dry_runs)
         try:
-            for each in self._rehearsals:
-                each.rehearse(microbatches, span, seed)
+            for each in self._dry_runs:
+                each.dry_run(microbatches, batch_slice, seed)
         except PipecError as error:
-            if self._ranks.world.distributed:
+            if self._ranks.world.is_distributed:
                 self._ranks.distributed.fail(error)
             raise
-        if are_new:
-            self._ranks.meet()
+        if needs_dry_run:
+            self._ranks.barrier()
 
-    def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+    def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """What the stages read for each microbatch, by name."""
-        microbatches = self._split(leaves, span)
-        whole = self._of_whole_batch(leaves, microbatches, span)
-        for microbatch, size, first in zip(microbatches, span.sizes, span.first_rows, strict=True):
-            numbers = {"share": share_of(size, span.batch), "first_row": torch.tensor(first)}
+        microbatches = self._split(leaves, batch_slice)
+        whole = self._batch_counts(leaves, microbatches, batch_slice)
+        for microbatch, size, first in zip(
+            microbatches, batch_slice.sizes, batch_slice.first_rows, strict=True
+        ):
+            numbers = {
+                "batch_fraction": batch_fraction(size, batch_slice.batch),
+                "first_row": torch.tensor(first),
+            }
             microbatch |= numbers | whole
         return microbatches
 
-    def _of_whole_batch(
-        self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], span: Span
+    def _batch_counts(
+        self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice
     ) -> dict[str, Tensor]:
         """What stages must know of the batch. Where replicas have parts of it, they put it together."""
         plan = self.artifact.plan
-        if not span.is_local:
-            return values_of_batch(self._of_batch, plan, leaves, microbatches, span)
+        if not batch_slice.is_local:
+            return batch_counts(self._of_batch, plan, leaves, microbatches, batch_slice)
         transport = self._ranks.distributed
 
-        def group_of(stage: int) -> Group:
+        def group_of(stage: int) -> CollectiveGroup:
             return transport.group(plan.placement[stage])
 
         try:
-            return values_of_local_batch(self._of_batch, plan, leaves, microbatches, span, group_of)
+            return local_batch_counts(self._of_batch, plan, leaves, microbatches, batch_slice, group_of)
         except TransportError as error:
             transport.fail(error)
             raise
@@ -247,19 +278,22 @@ class Linked(Generic[Interprets]):
             transport.fail(failure)
             raise failure from error
 
-    def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+    def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """What this process reads of each microbatch of which it has the rows; of others there is nothing."""
-        microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
-        own, sizes = [microbatches[each] for each in span.own], [span.sizes[each] for each in span.own]
+        microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
+        own, sizes = (
+            [microbatches[each] for each in batch_slice.own_microbatches],
+            [batch_slice.sizes[each] for each in batch_slice.own_microbatches],
+        )
         for given in self.artifact.plan.inputs:
             if given.value.name not in self._read_here:
                 continue
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
             if given.value.name in self._read_by_gpus and tensor.device.type == "cpu":
-                tensor = staged(tensor)
+                tensor = pinned_copy(tensor)
             if given.batched:
-                parts = tensor[span.start : span.start + sum(sizes)].split(sizes)
+                parts = tensor[batch_slice.start : batch_slice.start + sum(sizes)].split(sizes)
             else:
                 parts = (tensor,) * len(own)
             for microbatch, part in zip(own, parts, strict=True):
@@ -267,7 +301,7 @@ class Linked(Generic[Interprets]):
         return microbatches
 
 
-class Execution(Linked[Interpreter]):
+class Execution(LinkedArtifact[Interpreter]):
     """An artifact of steps, ready to run them."""
 
     def __init__(
@@ -276,16 +310,16 @@ class Execution(Linked[Interpreter]):
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         ranks: Ranks,
-        updates: Updates | None = None,
+        updates: OptimizerUpdates | None = None,
     ) -> None:
         super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
-        self.not_finite: NotFinite | None = None
+        self.non_finite: NonFinite | None = None
         """Why nothing came of the last step, if its plan looks for that."""
 
     def run(
         self,
         leaves: Sequence[object],
-        span: Span,
+        batch_slice: BatchSlice,
         seed: int,
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
@@ -298,30 +332,38 @@ class Execution(Linked[Interpreter]):
 
         Args:
             leaves: The flattened arguments of the step, for the whole batch, or for this replica's part.
-            span: Which microbatches of the batch to run.
+            batch_slice: Which microbatches of the batch to run.
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
             update: Whether a program that updates does so.
             measured: If the step succeeds, what the ranks of this process held is appended.
         """
         if self._updates is not None:
-            self._updates.follow()
-        microbatches = self._microbatches(leaves, span)
-        stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
+            self._updates.follow_script()
+        microbatches = self._microbatches(leaves, batch_slice)
+        timestamps: dict[int, Timestamps] = (
+            {} if recorded is None else {rank: [] for rank in self._ranks.devices}
+        )
         devices = self._ranks.devices
         meters = {
-            rank: make_meter(device, list(devices.values()).count(device) > 1)
+            rank: make_memory_meter(device, list(devices.values()).count(device) > 1)
             for rank, device in (devices.items() if measured is not None else ())
         }
         jobs = [
             functools.partial(
-                interpreter.run, microbatches, span, seed, stamps.get(rank), update, meters.get(rank)
+                interpreter.run,
+                microbatches,
+                batch_slice,
+                seed,
+                timestamps.get(rank),
+                update,
+                meters.get(rank),
             )
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
         try:
-            self.rehearse(microbatches, span, seed)
-            results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+            self.dry_run(microbatches, batch_slice, seed)
+            results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
         except BaseException as error:
             if self._updates is not None:
                 self._updates.drop_gradients()
@@ -330,17 +372,17 @@ class Execution(Linked[Interpreter]):
             raise
         if self._updates is not None:
             self._updates.mark_gradients()
-        self.not_finite = self._interpreters[0].not_finite
+        self.non_finite = self._interpreters[0].non_finite
         if measured is not None:
             measured += [meter.memory(rank) for rank, meter in meters.items()]
         if recorded is not None:
-            recorded.append(RecordedStep(self.artifact.programs, stamps))
+            recorded.append(RecordedStep(self.artifact.programs, timestamps))
         return results
 
     def _half_made(self) -> str | None:
         """What to say if updates had begun when the step failed. The ranks that live all ask this."""
         begun = {stage for each in self._interpreters for stage in each.begun_updates}
-        for told in self._ranks.last_words(json.dumps(sorted(begun))):
+        for told in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
             begun.update(json.loads(told or "[]"))
         if not begun:
             return None
@@ -374,4 +416,4 @@ def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bo
 def _groups(plan: Plan) -> list[tuple[int, ...]]:
     """The ranks that meet in collectives."""
     groups = [ranks for ranks in dict.fromkeys(plan.placement) if len(ranks) > 1]
-    return [*groups, tuple(range(plan.num_ranks))] if plan.ending.has_norm else groups
+    return [*groups, tuple(range(plan.num_ranks))] if plan.sync_spec.has_grad_norm else groups

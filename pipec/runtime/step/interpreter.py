@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
-from pipec.runtime.memory.meter import Meter
-from pipec.runtime.memory.reuse import forget_memory
+from pipec.ir import Mode, OpKind, Payload, Plan, Program, Value
+from pipec.runtime.memory.block_cache import clear_block_cache
+from pipec.runtime.memory.meter import MemoryMeter
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.transport import Transport
-from pipec.runtime.stages.graphs import slots_of
-from pipec.runtime.stages.stage import BoundStage, StageCode
+from pipec.runtime.stages.bound_stage import BoundStage, StageCode
+from pipec.runtime.stages.cuda_graphs import graph_slots
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.compute import Action
-from pipec.runtime.step.explain import located, telling
-from pipec.runtime.step.finite import NotFinite
+from pipec.runtime.step.error_report import failure_message, reporting_failures
 from pipec.runtime.step.linker import link
-from pipec.runtime.step.rank import Rank, Updating
-from pipec.runtime.step.recording import Mark, Stamps, clock_of
-from pipec.runtime.step.results import Results, empty_like, has_rows, join_replicas, result_values
-from pipec.runtime.step.span import Span
-from pipec.runtime.step.updates import StageUpdate, Updates
+from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates, StageUpdate
+from pipec.runtime.step.rank_state import RankState, UpdateState
+from pipec.runtime.step.step_results import StepResults, empty_result, has_rows, merge_replicas, result_values
+from pipec.runtime.step.timestamps import Moment, Timestamps, clock_of
 
 
 class Interpreter:
@@ -52,13 +52,13 @@ class Interpreter:
         transport: Transport,
         device: torch.device,
         owns_tensors: Callable[[int], bool] = lambda stage: True,
-        updates: Updates | None = None,
+        updates: OptimizerUpdates | None = None,
     ) -> None:
         self.position = -1
         self._program, self._device = program, device
         bind = functools.partial(bind_stages, plan, program.rank, stages, parameters, buffers, device)
         self._stages = bind(plan.num_microbatches, owns_tensors)
-        for (index, microbatch), slot in slots_of(program).items():
+        for (index, microbatch), slot in graph_slots(program).items():
             self._stages[index].slots[microbatch] = slot
         self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
         self._result_links = [link for link in plan.links if link.payload is Payload.RESULT]
@@ -68,19 +68,19 @@ class Interpreter:
             if link.source in self._stages
             for value in link.values
         ]
-        self._results = Results(made, plan.num_microbatches, plan.sums)
-        self._updating = Updating(updates)
+        self._results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
+        self._update_state = UpdateState(updates)
         loss = loss_of(plan)
-        self._rank = Rank(
+        self._rank = RankState(
             *(program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss),
-            *(clock_of(device), self._updating),
+            *(clock_of(device), self._update_state),
         )
         self._linked = link(program, self._rank)
         self._instructions = [each.instruction for each in self._linked]
         self._collectives = [
             position
             for position, instruction in enumerate(self._instructions[: len(program.instructions)])
-            if instruction.op.traits.kind is Kind.COLLECTIVE
+            if instruction.op.traits.kind is OpKind.COLLECTIVE
         ]
         self._closing = [transport.finish, self._end_step]
         self._actions = [*(each.action for each in self._linked), *self._closing]
@@ -93,23 +93,23 @@ class Interpreter:
     def run(
         self,
         microbatches: Sequence[Mapping[str, Tensor]],
-        span: Span,
+        batch_slice: BatchSlice,
         seed: int = 0,
-        stamps: Stamps | None = None,
+        timestamps: Timestamps | None = None,
         update: bool = True,
-        meter: Meter | None = None,
+        meter: MemoryMeter | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
-        Nothing comes of a step, either, that has found something ``not_finite``, if its plan looks for that.
+        Nothing comes of a step, either, that has found something ``non_finite``, if its plan looks for that.
 
         Args:
             microbatches: The model's inputs by name, for each microbatch that this rank runs.
-            span: What the microbatches are of the batch.
+            batch_slice: What the microbatches are of the batch.
             seed: Random operators draw from streams that depend on the seed, the microbatch's number in the
                 batch and the operator alone. Each step has another.
-            stamps: The times of the step are appended.
+            timestamps: The times of the step are appended.
             update: A program that updates does so. If not, the gradients are kept for the next update.
             meter: Measures the memory of the step.
 
@@ -118,39 +118,44 @@ class Interpreter:
             TransportError: another rank failed, hung or is gone.
         """
         self.position = -1
-        self._updating.begin_step(update)
+        self._update_state.begin_step(update)
         try:
             with (
-                telling(self._rank.transport, self._describe),
+                reporting_failures(self._rank.transport, self._describe),
                 current_device(self._device),
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
                 meter or contextlib.nullcontext(),
             ):
-                self._results.loss_shares, self._results.is_local = span.shares, span.is_local
-                self._begin_step(microbatches, span, seed)
-                actions = self._actions if all(span.sizes) else self._actions_on(span.sizes)
+                self._results.loss_weights, self._results.is_local = (
+                    batch_slice.custom_loss_weights,
+                    batch_slice.is_local,
+                )
+                self._begin_step(microbatches, batch_slice, seed)
+                actions = self._actions if all(batch_slice.sizes) else self._actions_on(batch_slice.sizes)
                 if meter is not None:
                     self._execute_and_measure(actions, meter)
-                elif stamps is not None:
-                    self._execute_and_stamp(actions, stamps)
+                elif timestamps is not None:
+                    self._execute_and_stamp(actions, timestamps)
                 else:
                     self._execute(actions)
-                return self._merged_results(span)
+                return self._merged_results(batch_slice)
         finally:
             self._forget_step()
 
-    def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
-        self._rank.sizes[:] = [*span.sizes, span.num_rows]
-        self._rank.use(span.values)
-        shares, scale = span.loss_shares, self._updating.loss_scale
+    def _begin_step(
+        self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
+    ) -> None:
+        self._rank.sizes[:] = [*batch_slice.sizes, batch_slice.num_rows]
+        self._rank.use(batch_slice.values)
+        shares, scale = batch_slice.loss_weights, self._update_state.loss_scale
         for stage in self._stages.values():
             stage.begin_step(scale)
             for microbatch in self._own[stage.index]:
-                if not span.sizes[microbatch]:
+                if not batch_slice.sizes[microbatch]:
                     continue
-                inputs, sizes = microbatches[microbatch], self._rank.sizes_with(span.sizes[microbatch])
-                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), sizes)
+                inputs, sizes = microbatches[microbatch], self._rank.sizes_with(batch_slice.sizes[microbatch])
+                frame = stage.fill_frame(microbatch, (seed, batch_slice.first + microbatch), sizes)
                 frame.update(
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
@@ -160,30 +165,30 @@ class Interpreter:
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless nothing is to come of it."""
-        for stage in self._stages.values() if self.not_finite is None else ():
+        for stage in self._stages.values() if self.non_finite is None else ():
             stage.end_step()
 
     @property
-    def not_finite(self) -> NotFinite | None:
+    def non_finite(self) -> NonFinite | None:
         """What was found by a step that looks for it, the same on every rank. Nothing came of that step."""
-        return self._updating.not_finite
+        return self._update_state.non_finite
 
     @property
     def begun_updates(self) -> set[int]:
         """The stages whose update in the last step has begun, all of which have made it if nothing failed."""
-        return set(self._updating.begun)
+        return set(self._update_state.begun)
 
     def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""
-        return [*(each.on(sizes) for each in self._linked), *self._closing]
+        return [*(each.for_sizes(sizes) for each in self._linked), *self._closing]
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for position, action in enumerate(actions):
             self.position = position
             action()
 
-    def _execute_and_stamp(self, actions: Sequence[Action], stamps: Stamps) -> None:
-        clock, marks = self._rank.clock, list[Mark]()
+    def _execute_and_stamp(self, actions: Sequence[Action], timestamps: Timestamps) -> None:
+        clock, marks = self._rank.clock, list[Moment]()
         num_instructions = len(self._program.instructions)
         self._rank.over.clear()
         with clock.recording():
@@ -195,9 +200,9 @@ class Interpreter:
                     marks += (start, clock.arrived, clock.now())
             for number, over in self._rank.over.items():
                 marks[3 * self._collectives[number] + 2] = over
-            stamps += clock.times(marks)
+            timestamps += clock.times(marks)
 
-    def _execute_and_measure(self, actions: Sequence[Action], meter: Meter) -> None:
+    def _execute_and_measure(self, actions: Sequence[Action], meter: MemoryMeter) -> None:
         meter.begin(self._held())
         num_instructions = len(self._program.instructions)
         for position, action in enumerate(actions):
@@ -213,7 +218,7 @@ class Interpreter:
 
     def _update_of(self, stage: int) -> StageUpdate | None:
         """What the rank updates of a stage, or what the replica does with which it shares the parameters."""
-        updates, owners = self._updating.updates, (self._rank.number, self._rank.plan.placement[stage][0])
+        updates, owners = self._update_state.updates, (self._rank.number, self._rank.plan.placement[stage][0])
         found = (updates.on(each, stage) for each in owners) if updates else iter(())
         return next(filter(None, found), None)
 
@@ -230,7 +235,7 @@ class Interpreter:
                 found[kind] += tensors
         return found
 
-    def _merged_results(self, span: Span) -> dict[str, Tensor]:
+    def _merged_results(self, batch_slice: BatchSlice) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has.
 
         Where replicas were given their own parts of the batch, a result with rows has those of this one.
@@ -239,22 +244,24 @@ class Interpreter:
         for made in self._result_links:
             ranks = plan.placement[made.source]
             for value in made.values:
-                if span.is_local and has_rows(value):
-                    own = self._part(value, ranks[span.replica], made.source, span)
-                    merged[value.name] = empty_like(value, span.values, self._device) if own is None else own
+                if batch_slice.is_local and has_rows(value):
+                    own = self._part(value, ranks[batch_slice.replica], made.source, batch_slice)
+                    merged[value.name] = (
+                        empty_result(value, batch_slice.values, self._device) if own is None else own
+                    )
                 else:
-                    parts = [self._part(value, rank, made.source, span) for rank in ranks]
-                    merged[value.name] = join_replicas(
-                        value, parts, span.sizes, span.values, value.name in plan.sums
+                    parts = [self._part(value, rank, made.source, batch_slice) for rank in ranks]
+                    merged[value.name] = merge_replicas(
+                        value, parts, batch_slice.sizes, batch_slice.values, value.name in plan.summed_outputs
                     )
         return merged
 
-    def _part(self, value: Value, rank: int, stage: int, span: Span) -> Tensor | None:
+    def _part(self, value: Value, rank: int, stage: int, batch_slice: BatchSlice) -> Tensor | None:
         """What a rank made of a result; None if its microbatches have no rows."""
-        if not any(span.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
+        if not any(batch_slice.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
             return None
         if rank == self._rank.number:
-            return self._results.merged(value.name, span.sizes, span.values)
+            return self._results.merged(value.name, batch_slice.sizes, batch_slice.values)
         return self._rank.received[value.name, rank]
 
     def _forget_step(self) -> None:
@@ -262,7 +269,7 @@ class Interpreter:
             stage.forget_step()
         self._results.forget_step()
         self._rank.received.clear()
-        forget_memory()
+        clear_block_cache()
 
     def _describe(self, problem: str) -> str:
         """Where it happened, what the problem is, and the instructions that led there."""
@@ -273,7 +280,9 @@ class Interpreter:
             return f"{rank}, finishing the step: {problem}"
         instruction = self._instructions[self.position]
         # A message that is awaited only when the program is over counts as its receive instruction.
-        return located(self._program, self._program.instructions.index(instruction), instruction, problem)
+        return failure_message(
+            self._program, self._program.instructions.index(instruction), instruction, problem
+        )
 
 
 def bind_stages(
@@ -295,9 +304,9 @@ def bind_stages(
             buffers,
             device,
             num_frames,
-            plan.ending.reduced(stage.index),
+            plan.sync_spec.reduced_parameters(stage.index),
             owns_tensors(stage.index),
-            plan.ending.holds_gradients,
+            plan.sync_spec.defers_gradients,
         )
         for stage in plan.stages
         if rank in plan.placement[stage.index]

@@ -20,26 +20,26 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
+from pipec.ir import Instruction, Link, Op, OpKind, Payload, Phase, Program
 from pipec.runtime.messages.transport import Receiver
-from pipec.runtime.stages.joins import Joining
-from pipec.runtime.stages.stage import Frame, parameter_names
-from pipec.runtime.step.compute import Action, Take, bind_function
-from pipec.runtime.step.ending import EndingLinker
-from pipec.runtime.step.linked import Linked, in_turn
-from pipec.runtime.step.outcomes import Outcomes
-from pipec.runtime.step.rank import Delivery, Rank
-from pipec.runtime.step.results import Results
+from pipec.runtime.stages.bound_stage import Frame, parameter_names
+from pipec.runtime.stages.model_collectives import RunningCollective
+from pipec.runtime.step.compute import Action, FetchArguments, bind_function
+from pipec.runtime.step.linked_instruction import LinkedInstruction, in_sequence
+from pipec.runtime.step.rank_state import PendingValue, RankState
+from pipec.runtime.step.step_results import StepResults
+from pipec.runtime.step.stream_results import StreamResults
+from pipec.runtime.step.sync_linker import SyncLinker
 
-Source = Callable[[], Sequence[Any]]
-Sink = Callable[[Sequence[Tensor]], None]
+ValueReader = Callable[[], Sequence[Any]]
+OutputWriter = Callable[[Sequence[Tensor]], None]
 
-_ALWAYS = frozenset({"w", "sums", "prepared", "buffers", "constants", "b", "rng", "device"})
+_ALWAYS = frozenset({"w", "gradient_sums", "precomputed", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 """The phases whose last function saves something, too."""
 
 
-def link(program: Program, rank: Rank) -> list[Linked]:
+def link(program: Program, rank: RankState) -> list[LinkedInstruction]:
     """The actions of a step in order.
 
     After the program's own come those that take in what is awaited only when the program is over: weight
@@ -48,23 +48,23 @@ def link(program: Program, rank: Rank) -> list[Linked]:
     Raises:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
-    linker, linked, settle = Linker(rank), list[Linked](), list[Action]()
+    linker, linked, settle = Linker(rank), list[LinkedInstruction](), list[Action]()
     for instruction, behind in itertools.zip_longest(program.instructions, program.instructions[1:]):
         made = linker.link(instruction, _sends_to_compute(behind))
         if settle and not _sends_to_compute(instruction):
-            made = made.behind(settle.pop())
+            made = made.after(settle.pop())
         if _makes_gradients(instruction) and _sends_to_compute(behind):
-            settle.append(rank.stages[instruction.stage].gradients.settle)
+            settle.append(rank.stages[instruction.stage].gradients.flush_deferred)
         linked.append(made)
     linker.finish()
-    return linked + [Linked(program.instructions[-1], each) for each in settle] + linker.closing
+    return linked + [LinkedInstruction(program.instructions[-1], each) for each in settle] + linker.closing
 
 
 def _sends_to_compute(instruction: Instruction | None) -> bool:
     """Whether an instruction sends what a compute of another rank waits for."""
     if instruction is None or instruction.op is not Op.SEND:
         return False
-    return _link_of(instruction).payload.between_computes
+    return _link_of(instruction).payload.feeds_compute
 
 
 def _makes_gradients(instruction: Instruction) -> bool:
@@ -75,24 +75,24 @@ def _makes_gradients(instruction: Instruction) -> bool:
 class Linker:
     """Makes the actions of a program's instructions, one after the other."""
 
-    def __init__(self, rank: Rank) -> None:
-        self.closing: list[Linked] = []
+    def __init__(self, rank: RankState) -> None:
+        self.closing: list[LinkedInstruction] = []
         self._rank = rank
         variables = {variable.name for variable in rank.plan.variables}
         self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
-        self._inputs = {"share", "first_row", *(entry.value.name for entry in rank.plan.inputs)}
-        self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
-        self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
+        self._inputs = {"batch_fraction", "first_row", *(entry.value.name for entry in rank.plan.inputs)}
+        self._inputs |= {name for stage in rank.plan.stages for name in stage.batch_counts}
+        self._present: dict[tuple[int, int], dict[str, PendingValue]] = defaultdict(dict)
         self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
-        self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
+        self._tied_weights: dict[int, dict[str, PendingValue]] = defaultdict(dict)
         self._leaving: list[Action] = []
-        self._ending = EndingLinker(rank)
+        self._sync_linker = SyncLinker(rank)
 
-    def link(self, instruction: Instruction, sends_first: bool = False) -> Linked:
+    def link(self, instruction: Instruction, sends_first: bool = False) -> LinkedInstruction:
         """With ``sends_first``, somebody else lets a compute's stage add its gradients."""
-        if instruction.op.traits.kind is Kind.COMPUTE:
+        if instruction.op.traits.kind is OpKind.COMPUTE:
             return self._compute(instruction, sends_first)
-        return Linked(instruction, self._action(instruction), self._microbatches(instruction))
+        return LinkedInstruction(instruction, self._action(instruction), self._microbatches(instruction))
 
     def _action(self, instruction: Instruction) -> Action:
         match instruction.op:
@@ -108,9 +108,9 @@ class Linker:
                 return self._offload(instruction)
             case Op.PREFETCH:
                 return self._prefetch(instruction)
-        if instruction.join >= 0:
-            return self._join(instruction)
-        return self._ending.link(instruction)
+        if instruction.model_collective >= 0:
+            return self._start_model_collective(instruction)
+        return self._sync_linker.link(instruction)
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
         """Those that an instruction is about, or that made what it moves; none if it is not about any."""
@@ -125,48 +125,54 @@ class Linker:
 
     def finish(self) -> None:
         """Close the program with what nothing has waited for."""
-        self.closing += [Linked(*left) for left in self._ending.left()]
+        self.closing += [LinkedInstruction(*left) for left in self._sync_linker.unfinished()]
 
     def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
-        if link.payload is Payload.OUTCOME:
+        if link.payload is Payload.MICROBATCH_RESULT:
             apart = replace(instruction, slot=microbatch)  # several are on their way at once
-            return self._outcome(link, microbatch, self._rank.transport.receiver(apart, self._tag(link)))
+            return self._receive_microbatch_result(
+                link, microbatch, self._rank.transport.receiver(apart, self._tag(link))
+            )
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
-        sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
+        write_output, wait, post = (
+            self._output_writer(link, microbatch, instruction.peer),
+            receiver.wait,
+            receiver.post,
+        )
         made_of = self._microbatches(instruction)
 
         def deliver() -> None:
-            sink(wait())
+            write_output(wait())
 
         def deliver_if_made() -> None:
             if any(rank.sizes[each] for each in made_of):
                 deliver()
 
         if link.payload.readers:
-            self._announce(link, microbatch, Delivery(deliver))
+            self._announce(link, microbatch, PendingValue(deliver))
         elif link.payload is Payload.WEIGHT_GRADIENT:
-            self._ending.brings(instruction, Delivery(deliver_if_made))
+            self._sync_linker.expect_tied_gradient(instruction, PendingValue(deliver_if_made))
         else:
-            self.closing.append(Linked(instruction, deliver_if_made))
+            self.closing.append(LinkedInstruction(instruction, deliver_if_made))
         num_rows = self._num_rows(instruction)
         return lambda: post(rank.sizes_with(num_rows()))
 
-    def _outcome(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
+    def _receive_microbatch_result(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
         """Post the receive of a microbatch's results, which the rank waits for when the script asks."""
-        rank, outcomes, names = self._rank, self._rank.results, [value.name for value in link.values]
-        assert isinstance(outcomes, Outcomes), "only a stream returns results of microbatches"
+        rank, stream_results, names = self._rank, self._rank.results, [value.name for value in link.values]
+        assert isinstance(stream_results, StreamResults), "only a stream returns results of microbatches"
 
         def post() -> None:
             receiver.post(rank.sizes_with(rank.sizes[microbatch]))
-            outcomes.arrives(names, receiver.wait)
+            stream_results.expect_received(names, receiver.wait)
 
         return post
 
     def _send(self, instruction: Instruction) -> Action:
         link, rank = _link_of(instruction), self._rank
         send = rank.transport.sender(instruction, self._tag(link))
-        source = self._source(link, instruction.microbatch, self._is_away(instruction.peer))
+        source = self._value_reader(link, instruction.microbatch, self._is_other_pipeline(instruction.peer))
         num_rows = self._num_rows(instruction)
         return lambda: send(source(), rank.sizes_with(num_rows()))
 
@@ -175,12 +181,12 @@ class Linker:
         sizes, microbatch = self._rank.sizes, instruction.microbatch
         if _link_of(instruction).payload is not Payload.RESULT:
             return lambda: sizes[microbatch]
-        results, away = self._rank.results, self._is_away(instruction.peer)
+        results, away = self._rank.results, self._is_other_pipeline(instruction.peer)
         made_of = self._microbatches(instruction)
-        assert isinstance(results, Results), "only a step returns results at its end"
+        assert isinstance(results, StepResults), "only a step returns results at its end"
         return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
 
-    def _is_away(self, peer: int) -> bool:
+    def _is_other_pipeline(self, peer: int) -> bool:
         """Whether a rank is of another pipeline, where whole pipelines stand side by side."""
         placement = self._rank.plan.placement
         own, other = (
@@ -191,10 +197,10 @@ class Linker:
 
     def _move(self, instruction: Instruction) -> Action:
         link, microbatch = _link_of(instruction), instruction.microbatch
-        source, sink = self._source(link, microbatch), self._sink(link, microbatch, -1)
+        source, write_output = self._value_reader(link, microbatch), self._output_writer(link, microbatch, -1)
         if link.payload.readers:
-            self._announce(link, microbatch, Delivery())
-        return lambda: sink(source())
+            self._announce(link, microbatch, PendingValue())
+        return lambda: write_output(source())
 
     def _free(self, instruction: Instruction) -> Action:
         """Free a frame, and tell the last reader of each value in it to drop it. Others may take it then."""
@@ -208,44 +214,48 @@ class Linker:
         """Start to copy saved values to the host, of which the device lets go behind the next compute."""
         stage = self._rank.stages[instruction.stage]
         frame, copies = stage.frames[instruction.microbatch], stage.copies
-        self._leaving.append(lambda: copies.let_go(frame.get("saved", ())))
+        self._leaving.append(lambda: copies.release_device_memory(frame.get("saved", ())))
         return lambda: copies.offload(frame["saved"])
 
     def _prefetch(self, instruction: Instruction) -> Action:
         """Start to copy saved values back, for which their reader waits."""
         microbatch, stage = instruction.microbatch, self._rank.stages[instruction.stage]
         frame, copies = stage.frames[microbatch], stage.copies
-        self._present[stage.index, microbatch]["saved"] = Delivery(lambda: copies.arrive(microbatch))
+        self._present[stage.index, microbatch]["saved"] = PendingValue(
+            lambda: copies.wait_prefetch(microbatch)
+        )
         return lambda: copies.prefetch(frame["saved"], microbatch)
 
     def _tag(self, link: Link) -> int:
         return self._rank.plan.links.index(link)
 
-    def _announce(self, link: Link, microbatch: int, delivery: Delivery) -> None:
+    def _announce(self, link: Link, microbatch: int, pending: PendingValue) -> None:
         for value in link.values:
             if link.payload is Payload.WEIGHT:
-                self._lent[link.target][value.name] = delivery
+                self._tied_weights[link.target][value.name] = pending
             else:
-                self._present[link.target, microbatch][value.name] = delivery
+                self._present[link.target, microbatch][value.name] = pending
 
-    def _source(self, link: Link, microbatch: int, away: bool = False) -> Source:
+    def _value_reader(self, link: Link, microbatch: int, away: bool = False) -> ValueReader:
         """The function that fetches what a link carries from where it was left, maybe to send it away."""
         names = [value.name for value in link.values]
         match link.payload:
-            case Payload.ACTIVATION | Payload.GRADIENT | Payload.OUTCOME:
-                return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
+            case Payload.ACTIVATION | Payload.GRADIENT | Payload.MICROBATCH_RESULT:
+                return self._argument_fetcher(
+                    link.source, microbatch, names, f"the link to stage {link.target}"
+                )
             case Payload.RESULT:
                 results, rank = self._rank.results, self._rank
-                assert isinstance(results, Results), "only a step returns results at its end"
-                fetch = results.sent_away if away else results.merged
+                assert isinstance(results, StepResults), "only a step returns results at its end"
+                fetch = results.sent_to_other_pipeline if away else results.merged
                 return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:
             return lambda: [stage.weights[index] for index in indices]
-        return lambda: [stage.gradients.take(index) for index in indices]
+        return lambda: [stage.gradients.pop(index) for index in indices]
 
-    def _sink(self, link: Link, microbatch: int, peer: int) -> Sink:
+    def _output_writer(self, link: Link, microbatch: int, peer: int) -> OutputWriter:
         """The function that puts what a link carries to where its reader looks for it."""
         names = [value.name for value in link.values]
         if link.payload is Payload.RESULT:
@@ -258,32 +268,35 @@ class Linker:
             frame = stage.frames[microbatch]
             return lambda tensors: frame.update(zip(names, tensors, strict=True))
         indices = [stage.code.PARAMETERS.index(name) for name in names]
-        keep = stage.weights.__setitem__ if link.payload is Payload.WEIGHT else stage.gradients.add_one
+        keep = stage.weights.__setitem__ if link.payload is Payload.WEIGHT else stage.gradients.add_tied
 
-        def sink(tensors: Sequence[Tensor]) -> None:
+        def write_output(tensors: Sequence[Tensor]) -> None:
             for index, tensor in zip(indices, tensors, strict=True):
                 keep(index, tensor)
 
-        return sink
+        return write_output
 
-    def _compute(self, instruction: Instruction, sends_first: bool) -> Linked:
+    def _compute(self, instruction: Instruction, sends_first: bool) -> LinkedInstruction:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
-        parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
+        segments = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
         weights: list[Action] = []
-        actions = [self._call(instruction, names, part, weights, sends_first) for part in parts]
+        actions = [self._call(instruction, names, segment, weights, sends_first) for segment in segments]
         if instruction.version >= 0:
-            show = self._rank.stages[instruction.stage].show_version
+            show = self._rank.stages[instruction.stage].select_version
             actions = [functools.partial(show, instruction.microbatch), *actions]
         left, self._leaving = self._leaving, []
-        return Linked(
-            instruction, in_turn([*actions, *left]), (instruction.microbatch,), in_turn([*weights, *left])
+        return LinkedInstruction(
+            instruction,
+            in_sequence([*actions, *left]),
+            (instruction.microbatch,),
+            in_sequence([*weights, *left]),
         )
 
     def _call(
         self,
         instruction: Instruction,
         names: Sequence[str],
-        part: int,
+        segment: int,
         weights: list[Action],
         sends_first: bool,
     ) -> Action:
@@ -292,19 +305,19 @@ class Linker:
         What it waits for so that the weights are there is added to ``weights``.
         """
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        name, phase, is_last = names[part], Phase(instruction.op), part == len(names) - 1
+        name, phase, is_last = names[segment], Phase(instruction.op), segment == len(names) - 1
         function = getattr(stage.code, name, None)
         if function is None:
             raise VerifyError(
                 f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        asked = parameter_names(function)
+        parameters = parameter_names(function)
         lies_alike = _makes_gradients(instruction)  # gradients lie as the weights do
-        reads = lies_alike or not {"w", "prepared"}.isdisjoint(asked)
+        reads = lies_alike or not {"w", "precomputed"}.isdisjoint(parameters)
         own = self._weights(stage.index, name) if reads else []
         weights += own
-        take = self._take(stage.index, microbatch, asked, name, own)
+        take = self._argument_fetcher(stage.index, microbatch, parameters, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
         results = self._rank.results
         return bind_function(name, phase, is_last, stage, microbatch, take, results, sends_first)
@@ -318,22 +331,24 @@ class Linker:
         for link in self._rank.plan.links if is_last else ():
             if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
                 for value in link.values:
-                    present.setdefault(value.name, Delivery())
+                    present.setdefault(value.name, PendingValue())
         if phase in _SAVING or not is_last:
-            present["saved"] = Delivery()
+            present["saved"] = PendingValue()
 
-    def _join(self, instruction: Instruction) -> Action:
-        """Start to join a value of a microbatch; its first reader waits for what comes of it."""
+    def _start_model_collective(self, instruction: Instruction) -> Action:
+        """Start a model collective; the first reader of its result waits for it."""
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        join = self._rank.plan.stages[stage.index].joins[instruction.join]
-        group = self._rank.transport.group(self._rank.plan.placement[stage.index], join.num_hosts)
-        joining = Joining(join, stage.frames[microbatch], group)
-        self._present[stage.index, microbatch][join.value.name] = self._ending.join(joining.finish)
-        return joining.start
+        collective = self._rank.plan.stages[stage.index].model_collectives[instruction.model_collective]
+        group = self._rank.transport.group(self._rank.plan.placement[stage.index], collective.num_hosts)
+        running = RunningCollective(collective, stage.frames[microbatch], group)
+        self._present[stage.index, microbatch][collective.value.name] = self._sync_linker.model_collective(
+            running.finish
+        )
+        return running.start
 
-    def _take(
+    def _argument_fetcher(
         self, stage: int, microbatch: int, names: Sequence[str], reader: str, first: Sequence[Action] = ()
-    ) -> Take:
+    ) -> FetchArguments:
         """The function that fetches values from a frame.
 
         It first waits for those still on their way, and afterwards drops those that nobody reads later.
@@ -341,13 +356,13 @@ class Linker:
         waits = [*first]
         dropped: list[str] = []
         for name in names:
-            if name == "prepared":
-                waits.append(functools.partial(self._rank.stages[stage].prepare, microbatch))
+            if name == "precomputed":
+                waits.append(functools.partial(self._rank.stages[stage].precompute, microbatch))
                 dropped.append(name)  # before the weights go, where they are gathered for use
             elif name in self._always:
                 waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
-            elif delivery := self._present[stage, microbatch].get(name):
-                waits += delivery.awaited()
+            elif pending := self._present[stage, microbatch].get(name):
+                waits += pending.pop_waits()
                 self._dropped_by[stage, microbatch][name] = dropped
             elif name in self._inputs:
                 self._rank.stages[stage].inputs.add(name)
@@ -355,24 +370,24 @@ class Linker:
                 raise self._unknown(stage, microbatch, name, reader)
         if waits:
             waits.append(self._rank.clock.note_arrival)
-        return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
+        return _fetching(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
 
     def _weights(self, stage: int, reader: str) -> list[Action]:
         """What must run before the weights of a stage are all there."""
-        if unlent := self._rank.stages[stage].borrowed - self._lent[stage].keys():
+        if missing := self._rank.stages[stage].borrowed - self._tied_weights[stage].keys():
             raise VerifyError(
-                f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
+                f"stage {stage}, {reader}: the parameters {', '.join(sorted(missing))} are borrowed, but "
                 "no weight link has brought them; add one to the plan, from the stage that owns them"
             )
-        lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
-        return [*lent, *self._ending.gathered(stage)]
+        lent = [call for pending in self._tied_weights[stage].values() for call in pending.pop_waits()]
+        return [*lent, *self._sync_linker.unshard_waits(stage)]
 
     def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
         """What must run before a microbatch has the buffers that its forward finds."""
         bound = self._rank.stages[stage]
         first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
         if reader == first and bound.code.UPDATED_BUFFERS:
-            return [functools.partial(bound.show_buffers, microbatch)]
+            return [functools.partial(bound.select_buffers, microbatch)]
         return []
 
     def _unknown(self, stage: int, microbatch: int, name: str, reader: str) -> VerifyError:
@@ -383,7 +398,9 @@ class Linker:
         )
 
 
-def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]) -> Take:
+def _fetching(
+    frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]
+) -> FetchArguments:
     fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
 
     def take() -> Sequence[Any]:

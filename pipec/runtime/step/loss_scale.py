@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from pipec.errors import NonFiniteError
 
-GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
-LEAST = 2.0**-16
+GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0, 0.5, 2000
+MIN_SCALE = 2.0**-16
 """With a smaller scale a gradient is too large whatever it is multiplied by: something else is wrong."""
 
 
@@ -20,18 +20,18 @@ class LossScale:
     scale: float = 65536.0
     growth_tracker: int = 0
 
-    def follow(self, overflowed: bool) -> None:
+    def update(self, overflowed: bool) -> None:
         """Shrink where an update was left out because a gradient was not finite; grow after many that were.
 
         Raises:
             NonFiniteError: it has shrunk too often for that to be the scale's doing.
         """
-        self.growth_tracker = 0 if overflowed else (self.growth_tracker + 1) % INTERVAL
+        self.growth_tracker = 0 if overflowed else (self.growth_tracker + 1) % GROWTH_INTERVAL
         if overflowed:
-            self.scale *= BACKOFF
+            self.scale *= BACKOFF_FACTOR
         elif self.growth_tracker == 0:
-            self.scale = min(self.scale * GROWTH, 2.0**127)
-        if self.scale < LEAST:
+            self.scale = min(self.scale * GROWTH_FACTOR, 2.0**127)
+        if self.scale < MIN_SCALE:
             raise NonFiniteError(
                 f"some gradient is not finite in step after step, down to a loss scale of {self.scale:.0e}: "
                 "gradients, activations or the loss are not finite for another reason than the range of "

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError
-from pipec.ir import Bucket, Piece
-from pipec.runtime.messages.group import Group
+from pipec.ir import Bucket, ParameterShard
+from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import StageOptimizer
-from pipec.runtime.stages.shards import BucketShard, flat_memory
+from pipec.runtime.stages.bucket_shard import BucketShard, flatten_parameters
 
-GroupOf = Callable[[int, int], Group]
+GroupOf = Callable[[int, int], CollectiveGroup]
 """The replicas of a stage as a rank sees them."""
 
 
@@ -47,11 +47,11 @@ class ShardedBucket:
         """Whether the parameters are whole between steps."""
         return self._shards[0].keeps_parameters
 
-    def owned(self) -> dict[Piece, Tensor]:
+    def owned(self) -> dict[ParameterShard, Tensor]:
         """The memory of what this process keeps of the parameters."""
         return {piece: memory for shard in self._shards for piece, memory in shard.owned().items()}
 
-    def follow(self) -> None:
+    def follow_script(self) -> None:
         """Take over what the script has done since the last step.
 
         Raises:
@@ -66,7 +66,7 @@ class ShardedBucket:
 
     def mark_gradients(self) -> None:
         """Show the script which parameters have a gradient."""
-        present = self._shards[0].with_gradient
+        present = self._shards[0].names_with_gradient
         for name in present | self._marks.keys():
             if name not in present:
                 del self._marks[name]
@@ -80,7 +80,7 @@ class ShardedBucket:
             shard.drop_gradients()
         self.mark_gradients()
 
-    def gather(self, group_of: GroupOf) -> None:
+    def unshard(self, group_of: GroupOf) -> None:
         """Let the parameters be whole."""
         if self.keeps_parameters:
             return
@@ -90,22 +90,22 @@ class ShardedBucket:
             for name, tensor in shard.finish_gather().items():
                 self._parameters[name].data = tensor
 
-    def let_go(self) -> None:
-        """Keep the shards of what the parameters have become since ``gather``."""
+    def reshard(self) -> None:
+        """Keep the shards of what the parameters have become since ``unshard``."""
         if not self.keeps_parameters:
             for shard in self._shards:
-                shard.take_over()
+                shard.reshard_updated()
             for parameter in self._parameters.values():
                 parameter.data = parameter.new_empty(0)
 
     def release(self, group_of: GroupOf) -> None:
         """Let parameters and gradients be whole, for good. Every rank does so together."""
         self._follow_gradients()
-        self.gather(group_of)
+        self.unshard(group_of)
         waits = [
             shard.start_gather_gradients(group_of(rank, self._bucket.stage))
             for rank, (shard, _) in self._members.items()
-            if shard.with_gradient
+            if shard.names_with_gradient
         ]
         gradients = {name: gradient for wait in waits for name, gradient in wait().items()}
         self.drop_gradients()
@@ -141,7 +141,7 @@ class ShardedBucket:
         for name, parameter in self._parameters.items():
             if parameter.dtype != dtype or parameter.numel() != self._size(name):
                 raise self._unlike(name)
-        flat = flat_memory(self._bucket, self._shards[0].sharding, self._parameters)
+        flat = flatten_parameters(self._bucket, self._shards[0].sharding, self._parameters)
         for shard, optimizer in self._members.values():
             shard.move_to(flat)
             optimizer.move_to(shard.owned())

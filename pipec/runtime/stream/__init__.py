@@ -1,1 +1,1 @@
-"""Programs without end: mini-batches flow through a pipeline that is not flushed."""
+"""Periodic programs: mini-batches flow through a pipeline that is not flushed."""

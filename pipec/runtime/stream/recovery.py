@@ -9,16 +9,16 @@ import json
 from collections.abc import Sequence
 
 from pipec.runtime.step.execution import Ranks
-from pipec.runtime.stream.rounds import RoundInterpreter
+from pipec.runtime.stream.period_interpreter import PeriodInterpreter
 
 
-def recover(interpreters: Sequence[RoundInterpreter], ranks: Ranks) -> str:
+def restore_common_version(interpreters: Sequence[PeriodInterpreter], ranks: Ranks) -> str:
     """Put a consistent version into the parameters, if there is one; returns what was found, in words.
 
     The ranks that live all call this after a failure.
     """
     held = [(stage, found) for each in interpreters for stage, found in each.held.items()]
-    every = ranks.last_words(json.dumps([(stage, sorted(found)) for stage, found in held]))
+    every = ranks.exchange_final_status(json.dumps([(stage, sorted(found)) for stage, found in held]))
     held += [(stage, {*found}) for told in every for stage, found in json.loads(told or "[]")]
     common = max(set.intersection(*(found for _, found in held)), default=None) if None not in every else None
     for each in interpreters:
@@ -31,11 +31,11 @@ def recover(interpreters: Sequence[RoundInterpreter], ranks: Ranks) -> str:
         )
     return (
         "no version of the weights is held by all stages, so that their parameters do not fit together: "
-        f"{_told(held)}, in mini-batches since the pipeline was last empty. Load a checkpoint to train on"
+        f"{_as_text(held)}, in mini-batches since the pipeline was last empty. Load a checkpoint to train on"
     )
 
 
-def _told(held: Sequence[tuple[int, set[int]]]) -> str:
+def _as_text(held: Sequence[tuple[int, set[int]]]) -> str:
     return "; ".join(
         f"stage {stage} holds {', '.join(map(str, sorted(found))) or 'none, for its update was cut off'}"
         for stage, found in sorted(held)

@@ -1,4 +1,4 @@
-"""An artifact of programs without end on the ranks of this process: it begins runs, or makes one step."""
+"""An artifact of periodic programs on the ranks of this process: it begins runs, or makes one step."""
 
 import contextlib
 import math
@@ -6,24 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from pipec.artifact.directory import Artifact
+from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError, PipecError
 from pipec.ir import RankMemory
-from pipec.ir.rounds import num_ahead
+from pipec.ir.periodic_program import max_batches_ahead
 from pipec.ir.schedule import rank_of
-from pipec.runtime.step.execution import Linked, Ranks
-from pipec.runtime.step.finite import NotFinite, stage_of_loss
-from pipec.runtime.step.outcomes import StreamBatch
-from pipec.runtime.step.recording import RecordedStep
-from pipec.runtime.step.span import Span
-from pipec.runtime.step.updates import Updates
-from pipec.runtime.stream.recovery import recover
-from pipec.runtime.stream.rounds import RoundInterpreter, Source
-from pipec.runtime.stream.stream_run import ProcessRun, StreamRun, ThreadsRun
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.execution import LinkedArtifact, Ranks
+from pipec.runtime.step.non_finite import NonFinite, stage_of_loss
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.stream_results import StreamBatch
+from pipec.runtime.step.timestamps import RecordedStep
+from pipec.runtime.stream.period_interpreter import BatchSource, PeriodInterpreter
+from pipec.runtime.stream.recovery import restore_common_version
+from pipec.runtime.stream.stream_run import ProcessStreamRun, StreamRun, ThreadedStreamRun
 
 
-class StreamExecution(Linked[RoundInterpreter]):
-    """An artifact of programs without end, ready to run the mini-batches of a stream."""
+class StreamExecution(LinkedArtifact[PeriodInterpreter]):
+    """An artifact of periodic programs, ready to run the mini-batches of a stream."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class StreamExecution(Linked[RoundInterpreter]):
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         ranks: Ranks,
-        updates: Updates | None = None,
+        updates: OptimizerUpdates | None = None,
     ) -> None:
-        super().__init__(RoundInterpreter, artifact, parameters, buffers, ranks, updates)
-        self.not_finite: NotFinite | None = None
+        super().__init__(PeriodInterpreter, artifact, parameters, buffers, ranks, updates)
+        self.non_finite: NonFinite | None = None
         """Why nothing came of the last mini-batch, if the plan looks for that."""
         self._parameters, plan = parameters, artifact.plan
         self._num_ahead = max(
-            num_ahead(each, plan.links, plan.num_microbatches) for each in artifact.programs
+            max_batches_ahead(each, plan.links, plan.num_microbatches) for each in artifact.programs
         )
 
     @property
@@ -46,35 +46,42 @@ class StreamExecution(Linked[RoundInterpreter]):
         """How many ranks of this process read each mini-batch."""
         return len(self._interpreters)
 
-    def batch(self, leaves: Sequence[object], span: Span) -> StreamBatch:
+    def batch(self, leaves: Sequence[object], batch_slice: BatchSlice) -> StreamBatch:
         """A mini-batch as a source tells it: split, with what the stages need of the whole of it."""
-        return StreamBatch(self._microbatches(leaves, span), span.sizes, span.loss_shares, span.values)
+        return StreamBatch(
+            self._microbatches(leaves, batch_slice),
+            batch_slice.sizes,
+            batch_slice.loss_weights,
+            batch_slice.values,
+        )
 
-    def begin(self, source: Source, first: StreamBatch, seed: int) -> StreamRun:
+    def begin(self, source: BatchSource, first: StreamBatch, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source, which all have the sizes of its first one."""
-        span = Span(first.sizes, sum(first.sizes), shares=first.shares, values=first.values)
-        self.rehearse(first.microbatches, span, seed)
-        if self._ranks.world.distributed:
-            return ProcessRun(self._interpreters, self._num_ahead, source, seed)
+        batch_slice = BatchSlice(
+            first.sizes, sum(first.sizes), custom_loss_weights=first.loss_weights, values=first.values
+        )
+        self.dry_run(first.microbatches, batch_slice, seed)
+        if self._ranks.world.is_distributed:
+            return ProcessStreamRun(self._interpreters, self._num_ahead, source, seed)
         if self._updates is not None:
             self._updates.refresh_copies(self._parameters)
-        return ThreadsRun(self._interpreters, self._num_ahead, source, seed, self._ranks.in_process)
+        return ThreadedStreamRun(self._interpreters, self._num_ahead, source, seed, self._ranks.in_process)
 
-    def found(self) -> tuple[int, NotFinite] | None:
+    def found(self) -> tuple[int, NonFinite] | None:
         """The first mini-batch of the run of which nothing comes, and why; None if there is none so far."""
         plan, first = self.artifact.plan, min(each.first_nan for each in self._interpreters)
         if math.isinf(first):
             return None
         (number, place), stage = divmod(int(first), plan.num_microbatches), stage_of_loss(plan)
-        return number, NotFinite(rank_of(plan.placement, stage, int(first)), stage, place)
+        return number, NonFinite(rank_of(plan.placement, stage, int(first)), stage, place)
 
     @contextlib.contextmanager
-    def dropping_gradients(self) -> Iterator[None]:
+    def drop_gradients_on_failure(self) -> Iterator[None]:
         """Forget all gradients if what is done inside a ``with`` fails, and say what weights are left."""
         try:
             yield
         except PipecError as error:
-            error.add_note(recover(self._interpreters, self._ranks))
+            error.add_note(restore_common_version(self._interpreters, self._ranks))
             for each in self._interpreters:
                 each.forget()
             self._drop_gradients()
@@ -90,29 +97,29 @@ class StreamExecution(Linked[RoundInterpreter]):
     def run(
         self,
         leaves: Sequence[object],
-        span: Span,
+        batch_slice: BatchSlice,
         seed: int,
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
         measured: list[RankMemory] | None = None,
     ) -> Mapping[str, Tensor]:
         """Run a stream of one mini-batch; returns its results by name."""
-        refuse_accumulating(not update)
-        refuse_recording(recorded)
-        refuse_measuring(measured)
-        batch = self.batch(leaves, span)
-        with self.dropping_gradients():
+        require_no_accumulation(not update)
+        require_no_recording(recorded)
+        require_no_measuring(measured)
+        batch = self.batch(leaves, batch_slice)
+        with self.drop_gradients_on_failure():
             assert self._updates is not None, "a stream updates"
             run = self.begin(lambda number: None if number else batch, batch, seed)
             groups = self._updates.optimizer.hyperparameters()
             results = run.results(groups)
             assert results is not None, "the mini-batch is there"
             run.drain(groups)
-        _, self.not_finite = self.found() or (0, None)
+        _, self.non_finite = self.found() or (0, None)
         return results
 
 
-def refuse_accumulating(accumulates: bool) -> None:
+def require_no_accumulation(accumulates: bool) -> None:
     """Raise InputError if gradients of several mini-batches are to be added up."""
     if accumulates:
         raise InputError(
@@ -121,7 +128,7 @@ def refuse_accumulating(accumulates: bool) -> None:
         )
 
 
-def refuse_recording(recorded: list[RecordedStep] | None) -> None:
+def require_no_recording(recorded: list[RecordedStep] | None) -> None:
     """Raise InputError if the times of a stream are to be recorded, which has no end to note them at."""
     if recorded is not None:
         raise InputError(
@@ -130,7 +137,7 @@ def refuse_recording(recorded: list[RecordedStep] | None) -> None:
         )
 
 
-def refuse_measuring(measured: list[RankMemory] | None) -> None:
+def require_no_measuring(measured: list[RankMemory] | None) -> None:
     """Raise InputError if the memory of a stream is to be measured, which has no end to note it at."""
     if measured is not None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""One run of programs without end on the ranks of this process, from an empty pipeline to an empty one.
+"""One run of periodic programs on the ranks of this process, from an empty pipeline to an empty one.
 
 The script asks for the results of one mini-batch after the other. By asking for those of mini-batch i it says
 with which hyperparameters every rank is to make the update of which i is the last mini-batch, and lets it
@@ -16,43 +16,48 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import PipecError, TransportError
-from pipec.runtime.messages.transport import InProcess
+from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.processes.worker import Worker
-from pipec.runtime.step.outcomes import StreamBatch
-from pipec.runtime.stream.rounds import Groups, RoundInterpreter, Source
+from pipec.runtime.step.stream_results import StreamBatch
+from pipec.runtime.stream.period_interpreter import BatchSource, GroupHyperparameters, PeriodInterpreter
 
-Results = Mapping[str, Tensor]
+ResultsByName = Mapping[str, Tensor]
 
 
 class StreamRun(ABC):
     """A run that has begun. ``source`` tells its mini-batches.
 
-    Some rank may have begun ``num_ahead`` mini-batches that follow the last one whose results were asked for.
+    Some rank may have begun ``max_batches_ahead`` mini-batches after the last one whose results were
+    requested.
     """
 
     def __init__(
-        self, interpreters: Sequence[RoundInterpreter], num_ahead: int, source: Source, seed: int
+        self,
+        interpreters: Sequence[PeriodInterpreter],
+        max_batches_ahead: int,
+        source: BatchSource,
+        seed: int,
     ) -> None:
         self._interpreters, self._source = interpreters, source
-        self.num_ahead = num_ahead
-        self._results: dict[int, Results] = {}
+        self.max_batches_ahead = max_batches_ahead
+        self._results: dict[int, ResultsByName] = {}
         self._num_asked = self._num_given = 0
         self._end: int | None = None
         self._drains = self._is_complete = False
-        self._last: Groups = ()
+        self._last: GroupHyperparameters = ()
         self._changed = threading.Condition()
         for each in interpreters:
             each.begin(self._batch, self._emit, seed)
 
     @abstractmethod
-    def results(self, groups: Groups) -> Results | None:
+    def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
         """Those of the next mini-batch, or None if there is none. The run is over then.
 
         Raises:
             ExecutionError, TransportError: a rank failed.
         """
 
-    def drain(self, groups: Groups) -> None:
+    def drain(self, groups: GroupHyperparameters) -> None:
         """Complete what was begun. The run is over then.
 
         ``groups`` are the hyperparameters of updates of which the last mini-batch has not been asked for.
@@ -62,7 +67,7 @@ class StreamRun(ABC):
         self._finish()
 
     @property
-    def left(self) -> list[Results]:
+    def left(self) -> list[ResultsByName]:
         """Those of all completed mini-batches that were not given; none if the run did not complete."""
         if not self._is_complete:
             return []
@@ -81,7 +86,7 @@ class StreamRun(ABC):
         """Let no rank begin what none has begun when all have made the last update that was asked for."""
         with self._changed:
             self._drains = True
-        self._stop_at(self._num_asked + self.num_ahead if self._num_asked else 0)
+        self._stop_at(self._num_asked + self.max_batches_ahead if self._num_asked else 0)
 
     def _batch(self, number: int) -> StreamBatch | None:
         with self._changed:
@@ -97,7 +102,7 @@ class StreamRun(ABC):
             self._end = number if self._end is None else min(self._end, number)
             self._changed.notify_all()
 
-    def _emit(self, number: int, results: Results) -> None:
+    def _emit(self, number: int, results: ResultsByName) -> None:
         """Keep the results of a mini-batch. Every rank has them, one after the other."""
         with self._changed:
             if number >= self._num_given:
@@ -111,28 +116,28 @@ class StreamRun(ABC):
             self._num_given += 1
 
 
-class ThreadsRun(StreamRun):
+class ThreadedStreamRun(StreamRun):
     """Every rank is in this process, on a thread of ``in_process``."""
 
     def __init__(
         self,
-        interpreters: Sequence[RoundInterpreter],
-        num_ahead: int,
-        source: Source,
+        interpreters: Sequence[PeriodInterpreter],
+        max_batches_ahead: int,
+        source: BatchSource,
         seed: int,
-        in_process: InProcess,
+        in_process: InProcessTransport,
     ) -> None:
-        super().__init__(interpreters, num_ahead, source, seed)
+        super().__init__(interpreters, max_batches_ahead, source, seed)
         self._in_process = in_process
-        self._groups: dict[int, Groups] = {}
+        self._groups: dict[int, GroupHyperparameters] = {}
         self._num_advanced: Counter[int] = Counter()
         self._failure: BaseException | None = None
         self._over = False
         self._jobs = [functools.partial(self._work, each) for each in interpreters]
         self._worker = Worker("pipec stream")
-        self._worker.submit(in_process.following(self._run))
+        self._worker.submit(in_process.on_callers_streams(self._run))
 
-    def results(self, groups: Groups) -> Results | None:
+    def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
         number, self._num_asked = self._num_asked, self._num_asked + 1
         with self._changed:
             self._groups[number] = self._last = groups
@@ -191,7 +196,7 @@ class ThreadsRun(StreamRun):
             self._failure, self._over, self._is_complete = failure, True, failure is None
             self._changed.notify_all()
 
-    def _work(self, interpreter: RoundInterpreter) -> None:
+    def _work(self, interpreter: PeriodInterpreter) -> None:
         """Be a rank: advance as far as the script has asked, and to the end when that is known."""
         number = 0
         try:
@@ -217,7 +222,7 @@ class ThreadsRun(StreamRun):
             self._drains = True
         self._stop_at(0)
 
-    def _allowed(self, number: int) -> Groups | None:
+    def _allowed(self, number: int) -> GroupHyperparameters | None:
         """The hyperparameters of an update once it is asked for, or None if nobody will ask for it."""
         with self._changed:
             self._changed.wait_for(
@@ -228,13 +233,13 @@ class ThreadsRun(StreamRun):
             return self._groups.get(number)
 
 
-class ProcessRun(StreamRun):
+class ProcessStreamRun(StreamRun):
     """The rank of this process, on the thread of the script."""
 
     def abandon(self) -> None:
         """Do nothing: this rank works only while it is asked for results."""
 
-    def results(self, groups: Groups) -> Results | None:
+    def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
         (interpreter,) = self._interpreters
         number, self._num_asked = self._num_asked, self._num_asked + 1
         self._last = groups

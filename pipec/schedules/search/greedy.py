@@ -1,7 +1,7 @@
 """Greedy schedules: whenever a rank is free it chooses what to run next, and nothing is ever taken back.
 
-``choose_orders`` keeps the time and asks the ranks; how they choose is theirs. Here they choose for a
-``Policy`` under a memory limit; ``v_half_min`` has ranks that follow a pattern.
+``list_scheduling`` keeps the time and asks the ranks; how they choose is theirs. Here they choose for a
+``GreedyPolicy`` under a memory limit; ``v_half_min`` has ranks that follow a pattern.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipec.ir import stages_on
-from pipec.schedules.search.problem import Orders, Problem
+from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
 
 _NEVER = math.inf
 
@@ -23,23 +23,23 @@ class ChoosingRank(Protocol):
     busy_until: float
 
     def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
-        """The cell to run now, or -1 and the time at which the next is known to arrive.
+        """The task to run now, or -1 and the time at which the next is known to arrive.
 
-        ``arrived[cell]`` is when what a forward or input gradient reads is there, as far as that is known.
+        ``arrived[task]`` is when what a forward or input gradient reads is there, as far as that is known.
         """
 
-    def run(self, cell: int, now: float) -> None:
-        """Append a cell to the order; it ends at ``busy_until``."""
+    def run(self, task: int, now: float) -> None:
+        """Append a task to the order; it ends at ``busy_until``."""
 
 
-def choose_orders(problem: Problem, ranks: Sequence[ChoosingRank]) -> Orders | None:
-    """The orders that ``ranks`` choose; None if they come to a halt before every cell has run.
+def list_scheduling(problem: OrderingProblem, ranks: Sequence[ChoosingRank]) -> TaskOrders | None:
+    """The orders that ``ranks`` choose; None if they come to a halt before every task has run.
 
-    Ranks take turns in the order of time. Time: n log n in the number of cells.
+    Ranks take turns in the order of time. Time: n log n in the number of tasks.
     """
-    readers, ranks_of = problem.readers, problem.ranks
-    lags, channels = problem.lags, problem.channels
-    arrived = [_NEVER] * len(problem.needs)
+    readers, ranks_of = problem.consumer, problem.ranks
+    lags, channels = problem.message_times, problem.channels
+    arrived = [_NEVER] * len(problem.producer)
     arrived[: problem.num_microbatches] = [0.0] * problem.num_microbatches
     free = [0.0] * problem.num_channels
     turns = [(0.0, rank) for rank in range(len(ranks))]
@@ -48,52 +48,53 @@ def choose_orders(problem: Problem, ranks: Sequence[ChoosingRank]) -> Orders | N
         rank = ranks[number]
         if now < rank.busy_until:
             continue
-        cell, wake = rank.choose(now, arrived)
-        if cell < 0:
+        task, wake = rank.choose(now, arrived)
+        if task < 0:
             if wake < _NEVER:
                 heapq.heappush(turns, (wake, number))
             continue
-        rank.run(cell, now)
+        rank.run(task, now)
         end = rank.busy_until
         heapq.heappush(turns, (end, number))
-        reader, channel = readers[cell], channels[cell]
+        reader, channel = readers[task], channels[task]
         if reader < 0:
             continue
         leaves = end if channel < 0 else max(end, free[channel])
-        arrived[reader] = arrives = leaves + lags[cell]
+        arrived[reader] = arrives = leaves + lags[task]
         if channel >= 0:
             free[channel] = arrives
         if ranks[ranks_of[reader]].busy_until <= now:
             heapq.heappush(turns, (arrives, ranks_of[reader]))
     orders = [rank.order for rank in ranks]
-    return orders if sum(map(len, orders)) == len(problem.needs) else None
+    return orders if sum(map(len, orders)) == len(problem.producer) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class GreedyPolicy:
     """What a rank prefers.
 
-    ``fill``: a weight gradient runs in a pause of at least this share of its own time, and always where
-    memory is what stops another cell. ``patience``: before the first input gradient of a rank, a forward is
-    put off if that gradient arrives within this share of the forward's time. ``forward_first``: before input
-    gradients that can run as well. ``caps[stage]`` bounds what is between forward and input gradient.
+    ``fill``: a weight gradient runs in a pause of at least this fraction of its own time, and always where
+    memory is what stops another task. ``patience``: before the first input gradient of a rank, a forward is
+    put off if that gradient arrives within this fraction of the forward's time. ``forward_first``: before
+    input gradients that can run as well. ``max_in_flight[stage]`` bounds what is between forward and input
+    gradient.
     """
 
     fill: float
     patience: float
     forward_first: bool
-    caps: tuple[int, ...]
+    max_in_flight: tuple[int, ...]
 
 
-def greedy(problem: Problem, policy: Policy) -> Orders | None:
+def greedy_orders(problem: OrderingProblem, policy: GreedyPolicy) -> TaskOrders | None:
     """The orders that ``policy`` leads to; None if ranks come to a halt for lack of memory."""
-    return choose_orders(problem, [_Rank(problem, policy, rank) for rank in range(problem.num_ranks)])
+    return list_scheduling(problem, [_Rank(problem, policy, rank) for rank in range(problem.num_ranks)])
 
 
 class _Queue:
-    """The forwards, or the input gradients, of one stage: the next cell to run, and the last.
+    """The forwards, or the input gradients, of one stage: the next task to run, and the last.
 
-    ``room`` is what must be free when a cell starts. A forward leaves room for one microbatch in every
+    ``room`` is what must be free when a task starts. A forward leaves room for one microbatch in every
     later stage of its rank. Otherwise a V would fill up with microbatches that none of its ranks can finish.
     """
 
@@ -105,37 +106,40 @@ class _Queue:
 class _Rank:
     """One rank as it chooses: how far each of its stages has come, and what it holds."""
 
-    def __init__(self, problem: Problem, policy: Policy, rank: int) -> None:
+    def __init__(self, problem: OrderingProblem, policy: GreedyPolicy, rank: int) -> None:
         self.order: list[int] = []
         self.busy_until = 0.0
         self._problem, self._policy = problem, policy
-        self._limit, self._held = problem.limits[rank], 0.0
+        self._limit, self._held = problem.memory_limits[rank], 0.0
         self._weights: list[int] = []
         stages = stages_on(problem.placement, rank)
         m = problem.num_microbatches
         self._stages = stages
-        firsts = [(stage * m, problem.first_input + stage * m) for stage in stages]
-        most = [max(problem.holds[f], problem.holds[f] + problem.holds[b]) for f, b in firsts]
+        firsts = [(stage * m, problem.first_input_gradient + stage * m) for stage in stages]
+        most = [
+            max(problem.memory_growth[f], problem.memory_growth[f] + problem.memory_growth[b])
+            for f, b in firsts
+        ]
         self._forwards = [_Queue(f, m, sum(most[place:])) for place, (f, _) in enumerate(firsts)]
-        self._inputs = [_Queue(b, m, max(problem.holds[b], 0.0)) for _, b in firsts]
+        self._inputs = [_Queue(b, m, max(problem.memory_growth[b], 0.0)) for _, b in firsts]
 
-    def run(self, cell: int, now: float) -> None:
-        """Append a cell to the order; it ends at ``busy_until``."""
+    def run(self, task: int, now: float) -> None:
+        """Append a task to the order; it ends at ``busy_until``."""
         problem = self._problem
-        self.order.append(cell)
-        self._held += problem.holds[cell]
-        self.busy_until = now + problem.seconds[cell]
-        kind = problem.kind(cell)
-        if kind == 2:
+        self.order.append(task)
+        self._held += problem.memory_growth[task]
+        self.busy_until = now + problem.seconds[task]
+        phase_index = problem.phase_index(task)
+        if phase_index == 2:
             self._weights.pop(0)
             return
-        queues = self._inputs if kind else self._forwards
-        queues[self._stages.index(problem.stage(cell))].next += 1
-        if kind:
-            self._weights.append(cell + problem.first_input)
+        queues = self._inputs if phase_index else self._forwards
+        queues[self._stages.index(problem.stage(task))].next += 1
+        if phase_index:
+            self._weights.append(task + problem.first_input_gradient)
 
     def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
-        """The cell to run now, or -1 and the time at which the next is known to arrive."""
+        """The task to run now, or -1 and the time at which the next is known to arrive."""
         policy, seconds = self._policy, self._problem.seconds
         inputs, next_input, blocked_input = self._oldest(self._inputs, now, arrived)
         if inputs >= 0 and not policy.forward_first:
@@ -143,9 +147,9 @@ class _Rank:
         forward, next_forward, blocked = self._oldest(self._forwards, now, arrived)
         if forward >= 0 and self._warming_up and next_input < now + policy.patience * seconds[forward]:
             forward = -1
-        for cell in (forward, inputs) if policy.forward_first else (inputs, forward):
-            if cell >= 0:
-                return cell, 0.0
+        for task in (forward, inputs) if policy.forward_first else (inputs, forward):
+            if task >= 0:
+                return task, 0.0
         upcoming = min(next_input, next_forward)
         if self._weights:
             weight = self._weights[0]
@@ -158,19 +162,19 @@ class _Rank:
         return all(queue.next == queue.first for queue in self._inputs)
 
     def _oldest(self, queues: list[_Queue], now: float, arrived: Sequence[float]) -> tuple[int, float, bool]:
-        """The oldest cell that can run, or -1; when the next arrives; whether one there does not fit."""
+        """The oldest task that can run, or -1; when the next arrives; whether one there does not fit."""
         best, oldest, later, blocked = -1, self._problem.num_microbatches, _NEVER, False
         for place, queue in enumerate(queues):
-            cell = queue.next
-            if cell == queue.end:
+            task = queue.next
+            if task == queue.end:
                 continue
-            if arrived[cell] > now:
-                if arrived[cell] < later and self._fits(queue, place):
-                    later = arrived[cell]
+            if arrived[task] > now:
+                if arrived[task] < later and self._fits(queue, place):
+                    later = arrived[task]
             elif not self._fits(queue, place):
                 blocked = True
-            elif cell - queue.first < oldest:
-                best, oldest = cell, cell - queue.first
+            elif task - queue.first < oldest:
+                best, oldest = task, task - queue.first
         return best, later, blocked
 
     def _fits(self, queue: _Queue, place: int) -> bool:
@@ -178,4 +182,4 @@ class _Rank:
             return False
         in_flight = self._forwards[place].next - self._forwards[place].first
         in_flight -= self._inputs[place].next - self._inputs[place].first
-        return queue is self._inputs[place] or in_flight < self._policy.caps[self._stages[place]]
+        return queue is self._inputs[place] or in_flight < self._policy.max_in_flight[self._stages[place]]

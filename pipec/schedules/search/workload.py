@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Link, Phase, Placement, Schedule, StageMemory, count_ranks, rank_of, stages_on
-from pipec.programs.memory import held
-from pipec.timeline.simulate import Costs
+from pipec.programs.rank_memory import microbatch_bytes
+from pipec.timeline.simulate import SimulationCosts
 
-SLACK = 1 + 1e-9
+ROUNDING_TOLERANCE = 1 + 1e-9
 """Sums of the same amounts in another order differ by less than this factor."""
 
 
@@ -45,7 +45,7 @@ class Workload:
         memory_weight: float = 1.0,
         memory_limit: float | None = None,
     ) -> "Workload":
-        """Equal stages, one for each rank; ``on`` divides them where ranks have several.
+        """Equal stages, one for each rank; ``for_placement`` divides them where ranks have several.
 
         A microbatch holds ``memory_backward`` from its forward to its input gradient and ``memory_weight``
         from there to its weight gradient.
@@ -65,7 +65,7 @@ class Workload:
             **{name: (time,) * num_stages for name, time in times.items()},
             recompute=(0.0,) * num_stages,
             messages=(message,) * (num_stages - 1),
-            memory=(StageMemory(saved=memory_backward, kept=memory_weight),) * num_stages,
+            memory=(StageMemory(saved=memory_backward, weight_gradient_saved=memory_weight),) * num_stages,
             memory_limit=math.inf if memory_limit is None else memory_limit,
         )
 
@@ -73,11 +73,11 @@ class Workload:
     def num_stages(self) -> int:
         return len(self.forward)
 
-    def serves(self, placement: Placement) -> bool:
-        """Whether ``on`` knows the work of stages with this placement."""
+    def has_costs_of(self, placement: Placement) -> bool:
+        """Whether ``for_placement`` knows the work of stages with this placement."""
         return self.num_stages in (len(placement), count_ranks(placement))
 
-    def on(self, placement: Placement) -> "Workload":
+    def for_placement(self, placement: Placement) -> "Workload":
         """The work of the stages that ``placement`` puts on ranks.
 
         It is this one if it has as many stages. Else it must have one stage for each rank, whose work is then
@@ -85,7 +85,9 @@ class Workload:
         """
         if len(placement) == self.num_stages:
             return self
-        assert self.serves(placement), f"costs of {self.num_stages} stages do not fit placement {placement}"
+        assert self.has_costs_of(placement), (
+            f"costs of {self.num_stages} stages do not fit placement {placement}"
+        )
         ranks = [rank_of(placement, stage) for stage in range(len(placement))]
         num_stages = Counter(ranks)
 
@@ -102,7 +104,7 @@ class Workload:
             memory=tuple(self.memory[rank].divided(num_stages[rank]) for rank in ranks),
         )
 
-    def times(self, factors: Sequence[float]) -> "Workload":
+    def scaled(self, factors: Sequence[float]) -> "Workload":
         """The same with stages that take so many times as long for a microbatch."""
 
         def longer(seconds: Sequence[float]) -> tuple[float, ...]:
@@ -127,56 +129,56 @@ class Workload:
         }
         return times[phase]
 
-    def costs(self, schedule: Schedule, links: Sequence[Link]) -> Costs:
+    def costs(self, schedule: Schedule, links: Sequence[Link]) -> SimulationCosts:
         """What the simulator is to charge for ``schedule`` and the ``links`` of a plain chain of stages."""
-        work = self.on(schedule.placement)
+        work = self.for_placement(schedule.placement)
         phases = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         compute = {
             (stage, phase): work.seconds(phase, stage) for stage in range(work.num_stages) for phase in phases
         }
         messages = {link: work.messages[min(link.source, link.target)] for link in links}
-        return Costs(compute, messages, "units")
+        return SimulationCosts(compute, messages, "units")
 
-    def limits(self, num_ranks: int) -> tuple[float, ...]:
+    def memory_limits(self, num_ranks: int) -> tuple[float, ...]:
         """The memory of each rank."""
         limit = self.memory_limit
         return limit if isinstance(limit, tuple) else (limit,) * num_ranks
 
-    def room(self, placement: Placement) -> tuple[float, ...]:
+    def available_memory(self, placement: Placement) -> tuple[float, ...]:
         """What each rank has left for microbatches beside what its stages hold once and its longest phase.
 
         It is 0 where the memory is too small for these alone.
         """
-        memory = self.on(placement).memory
-        limits = self.limits(count_ranks(placement))
+        memory = self.for_placement(placement).memory
+        limits = self.memory_limits(count_ranks(placement))
         held = ([memory[stage] for stage in stages_on(placement, rank)] for rank in range(len(limits)))
         return tuple(
-            max(0.0, limit - sum(stage.static for stage in own) - max(stage.longest for stage in own))
+            max(0.0, limit - sum(stage.static for stage in own) - max(stage.max_transient for stage in own))
             for limit, own in zip(limits, held, strict=True)
         )
 
-    def peaks(self, schedule: Schedule) -> tuple[float, ...]:
+    def peak_memory(self, schedule: Schedule) -> tuple[float, ...]:
         """The most that each rank holds at once under ``schedule``."""
-        memory = self.on(schedule.placement).memory
+        memory = self.for_placement(schedule.placement).memory
         return tuple(
             sum(memory[stage].static for stage in stages_on(schedule.placement, rank))
-            + float(held(order, memory).max(initial=0))
+            + float(microbatch_bytes(order, memory).max(initial=0))
             for rank, order in enumerate(schedule.orders)
         )
 
-    def fits(self, schedule: Schedule) -> bool:
+    def fits_memory(self, schedule: Schedule) -> bool:
         """Whether every rank stays within its limit."""
-        pairs = zip(self.peaks(schedule), self.limits(schedule.num_ranks), strict=True)
-        return all(peak <= limit * SLACK for peak, limit in pairs)
+        pairs = zip(self.peak_memory(schedule), self.memory_limits(schedule.num_ranks), strict=True)
+        return all(peak <= limit * ROUNDING_TOLERANCE for peak, limit in pairs)
 
-    def check_fits(self, schedule: Schedule) -> None:
+    def check_memory(self, schedule: Schedule) -> None:
         """Refuse a schedule that goes beyond the limit.
 
         Raises:
             InfeasibleError: a rank holds more than its limit.
         """
-        if not self.fits(schedule):
-            pairs = zip(self.peaks(schedule), self.limits(schedule.num_ranks), strict=True)
+        if not self.fits_memory(schedule):
+            pairs = zip(self.peak_memory(schedule), self.memory_limits(schedule.num_ranks), strict=True)
             peak, limit = max(pairs, key=lambda pair: pair[0] - pair[1])
             raise InfeasibleError(
                 f"schedule {schedule.name!r} holds up to {peak:g} on a rank, "

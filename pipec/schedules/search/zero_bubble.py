@@ -1,8 +1,8 @@
 """ZB-1p and ZB-2p: split backwards, searched for given costs and memory (Qi et al., Zero Bubble, ICLR 2024).
 
-The search plays a greedy schedule under a number of policies, then varies how many microbatches each stage
-may have in flight. Where ranks hold several stages, how these interleave decides as much, and the best
-orders are annealed. Last it moves single cells of the critical path. All of it is deterministic.
+The search times a greedy schedule under a number of policies, then varies how many microbatches each stage
+may have in flight. Where ranks hold several stages, how these interleave decides as much, and the best orders
+are annealed. Last it moves single tasks of the critical path. All of it is deterministic.
 """
 
 import random
@@ -12,11 +12,11 @@ from itertools import count, product
 
 from pipec.errors import InfeasibleError
 from pipec.ir import Schedule
-from pipec.schedules.orders import straight_placement
+from pipec.schedules.order_builder import linear_placement
 from pipec.schedules.search.anneal import anneal
-from pipec.schedules.search.greedy import Policy, greedy
-from pipec.schedules.search.play import play
-from pipec.schedules.search.problem import Orders, Problem, make_problem
+from pipec.schedules.search.greedy import GreedyPolicy, greedy_orders
+from pipec.schedules.search.order_timing import time_orders
+from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders, make_ordering_problem
 from pipec.schedules.search.reorder import Score, reorder, score
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.zb_h1 import zb_h1
@@ -25,10 +25,10 @@ from pipec.schedules.zb_h2 import zb_h2
 _FILLS = (0.0, 0.75)
 _PATIENCES = (0.0, 0.5, 1.0)
 _EFFORT = 40_000
-"""Cells played while varying, and four times as many, which are cheaper, while moving cells."""
+"""Tasks timed while varying, and four times as many, which are cheaper, while moving tasks."""
 
 _ANNEALING = 10 * _EFFORT
-"""Cells that annealing may play: most plays are given up long before their last cell."""
+"""Tasks that annealing may time: most timings are given up long before their last task."""
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
@@ -53,21 +53,23 @@ def zb_2p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
 
 
 def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) -> Schedule:
-    placement = straight_placement(num_ranks)
-    each = [max(stage.saved, stage.kept) for stage in work.memory]
-    limits = [min(depth * one, room) for one, room in zip(each, work.room(placement), strict=True)]
+    placement = linear_placement(num_ranks)
+    each = [max(stage.saved, stage.weight_gradient_saved) for stage in work.memory]
+    limits = [
+        min(depth * one, room) for one, room in zip(each, work.available_memory(placement), strict=True)
+    ]
     for limit, one in zip(limits, each, strict=True):
         if limit < one:
             raise InfeasibleError(
                 f"schedule {name!r} has a memory limit of {limit:g}, but one microbatch holds {one:g}; "
                 "raise the limit or use smaller microbatches"
             )
-    problem = make_problem(placement, m, work, limits)
+    problem = make_ordering_problem(placement, m, work, limits)
     known = [problem.orders(make(num_ranks, m)) for make in (zb_h1, zb_h2)]
     return problem.schedule(name, search(problem, known, by_span=True))
 
 
-def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Orders:
+def search(problem: OrderingProblem, known: Iterable[TaskOrders], *, by_span: bool) -> TaskOrders:
     """The best orders found: the shortest span counts first, then the makespan, or the other way round.
 
     The search starts from those ``known`` that fit and from those that every policy leads to. It varies the
@@ -81,57 +83,61 @@ def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Order
     tried = [(_tried(problem, policy, by_span), policy) for policy in _policies(problem)]
     start, policy = min(tried, key=lambda each: each[0][0])
     several_stages = problem.num_stages > problem.num_ranks
-    plays = _EFFORT // len(problem.needs)
+    max_timings = _EFFORT // len(problem.producer)
     if start[1]:
-        found.append(_varied(problem, policy, start, by_span, plays // 2 if several_stages else plays))
+        found.append(
+            _varied(problem, policy, start, by_span, max_timings // 2 if several_stages else max_timings)
+        )
     if not found:
         raise InfeasibleError(
             f"no order of {problem.num_stages} stages on {problem.num_ranks} ranks stays within a memory "
-            f"limit of {min(problem.limits):g} on each; raise the limit or use smaller microbatches"
+            f"limit of {min(problem.memory_limits):g} on each; raise the limit or use smaller microbatches"
         )
     if several_stages:
         _, orders = min(found, key=lambda each: each[0])
-        annealed = anneal(problem, orders, plays=_ANNEALING // len(problem.needs))
+        annealed = anneal(problem, orders, max_timings=_ANNEALING // len(problem.producer))
         found.append(_scored(problem, annealed, by_span))
     _, orders = min(found, key=lambda each: each[0])
-    return reorder(problem, orders, by_span=by_span, plays=4 * plays)
+    return reorder(problem, orders, by_span=by_span, max_timings=4 * max_timings)
 
 
-Scored = tuple[Score, Orders]
+Scored = tuple[Score, TaskOrders]
 
 
-def _scored(problem: Problem, orders: Orders, by_span: bool) -> Scored:
-    timeline = play(problem, orders)
+def _scored(problem: OrderingProblem, orders: TaskOrders, by_span: bool) -> Scored:
+    timeline = time_orders(problem, orders)
     assert timeline
     return score(timeline, by_span), orders
 
 
-def _tried(problem: Problem, policy: Policy, by_span: bool) -> Scored:
+def _tried(problem: OrderingProblem, policy: GreedyPolicy, by_span: bool) -> Scored:
     """The orders that a policy leads to. If ranks come to a halt, no orders and the worst of scores."""
-    orders = greedy(problem, policy)
+    orders = greedy_orders(problem, policy)
     return _scored(problem, orders, by_span) if orders else ((float("inf"),), [])
 
 
-def _policies(problem: Problem) -> Iterator[Policy]:
+def _policies(problem: OrderingProblem) -> Iterator[GreedyPolicy]:
     """Every combination of a few fills and patiences, with the warmup of ZB-H2 or any.
 
-    Where there are few cells, policies that run forwards first are tried, too: they pay if memory is short.
+    Where there are few tasks, policies that run forwards first are tried, too: they pay if memory is short.
     """
     p, m = problem.num_ranks, problem.num_microbatches
     warmups: Sequence[tuple[int, ...]] = (
         tuple(min(2 * (p - stage) - 1, m) for stage in range(problem.num_stages)),
         (m,) * problem.num_stages,
     )
-    preferences = (False, True) if len(problem.needs) <= _EFFORT // 10 else (False,)
-    for first, caps, fill, patience in product(preferences, warmups, _FILLS, _PATIENCES):
-        yield Policy(fill, patience, first, caps)
+    preferences = (False, True) if len(problem.producer) <= _EFFORT // 10 else (False,)
+    for first, max_in_flight, fill, patience in product(preferences, warmups, _FILLS, _PATIENCES):
+        yield GreedyPolicy(fill, patience, first, max_in_flight)
 
 
-def _varied(problem: Problem, policy: Policy, start: Scored, by_span: bool, plays: int) -> Scored:
+def _varied(
+    problem: OrderingProblem, policy: GreedyPolicy, start: Scored, by_span: bool, max_timings: int
+) -> Scored:
     """The best orders found on a walk from ``policy`` that never goes to a policy of worse orders."""
     numbers = random.Random(0)
     best = start
-    for _ in range(plays):
+    for _ in range(max_timings):
         varied = _vary(problem, policy, numbers)
         other = _tried(problem, varied, by_span)
         if other[0] <= best[0]:
@@ -139,15 +145,15 @@ def _varied(problem: Problem, policy: Policy, start: Scored, by_span: bool, play
     return best
 
 
-def _vary(problem: Problem, policy: Policy, numbers: random.Random) -> Policy:
-    """Other caps for one to three stages, and now and then another fill, patience or preference."""
-    caps = list(policy.caps)
-    stages = range(len(caps))
-    for stage in numbers.sample(stages, min(numbers.choice((1, 1, 2, 3)), len(caps))):
-        near = caps[stage] + numbers.choice((-2, -1, 1, 2))
+def _vary(problem: OrderingProblem, policy: GreedyPolicy, numbers: random.Random) -> GreedyPolicy:
+    """Other max_in_flight for one to three stages, and now and then another fill, patience or preference."""
+    max_in_flight = list(policy.max_in_flight)
+    stages = range(len(max_in_flight))
+    for stage in numbers.sample(stages, min(numbers.choice((1, 1, 2, 3)), len(max_in_flight))):
+        near = max_in_flight[stage] + numbers.choice((-2, -1, 1, 2))
         far = numbers.randint(1, problem.num_microbatches)
-        caps[stage] = min(max(numbers.choice((near, far)), 1), problem.num_microbatches)
-    varied = replace(policy, caps=tuple(caps))
+        max_in_flight[stage] = min(max(numbers.choice((near, far)), 1), problem.num_microbatches)
+    varied = replace(policy, max_in_flight=tuple(max_in_flight))
     match numbers.randrange(10):
         case 0:
             return replace(varied, fill=numbers.choice(_FILLS))

@@ -346,8 +346,8 @@ function drawOverlay() {
 function drawHovered({ kind, timeline, index }) {
   if (index === null || kind === "curve") return;
   if (kind === "collective") return membersOf(timeline, index).forEach((i) => outlineCollective(timeline, i));
-  if (kind !== "message" && timeline.computes.meeting[index] >= 0)
-    membersOf(timeline, timeline.computes.meeting[index]).forEach((i) => outlineCollective(timeline, i));
+  if (kind !== "message" && timeline.computes.collective[index] >= 0)
+    membersOf(timeline, timeline.computes.collective[index]).forEach((i) => outlineCollective(timeline, i));
   const message = kind === "message" ? index : timeline.computes.cause[index];
   if (message >= 0) {
     strokeMessages(overlay, timeline, [message], payloadColor(timeline.messages.payload[message]), 2.5);

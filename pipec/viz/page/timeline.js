@@ -5,10 +5,10 @@ const timelines = data.timelines;
 const longest = Math.max(...timelines.map((timeline) => timeline.makespan)) || 1;
 
 for (const timeline of timelines) {
-  const { rank, phase, stage, chunk, microbatch, part } = timeline.computes;
+  const { rank, phase, stage, chunk, microbatch, segment } = timeline.computes;
   const ranks = timeline.peaks.map((_, r) => r);
   timeline.first = [...ranks, ranks.length].map((r) => firstAbove(rank, r - 0.5)); // compute of each rank
-  timeline.named = new Map(rank.map((_, i) => [`${phase[i]} ${stage[i]} ${microbatch[i]} ${part[i]}`, i]));
+  timeline.named = new Map(rank.map((_, i) => [`${phase[i]} ${stage[i]} ${microbatch[i]} ${segment[i]}`, i]));
   timeline.onPath = new Set(timeline.critical.computes);
   timeline.firstCollective = [...ranks, ranks.length].map((r) => firstAbove(timeline.collectives.rank, r - 0.5));
   timeline.numRows = Math.max(0, ...new Set(timeline.collectives.row)) + 1;
@@ -92,8 +92,8 @@ const freeAt = ({ computes, first }, i) => (i > first[computes.rank[i]] ? comput
 
 /** The compute of `other` that does the same as compute `i` of `timeline`, if there is one. */
 function counterpart(timeline, other, i) {
-  const { phase, stage, microbatch, part } = timeline.computes;
-  return other === timeline ? undefined : other.named.get(`${phase[i]} ${stage[i]} ${microbatch[i]} ${part[i]}`);
+  const { phase, stage, microbatch, segment } = timeline.computes;
+  return other === timeline ? undefined : other.named.get(`${phase[i]} ${stage[i]} ${microbatch[i]} ${segment[i]}`);
 }
 
 /** The collectives of a rank that are under way somewhere between two times. */

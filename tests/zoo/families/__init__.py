@@ -3,13 +3,13 @@
 import importlib
 from collections.abc import Mapping
 
-from zoo.case import Case
+from zoo.model_case import Case
 
 FAMILIES = (
     "decoders",
     "encoders",
     "sequences",
-    "mixtures",
+    "mixtures_of_experts",
     "state_space",
     "vision",
     "speech",

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
+from zoo.model_case import Case, Inputs
 
 
 def conv(num_in: int, num_out: int, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:

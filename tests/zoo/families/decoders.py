@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from zoo.case import Case
-from zoo.tiny import causal, tiny
+from zoo.model_case import Case
+from zoo.tiny_transformers import causal, tiny
 
 
 def decoder(name: str, refused: str | None = None, **sizes: Any) -> Case:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
+from zoo.model_case import Case, Inputs
 
 
 def diffusers(name: str, **options: Any) -> Callable[[], nn.Module]:

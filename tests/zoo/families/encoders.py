@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from zoo.case import Case, Inputs
-from zoo.tiny import classified, masked, tiny
+from zoo.model_case import Case, Inputs
+from zoo.tiny_transformers import classified, masked, tiny
 
 
 def encoder(name: str, batch: Callable[[int], Inputs], refused: str | None = None, **sizes: Any) -> Case:

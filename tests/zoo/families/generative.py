@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
 from zoo.layers import perceptron
+from zoo.model_case import Case, Inputs
 
 
 class Variational(nn.Module):

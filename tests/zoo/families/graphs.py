@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
+from zoo.model_case import Case, Inputs
 
 NODES, EDGES, FEATURES, WIDTH = 10, 30, 6, 32
 

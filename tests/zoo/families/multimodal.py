@@ -2,8 +2,8 @@
 
 import torch
 
-from zoo.case import Case, Inputs
-from zoo.tiny import LABELS, PIXELS, TOKENS, tiny, words
+from zoo.model_case import Case, Inputs
+from zoo.tiny_transformers import LABELS, PIXELS, TOKENS, tiny, words
 
 
 def pairs(rows: int) -> Inputs:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
+from zoo.model_case import Case, Inputs
 
 
 def network(num_in: int, num_out: int, depth: int = 3, width: int = 32) -> nn.Sequential:

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case
 from zoo.layers import perceptron
+from zoo.model_case import Case
 
 FIELDS, ITEMS, WIDTH = 5, 40, 16
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
-from zoo.tiny import TOKENS, VOCABULARY, words
+from zoo.model_case import Case, Inputs
+from zoo.tiny_transformers import TOKENS, VOCABULARY, words
 
 
 class LanguageModel(nn.Module):

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from zoo.case import Case
-from zoo.tiny import tiny, translated
+from zoo.model_case import Case
+from zoo.tiny_transformers import tiny, translated
 
 
 def seq2seq(name: str, refused: str | None = None, **sizes: Any) -> Case:

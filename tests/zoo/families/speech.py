@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
-from zoo.tiny import LABELS, tiny, words
+from zoo.model_case import Case, Inputs
+from zoo.tiny_transformers import LABELS, tiny, words
 
 CONVOLUTIONS: dict[str, Any] = {
     "conv_dim": [16, 16],

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import Case, Inputs
-from zoo.tiny import causal, tiny
+from zoo.model_case import Case, Inputs
+from zoo.tiny_transformers import causal, tiny
 
 
 def model(name: str, refused: str | None = None, **sizes: Any) -> Case:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from zoo.case import Case, Inputs
-from zoo.tiny import LABELS, PIXELS, images, tiny
+from zoo.model_case import Case, Inputs
+from zoo.tiny_transformers import LABELS, PIXELS, images, tiny
 
 
 def vision(name: str, refused: str | None = None, **sizes: Any) -> Case:

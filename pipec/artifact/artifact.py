@@ -1,0 +1,246 @@
+"""The result of a compilation, in memory and on disk: the plan, the stages' sources and the ranks' programs.
+
+A saved artifact is a folder::
+
+    SHA256SUMS            the SHA-256 of every other file, as sha256sum writes and checks it
+    plan.json             format and plan
+    stage_0.py ...        generated code
+    rank_0.txt ...        programs
+    constants.safetensors tensors the model made outside its parameters and buffers, if there are any
+    tensors.safetensors   parameters and buffers, if asked for
+
+Reading one unpickles nothing. A file that is missing, changed or of another format, and a plan that
+contradicts itself or the files beside it, is refused before any code of the artifact runs. That is no
+protection from those who can write the folder: docs/artifacts.md says what is.
+"""
+
+import functools
+import hashlib
+import linecache
+import re
+import shutil
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pydantic
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from pipec.artifact.plan_rules import check_plan, check_tensors
+from pipec.errors import ArtifactError
+from pipec.ir import Plan, Program
+from pipec.ir.text_format import format_program, parse_program
+
+FORMAT = "pipec artifact 4"
+
+CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
+    "SHA256SUMS",
+    "plan.json",
+    "constants.safetensors",
+    "tensors.safetensors",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """``sources[stage]`` and ``programs[rank]``; ``constants`` by their name among the buffers.
+
+    An artifact equals itself alone, so that what is made of one can be found by it.
+    """
+
+    plan: Plan
+    sources: tuple[str, ...]
+    programs: Sequence[Program]
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def has_random_operators(self) -> bool:
+        """Whether any stage has random operators, whose functions take ``rng``."""
+        return any(re.search(r"^def .*\brng\b.*:$", source, re.MULTILINE) for source in self.sources)
+
+    def canonical_text(self) -> str:
+        """Everything ranks must agree on, as one text."""
+        programs = map(format_program, self.programs)
+        return "\n".join([_PLAN.dump_json(self.plan).decode(), *self.sources, *programs])
+
+
+@dataclass(frozen=True)
+class _Header:
+    format: str
+    plan: Plan
+
+
+_PLAN = pydantic.TypeAdapter(Plan)
+_HEADER = pydantic.TypeAdapter(_Header)
+
+
+def load_stage_module(stage: int, source: str) -> types.ModuleType:
+    """The module that the source of a stage defines.
+
+    Tracebacks and debuggers show its lines under the name ``stage_N.py``.
+
+    Raises:
+        ArtifactError: it fails as it is loaded, as code that somebody edited may.
+    """
+    filename = f"<pipec {_digest(source.encode())[:12]}>/stage_{stage}.py"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = types.ModuleType(f"stage_{stage}")
+    try:
+        exec(compile(source, filename, "exec"), module.__dict__)
+    except Exception as error:
+        raise ArtifactError(f"stage_{stage}.py cannot be loaded: {type(error).__name__} {error}") from error
+    return module
+
+
+def write_artifact(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Write the artifact, whole or not at all. An artifact that is there already is replaced.
+
+    Raises:
+        ArtifactError: the directory holds something else, or cannot be written.
+    """
+    try:
+        _replace(artifact, directory, tensors)
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        raise ArtifactError(f"{directory} cannot be written: {error}") from error
+
+
+def _replace(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
+    if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
+        raise ArtifactError(
+            f"{directory} is not empty and holds no {PLAN}, so it is no artifact of pipec to replace; "
+            "choose another directory"
+        )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        written = Path(scratch) / "artifact"
+        written.mkdir()
+        _write_files(artifact, written, tensors)
+        if directory.exists():
+            shutil.rmtree(directory)
+        written.rename(directory)
+
+
+def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
+    for stage, source in enumerate(artifact.sources):
+        (directory / f"stage_{stage}.py").write_text(source, encoding="utf-8")
+    for program in artifact.programs:
+        (directory / f"rank_{program.rank}.txt").write_text(format_program(program), encoding="utf-8")
+    for name, values in ((CONSTANTS, artifact.constants), (TENSORS, tensors or {})):
+        if values:
+            safetensors.torch.save_file(
+                {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
+            )
+    (directory / PLAN).write_bytes(_HEADER.dump_json(_Header(FORMAT, artifact.plan), indent=1))
+    sums = [f"{_digest(file.read_bytes())}  {file.name}\n" for file in sorted(directory.iterdir())]
+    (directory / CHECKSUMS).write_text("".join(sums))
+
+
+def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
+    """Read an artifact and the tensors saved with it, by FQN.
+
+    Raises:
+        ArtifactError: a file is missing, changed, unreadable or of another format, or the plan contradicts
+            itself; what is wrong is named.
+    """
+    path = directory / PLAN
+    if not path.is_file():
+        raise ArtifactError(f"{directory} holds no {PLAN}: expected a folder written by Pipeline.save()")
+    present = _check_sums(directory)
+    plan = _read_plan(path)
+    check_plan(plan, path)
+    expected = [f"stage_{stage.index}.py" for stage in plan.stages]
+    expected += [f"rank_{rank}.txt" for rank in range(plan.num_ranks)]
+    expected += [name for name in (CONSTANTS, TENSORS) if (directory / name).exists()]
+    if missing := sorted({*expected} - present):
+        raise ArtifactError(
+            f"{directory / CHECKSUMS} lists no {', '.join(missing)}; it was edited or cut short"
+        )
+    programs = tuple(
+        parse_program(_read_text(directory / f"rank_{rank}.txt"), plan.links)
+        for rank in range(plan.num_ranks)
+    )
+    sources = tuple(_read_text(directory / f"stage_{stage.index}.py") for stage in plan.stages)
+    constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in present else {}
+    tensors = _read_tensors(directory / TENSORS) if TENSORS in present else {}
+    check_tensors(plan, {**tensors, **constants}, directory)
+    return Artifact(plan, sources, programs, constants), tensors
+
+
+def _check_sums(directory: Path) -> set[str]:
+    """The names of the files that are what was saved. Raises ArtifactError if one is not."""
+    names = set()
+    for line in _read_text(directory / CHECKSUMS).splitlines():
+        match = _SUM.fullmatch(line)
+        if match is None:
+            raise ArtifactError(
+                f"{directory / CHECKSUMS}: found {line[:80]!r}, expected a SHA-256 and a name"
+            )
+        _check_file(directory, match["name"], match["digest"])
+        names.add(match["name"])
+    if PLAN not in names:
+        raise ArtifactError(f"{directory / CHECKSUMS} lists no {PLAN}; it was edited or cut short")
+    return names
+
+
+_SUM = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        header = _HEADER.validate_json(path.read_bytes())
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ArtifactError(
+            f"{path} is not a plan of this format ({FORMAT!r}): {where}: {first['msg']}. "
+            "Save the pipeline anew."
+        ) from error
+    if header.format != FORMAT:
+        raise ArtifactError(
+            f"{path} has format {header.format!r}, this version reads {FORMAT!r}. Save the pipeline anew."
+        )
+    return header.plan
+
+
+def _check_file(directory: Path, name: str, digest: str) -> None:
+    path = directory / name
+    if Path(name).name != name:
+        raise ArtifactError(f"{directory / CHECKSUMS} names a file outside its folder: {name!r}")
+    try:
+        found = _digest(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ArtifactError(
+            f"{path} is missing, which {CHECKSUMS} lists; the artifact is incomplete, or {CHECKSUMS} damaged"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        raise ArtifactError(f"{path}, which {CHECKSUMS} lists, cannot be read: {error}") from error
+    if found != digest:
+        raise ArtifactError(
+            f"{path} is not what was saved: its SHA-256 differs from the one in {CHECKSUMS}. Restore the "
+            "file, "
+            f"save the pipeline anew, or if you mean the change: `sha256sum *.* > {CHECKSUMS}` in that folder"
+        )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path} is missing; the artifact is incomplete") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}") from error
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ArtifactError(f"{path} is no safetensors file: {error}") from error
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

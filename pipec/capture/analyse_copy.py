@@ -1,0 +1,101 @@
+"""How microbatches add up where the graph cannot be rewritten: it has its backward, or the user says how."""
+
+import copy
+from collections.abc import Collection
+from dataclasses import replace
+
+from torch import fx
+
+from pipec.capture.batch import WholeBatchCapture, analyse_batch
+from pipec.capture.graph_calls import describe_call
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, ROW_NUMBERS
+from pipec.graph import BatchFindings
+from pipec.torch_compat import CAUSE, CapturedGraph, pytree
+
+
+def analyse_differentiated(
+    captured: CapturedGraph,
+    batched: Collection[str],
+    size: int,
+    has_loss: bool,
+    num_replicas: int = 1,
+    of_batch: WholeBatchCapture | None = None,
+) -> BatchFindings:
+    """As ``analyse_batch``, which is tried on a copy of the forward.
+
+    Where it would rewrite the loss, it is not known how losses add up. Results are marked as they are there.
+    """
+    assert captured.traced_backward is not None
+    graph, num_results = captured.module.graph, captured.traced_backward.results.num_leaves
+    results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    forward = fx.GraphModule(captured.module, _forward(graph, num_results))
+    if of_batch is not None and of_batch.module is not None:
+        all_rows = fx.GraphModule(of_batch.module, _forward(of_batch.module.graph, num_results))
+        of_batch = replace(of_batch, module=all_rows)
+    found = analyse_batch(forward, batched, size, has_loss, num_replicas, of_batch)
+    output = forward.graph.output_node()
+    for place, (result, marked) in enumerate(zip(results, output.args[0], strict=False)):  # type: ignore[arg-type]
+        if isinstance(marked, fx.Node) and marked.target is OUTPUT_MERGE:
+            with graph.inserting_before(graph.output_node()):
+                results[place] = graph.call_function(OUTPUT_MERGE, (result, *marked.args[1:]))
+    graph.output_node().args = (results,)
+    captured.module.recompile()
+    rewritten = [node for node in _leading_to(output) if node.target in (BATCH_COUNT, BATCH_FRACTION)]
+    if rewritten and not (found.mixed_rows or found.unproven):
+        what = "needs a value of the whole batch, in a model that differentiates by itself"
+        return replace(found, unproven=f"{describe_call(rewritten[0])} {what}")
+    return found
+
+
+def analyse_outputs(
+    module: fx.GraphModule,
+    batched: Collection[str],
+    size: int,
+    num_replicas: int,
+    of_batch: WholeBatchCapture | None = None,
+) -> BatchFindings:
+    """As ``analyse_batch``, for the results besides the loss, of which the user says how it adds up.
+
+    It is tried on a copy, whose marks the results get.
+    """
+    output = module.graph.output_node()
+    results = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copied = fx.GraphModule(module, graph)
+    found = analyse_batch(copied, batched, size, True, num_replicas, of_batch)
+    made = [x for x in pytree.tree_leaves(copied.graph.output_node().args) if isinstance(x, fx.Node)]
+    marks: dict[fx.Node, fx.Node] = {}
+    for result, marked in [*zip(results, made, strict=True)][1:]:
+        rewritten = [
+            node for node in _leading_to(marked) if node.target in (BATCH_COUNT, BATCH_FRACTION, ROW_NUMBERS)
+        ]
+        if marked.target is OUTPUT_MERGE or rewritten:
+            why = f"{describe_call(rewritten[0])} needs a value of the whole batch" if rewritten else None
+            rest = [why, []] if why else marked.args[1:]
+            with module.graph.inserting_before(output):
+                marks[result] = module.graph.call_function(OUTPUT_MERGE, (result, *rest))
+    loss = results[0]
+    output.args = fx.map_arg(output.args, lambda node: node if node is loss else marks.get(node, node))
+    module.recompile()
+    return replace(found, mixed_rows="", unproven="")
+
+
+def _forward(graph: fx.Graph, num_results: int) -> fx.Graph:
+    """A copy of the graph without what autograd made of it."""
+    forward = copy.deepcopy(graph)
+    output = forward.output_node()
+    output.args = (list(output.args[0])[:num_results],)  # type: ignore[arg-type]
+    for copied, node in reversed([*zip(forward.nodes, graph.nodes, strict=True)]):
+        if CAUSE in node.meta:
+            forward.erase_node(copied)
+    return forward
+
+
+def _leading_to(output: fx.Node) -> list[fx.Node]:
+    """The nodes that a result depends on, the last first."""
+    needed = {output}
+    for node in reversed(output.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in reversed(output.graph.nodes) if node in needed]

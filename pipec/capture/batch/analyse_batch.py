@@ -1,0 +1,755 @@
+"""What every value of a captured forward and loss is to the batch, and the rewriting that makes it right.
+
+The graph runs node by node on tensors without memory, under a ``DependenceTracker``. Where a value can be
+made right it is, and the analysis goes on with what was put in::
+
+    loss = cross_entropy(logits, labels)          n = batch_counts((labels != -100).sum())
+                                            ->    s = cross_entropy(logits, labels, reduction="sum")
+                                                  loss = s / (n * batch_fraction)
+
+* What follows from the arguments of ``step`` alone and has no rows, such as a count, is taken of the whole
+  batch.
+* Where a sum over rows is to be a mean, it is divided by the microbatch's share of the rows.
+* The numbers of the rows, ``arange(rows)``, count from the first row of the batch.
+"""
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from pipec.capture.batch.branch_conditions import refuse_ambiguous_branch
+from pipec.capture.batch.compare_captures import WholeBatchCapture
+from pipec.capture.batch.dependence import (
+    MEAN,
+    Dependence,
+    MixedRows,
+    PerRow,
+    SelectedRows,
+    SumOverRows,
+    Unproven,
+    Whole,
+    is_whole,
+)
+from pipec.capture.batch.dependence_tracker import NUM_SELECTED, DependenceTracker, TensorFact, tracking
+from pipec.capture.batch.operator_call import (
+    ROW_COUNT_PRIME,
+    NeedsMeanError,
+    NeedsRowNumbersError,
+    tensors_in,
+)
+from pipec.capture.captured_collectives import (
+    ALL_GATHERS,
+    ALL_REDUCES,
+    BROADCASTS,
+    MODEL_COLLECTIVES,
+    sync_batch_norm,
+)
+from pipec.capture.graph_calls import (
+    describe_call,
+    mutates_argument,
+    named_arguments,
+    operator_name,
+    reduction_of,
+)
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, ROW_NUMBERS
+from pipec.capture.microbatch_checks import nodes_for_checks, require_equal_counts
+from pipec.capture.model_call import plain_name
+from pipec.capture.node_insertion import INHERITED_META, NodeInserter, fake_value, insert_after
+from pipec.capture.output_merge import mark_output_merge
+from pipec.graph import BatchFindings, is_branch_check
+from pipec.ir.batch_axis import BatchAxis
+from pipec.torch_compat import HigherOrderOperator, pytree, size_of_symbol, unbacked_symbols
+
+_COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
+"""Losses whose mean is over targets that are not ignored, each with the weight of its class."""
+
+_SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten", "view", "zeros"}
+"""Calls that read a number as a size."""
+
+
+def analyse_batch(
+    module: fx.GraphModule,
+    batched: Collection[str],
+    size: int,
+    has_loss: bool,
+    num_replicas: int = 1,
+    of_batch: WholeBatchCapture | None = None,
+) -> BatchFindings:
+    """Rewrite the graph in place so that microbatches make what the unsplit model makes of the batch.
+
+    Args:
+        module: What a front end captured of one microbatch.
+        batched: The paths of the arguments that are split.
+        size: The rows of the microbatch, if the graph is for these alone.
+        has_loss: The first output is the loss.
+        num_replicas: How many replicas take part in the model's own collectives.
+        of_batch: What was captured of the whole batch, if the graph is for ``size`` rows alone.
+    """
+    walk = _BatchAnalysis(module, {plain_name(path) for path in batched}, size, num_replicas, of_batch)
+    walk.run()
+    found = walk.finish(has_loss)
+    module.recompile()
+    return found
+
+
+def batch_symbol_of(graph: fx.Graph, batched: Collection[str]) -> sympy.Symbol | None:
+    """What stands for the number of rows in a captured graph; None if that is a constant there."""
+    names = {plain_name(path) for path in batched}
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, Tensor) and plain_name(str(node.target)) in names and value.shape[:1]:
+            rows: Any = value.shape[0]
+            if isinstance(rows, torch.SymInt) and isinstance(rows.node.expr, sympy.Symbol):
+                return rows.node.expr
+    return None
+
+
+@dataclass
+class _BatchAnalysis:
+    """Visits the nodes of a graph in order."""
+
+    module: fx.GraphModule
+    batched: Collection[str]
+    size: int
+    num_replicas: int
+    of_batch: WholeBatchCapture | None
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    """What each node returned: tensors without memory, and numbers."""
+    _odd: set[fx.Node] = field(default_factory=set)
+    """Numbers that come from the number of rows, or from values, and are no power of the former."""
+    _causes: dict[int, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._symbol = batch_symbol_of(self.module.graph, self.batched)
+        self._sizes: dict[Any, Any] = {} if self._symbol is None else {self._symbol: ROW_COUNT_PRIME}
+        self.comparison = self.of_batch.compare(self.module) if self.of_batch else None
+        self._incomparable = self.of_batch.why_unproven() if self.of_batch and not self.comparison else ""
+        self._is_exact = self._symbol is not None or self.comparison is not None
+        degrees = self.comparison.degrees if self.comparison else {}
+        rows = ROW_COUNT_PRIME if self._is_exact else self.size
+        self.tracker = DependenceTracker(rows, self._is_exact, degrees)
+        self._checks = nodes_for_checks(self.module.graph)
+        self._leading = _leading_to_collectives(self.module.graph)
+        self._written = _written_through(self.module.graph)
+
+    def run(self) -> None:
+        with tracking(self.tracker):
+            node = next(iter(self.module.graph.nodes))
+            while node.op != "output":
+                self.visit(node)
+                node = node.next
+
+    def visit(self, node: fx.Node) -> None:
+        match node.op:
+            case "placeholder":
+                self.values[node] = self._argument(node)
+            case "get_attr":
+                held = operator.attrgetter(str(node.target))(self.module)
+                self.values[node] = self._constant_tensor(held) if isinstance(held, Tensor) else held
+            case "call_function" if is_branch_check(node):
+                rows = None if self._is_exact else self.size
+                refuse_ambiguous_branch(node, self.dependence_of, rows)
+            case "call_function" | "call_method" if node in self._checks:
+                pass  # each microbatch is checked by itself
+            case "call_function" | "call_method" | "call_module":
+                if not self._make_count(node):
+                    self._call(node)
+
+    def dependence_of(self, node: fx.Node) -> Dependence:
+        """What a node is to the batch; of several tensors, the first that is not proved."""
+        if node not in self.values:
+            return Unproven("is not computed")
+        if node in self._odd:
+            return Unproven("is a number that depends on the rows of the microbatch")
+        result = self.values[node]
+        if isinstance(result, int | float) and not isinstance(result, bool):
+            return Whole(self.tracker.degrees.get(result, 0))
+        found = [self.tracker.dependence_of(tensor) for tensor in tensors_in(result)]
+        unknown = [value for value in found if isinstance(value, MixedRows | Unproven)]
+        return (unknown or found or [Whole()])[0]
+
+    def _argument(self, node: fx.Node) -> Any:
+        value = fake_value(node)
+        if not isinstance(value, Tensor):
+            return self._number(node, value)
+        tensor = self._like(value)
+        has_rows = plain_name(str(node.target)) in self.batched
+        if self._symbol is not None:
+            has_rows = value.ndim > 0 and self._in_symbols(value.shape[0]) == self._symbol
+        given = not isinstance(value, nn.Parameter) and not any(map(mutates_argument, node.users))
+        return self.tracker.record(tensor, TensorFact(PerRow(0) if has_rows else Whole(), given))
+
+    def _constant_tensor(self, tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return self.tracker.record(made, TensorFact(Whole(), not isinstance(tensor, nn.Parameter)))
+
+    def _like(self, value: Tensor) -> Tensor:
+        """A tensor without memory, in the sizes of the analysis."""
+        compared = self.comparison.shape(value) if self.comparison else None
+        shape = [self._size(size) for size in compared or tuple[Any, ...](value.shape)]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    def _in_symbols(self, size: Any) -> Any:
+        return size.node.expr if hasattr(size, "node") else size
+
+    def _size(self, size: Any) -> int:
+        if not hasattr(size, "node"):
+            return int(size)
+        found = self._worked_out(size)
+        return 1 if found is None else int(found)
+
+    def _worked_out(self, number: Any) -> Any:
+        """A symbolic number in the sizes of the analysis. Other symbols are what they are in this call."""
+        expression = sympy.sympify(number.node.expr)
+        for symbol in expression.free_symbols - self._sizes.keys():
+            size = size_of_symbol(symbol, number)
+            if size is None:
+                return None
+            self._sizes[symbol] = size
+        try:
+            found = sympy.sympify(expression.xreplace(self._sizes))
+        except ZeroDivisionError:
+            return None
+        if found in (sympy.true, sympy.false):
+            return bool(found)
+        if not found.is_number:
+            return None
+        return int(found) if isinstance(number, torch.SymInt) else float(found)
+
+    def _number(self, node: fx.Node, value: Any) -> Any:
+        """A Python number, which a symbolic one stands for, and whether it is a power of the rows."""
+        if not hasattr(value, "node"):
+            return value
+        expression = sympy.sympify(value.node.expr)
+        if unbacked_symbols(value) or (isinstance(value, torch.SymBool) and expression.free_symbols):
+            self._odd.add(node)
+        elif self._symbol is not None and self._symbol in expression.free_symbols:
+            expression = expression.replace(lambda x: type(x).__name__ == "ToFloat", lambda x: x.args[0])
+            powers = [k for k in (1, -1, 2, -2) if self._symbol not in _free(expression / self._symbol**k)]
+            if not powers:
+                self._odd.add(node)
+            elif (found := self._worked_out(value)) is not None:
+                self.tracker.degrees[found] = powers[0]
+                return found
+        found = self._worked_out(value)
+        if found is None:
+            self._odd.add(node)
+        return 1 if found is None else found
+
+    def _call(self, node: fx.Node) -> None:
+        value = fake_value(node)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+            self.values[node] = self._number(node, value)
+            if not self._odd.isdisjoint(node.all_input_nodes):
+                self._odd.add(node)
+            return
+        if operator_name(node) in _NOT_FOLLOWED:
+            self.values[node] = None
+            return
+        for _ in range(4):
+            try:
+                divided = self._divided_again(node)
+                result = divided if divided is not None else self._run(node)
+                break
+            except NeedsMeanError as needed:
+                if not self._replace(node, needed.tensors, self._mean_of):
+                    result = self._stand_in(
+                        node, MixedRows("adds sums over the rows of a microbatch to means")
+                    )
+                    break
+            except NeedsRowNumbersError as needed:
+                if not self._replace(node, needed.tensors, self._numbers_of):
+                    result = self._stand_in(node, Unproven("computes with the numbers of rows"))
+                    break
+            except Exception as error:
+                result = self._stand_in(
+                    node, Unproven(f"could not be followed: {type(error).__name__}: {error}")
+                )
+                break
+        else:
+            result = self._stand_in(node, Unproven("could not be made right"))
+        self.values[node] = result
+        self._check_sizes(node, result)
+        self._note(node, result)
+        if self.tracker.drew_random and self._is_exact and "dropout" not in operator_name(node):
+            self._drawn.append(node)
+        self.tracker.drew_random = False
+        self._take_of_batch(node, result)
+
+    def _run(self, node: fx.Node) -> Any:
+        if self.comparison and node in self.comparison.unclear:
+            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
+        own = self.comparison.arguments(node) if self.comparison else (node.args, node.kwargs)
+        mapped: Any = fx.map_arg(own, self.values.__getitem__)
+        args, kwargs = mapped
+        if node.target in MODEL_COLLECTIVES and self.num_replicas > 1:
+            return self._collective_result(node, args[0] if args else next(iter(kwargs.values())))
+        if node.target is sync_batch_norm:
+            return self.normalized(args[0])
+        if isinstance(node.target, HigherOrderOperator):
+            return self._higher_order(node, args)
+        if operator_name(node) in _HOLDING_NUMBERS:
+            return self._constant(node, args, kwargs)
+        if operator_name(node) == "embedding_bag":
+            return self._bags(node, args)
+        odd = [source for source in node.all_input_nodes if source in self._odd]
+        if any(self._grows(source) for source in odd):
+            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
+        if odd and operator_name(node) not in _SHAPING:
+            return self._stand_in(
+                node, Unproven("computes with a number that depends on the rows of the microbatch")
+            )
+        if node.op == "call_module":
+            raise TypeError("a call of a module")
+        if node.op == "call_method":
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if odd and operator_name(node) not in ("reshape", "unflatten", "view"):
+            chosen = [dim for dim, size in enumerate(result.shape) if size % NUM_SELECTED == 0]
+            reason = Unproven("has a size that depends on the rows of the microbatch")
+            value = SelectedRows() if chosen == [0] and len(odd) == 1 else reason
+            known = self.tracker.fact(result)
+            if isinstance(known.value, Whole | PerRow):
+                self.tracker.record(result, replace(known, value=value))
+        return result
+
+    def _divided_again(self, node: fx.Node) -> Tensor | None:
+        """``x[mask].view(rows, -1)``: as many elements for each row, which every microbatch checks."""
+        if operator_name(node) not in ("view", "reshape") or len(node.args) < 2:
+            return None
+        chosen, size = node.args[0], node.args[1]
+        size = size[0] if isinstance(size, list | tuple) and size else size
+        if not isinstance(chosen, fx.Node) or self.dependence_of(chosen) != SelectedRows():
+            return None
+        index = chosen.args[1] if operator_name(chosen) == "getitem" else None
+        mask = index[0] if isinstance(index, tuple) and index else index
+        if not isinstance(mask, fx.Node) or self.dependence_of(mask) != PerRow(0):
+            return None
+        if not self.tracker.fact(self.values[mask]).from_arguments:
+            return None
+        if not isinstance(size, fx.Node) or self.values.get(size) != ROW_COUNT_PRIME or self._symbol is None:
+            return None
+        require_equal_counts(chosen, mask)
+        return self.tracker.record(self._like(fake_value(node)), TensorFact(PerRow(0)))
+
+    def _grows(self, number: fx.Node) -> bool:
+        """Whether a number comes from the number of rows, and not from values alone."""
+        value = fake_value(number)
+        return hasattr(value, "node") and self._symbol in sympy.sympify(value.node.expr).free_symbols
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """A batch norm over the rows of all replicas: a declared exception."""
+        return self.tracker.record(torch.empty_like(x), self.tracker.fact(x))
+
+    def _constant(self, node: fx.Node, args: Sequence[Any], kwargs: Any) -> Any:
+        """``torch.tensor`` of numbers, which torch puts into memory without any operator."""
+        read = [source for source in node.all_input_nodes if not isinstance(self.values[source], Tensor)]
+        values = {self.dependence_of(source) for source in read}
+        data = next(iter([*args[-1:], *kwargs.values()]), None)
+        if self.comparison and node in self.comparison.scaled:
+            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
+        if not read or all(map(is_whole, values)):
+            return (
+                getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else (
+                    node.target(*args, **kwargs)  # type: ignore[operator]
+                )
+            )
+        value = values.pop() if len(values) == 1 and not isinstance(data, list | tuple) else None
+        reason = MixedRows("computes with the number of rows, which is another one in a microbatch")
+        return self._stand_in(node, value if isinstance(value, Whole) else reason)
+
+    def _bags(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """``embedding_bag`` of rows of numbers, which torch calls with the places where rows begin."""
+        values = {
+            self.tracker.dependence_of(x) for x in tensors_in((args, dict(node.kwargs))) if x is not args[1]
+        }
+        if args[0].ndim != 2 and not all(map(is_whole, values)):
+            return self._stand_in(node, MixedRows("looks up bags by the places where they begin"))
+        rows = values == {PerRow(0)} and is_whole(self.tracker.dependence_of(args[1]))
+        if not rows and values | {self.tracker.dependence_of(args[1])} != {Whole()}:
+            return self._stand_in(node, Unproven("looks up in a table, and adds up"))
+        return self._stand_in(node, PerRow(0) if rows else Whole())
+
+    def _higher_order(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """Run the graph that an operator calls, where that is all it does."""
+        name = str(node.target)
+        if name in ("tag_activation_checkpoint", "wrap", "invoke_subgraph"):
+            inner, *rest = args
+            rest = rest[1:] if name == "invoke_subgraph" else rest
+            return _Inner(inner, self).run(*rest)
+        if name == "autograd_function_apply":
+            return self._with_own_backward(*args)
+        raise TypeError(f"a call of {name}")
+
+    def _with_own_backward(self, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any) -> Any:
+        """What an autograd function returns, if its backward treats rows as its forward does."""
+        output, saved = forward(*_as_many(forward, args))
+        made, read = tensors_in(output), tensors_in(args)
+        values = {self.tracker.dependence_of(tensor) for tensor in made}
+        if unknown := [value for value in values if isinstance(value, MixedRows | Unproven)]:
+            assert unknown
+            return output
+        rows = all(isinstance(value, PerRow) and not value.degree for value in values)
+        sums = len(values) == 1 and isinstance(next(iter(values)), SumOverRows)
+        if not (rows or sums or all(map(is_whole, values))):
+            return self._with_dependence(
+                output, Unproven("has a backward of its own, and returns sums and rows")
+            )
+        degree = next(iter(values)).degree if sums else 0  # type: ignore[union-attr]
+        gradients = [
+            self.tracker.record(
+                torch.empty_like(x), TensorFact(self.tracker.dependence_of(x) if rows else Whole())
+            )
+            for x in made
+        ]
+        found = backward(*_as_many(backward, (*gradients, *tensors_in(saved))))
+        for tensor, gradient in zip(read, (x for x in found if isinstance(x, Tensor)), strict=False):
+            expected, value = self.tracker.dependence_of(tensor), self.tracker.dependence_of(gradient)
+            zero = isinstance(value, Whole) and value.fill == 0
+            right: Dependence = (
+                replace(expected, degree=degree) if isinstance(expected, PerRow) else SumOverRows(degree)
+            )
+            if not all(map(is_whole, values)) and value != right and not zero:
+                why = value.why if isinstance(value, MixedRows | Unproven) else "mixes rows"
+                kind = Unproven if isinstance(value, Unproven) else MixedRows
+                return self._with_dependence(output, kind(f"has a backward of its own, which {why}"))
+        return output
+
+    def _with_dependence(self, result: Any, value: Dependence) -> Any:
+        """New tensors like these, of which ``value`` is known."""
+        return pytree.tree_map_only(
+            Tensor, lambda x: self.tracker.record(torch.empty_like(x), TensorFact(value)), result
+        )
+
+    def _collective_result(self, node: fx.Node, own: Tensor) -> Tensor:
+        """What a collective makes of a microbatch's value, if a step is one round."""
+        known = self.tracker.fact(own)
+        in_front = isinstance(known.value, PerRow) and known.value == PerRow(0, known.value.outer)
+        if in_front and node.target in ALL_GATHERS:
+            gathered = torch.empty(
+                self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta"
+            )
+            self.tracker.gathered_sizes.add(gathered.shape[0])
+            if known.value != PerRow(0):
+                self.tracker.not_in_batch_order.add(id(gathered))
+            return self.tracker.record(gathered, TensorFact(Whole()))
+        fits = known.value == SumOverRows() if node.target in ALL_REDUCES else isinstance(known.value, Whole)
+        if node.target in BROADCASTS or node.target in ALL_REDUCES:
+            value: Dependence = (
+                Whole() if fits else MixedRows("reduces what is no sum over the rows of a replica")
+            )
+            return self.tracker.record(torch.empty_like(own), TensorFact(value))
+        made = torch.empty(self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta")
+        value = (
+            known.value
+            if isinstance(known.value, Whole | MixedRows | Unproven)
+            else MixedRows("gathers what has no rows")
+        )
+        return self.tracker.record(made, TensorFact(value))
+
+    def _stand_in(self, node: fx.Node, value: Dependence) -> Any:
+        """Tensors like those that the front end saw, of which only ``value`` is known."""
+        read = tensors_in(fx.map_arg((node.args, node.kwargs), self.values.get))
+        known = [self.tracker.fact(tensor) for tensor in read]
+        unknown: list[Dependence] = [k.value for k in known if isinstance(k.value, MixedRows)] or [value]
+        given = all(k.from_arguments for k in known)
+
+        written = self.values.get(node.args[0]) if mutates_argument(node) else None  # type: ignore[arg-type]
+        for tensor in tensors_in(written):
+            self.tracker.overwrite(tensor, unknown[0])
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            try:
+                return self.tracker.record(self._like(leaf), TensorFact(unknown[0], given))
+            except RuntimeError:  # more elements than torch can count
+                pairs = MixedRows("makes something for every pair of rows")
+                return self.tracker.record(torch.empty((), device="meta"), TensorFact(pairs, given))
+
+        return pytree.tree_map(made, fake_value(node))
+
+    def _has_rows(self, size: Any) -> bool:
+        """Whether a size depends on the number of rows, and on no value."""
+        is_of_rows = self._symbol in sympy.sympify(self._in_symbols(size)).free_symbols
+        return is_of_rows and not unbacked_symbols(size)
+
+    def _check_sizes(self, node: fx.Node, result: Any) -> None:
+        """A size such as ``rows - 1``, that is no multiple of the rows, is another one in a microbatch."""
+        for tensor, seen in zip(tensors_in(result), tensors_in(fake_value(node)), strict=False):
+            is_known = not isinstance(self.tracker.dependence_of(tensor), MixedRows | Unproven)
+            if self.comparison is not None:
+                is_odd = self.comparison.shape(seen) != tuple(tensor.shape)
+            else:
+                sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
+                is_odd = any(made % ROW_COUNT_PRIME and self._has_rows(size) for made, size in sizes)
+            if is_known and is_odd:
+                why = "has a size that depends on the number of rows, which is another one in a microbatch"
+                self.tracker.record(tensor, replace(self.tracker.fact(tensor), value=MixedRows(why)))
+
+    def _note(self, node: fx.Node, result: Any) -> None:
+        """Remember which node began not to be proved, and what sizes values tell."""
+        for tensor in tensors_in((result, self._read(node))):
+            value = self.tracker.dependence_of(tensor)
+            if isinstance(value, MixedRows | Unproven) and id(value) not in self._causes:
+                self._kept_causes.append(value)
+                self._causes[id(value)] = node
+        for each, assumed in enumerate(self.tracker.assumed):
+            if not assumed.location:
+                self.tracker.assumed[each] = replace(assumed, location=describe_call(node))
+        for tensor, seen in zip(tensors_in(result), tensors_in(fake_value(node)), strict=False):
+            for size, made in zip(tuple[Any, ...](seen.shape), tensor.shape, strict=False):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    self._sizes.setdefault(size.node.expr, made)
+
+    def _read(self, node: fx.Node) -> Any:
+        """What a node reads, which it may have written to."""
+        return [self.values.get(source) for source in node.all_input_nodes]
+
+    _kept_causes: list[Dependence] = field(default_factory=list)
+    _drawn: list[fx.Node] = field(default_factory=list)
+
+    def _replace(self, node: fx.Node, tensors: Sequence[Tensor], made: Any) -> bool:
+        """Let a node read something else in place of these tensors. Returns whether that can be done."""
+        wanted = {id(tensor) for tensor in tensors}
+        found = [x for x in node.all_input_nodes if id(self.values.get(x)) in wanted]
+        replaced = [made(source, node) for source in found]
+        return bool(found) and all(replaced)
+
+    def _mean_of(self, total: fx.Node, reader: fx.Node) -> bool:
+        """Let ``reader`` read a sum divided by the microbatch's share."""
+        is_written = mutates_argument(reader) and reader.args[0] is total
+        is_shared = len(total.users) > 1 or self.tracker.shares_memory(self.values[total])
+        if (is_written and is_shared) or not fake_value(total).is_floating_point():
+            return False
+        share = self._before(reader, total, BATCH_FRACTION, fake_value(total).device)
+        cast = self._before(
+            reader, total, torch.ops.aten._to_copy.default, share, dtype=fake_value(total).dtype
+        )
+        mean = self._before(reader, total, operator.truediv, total, cast)
+        mean.meta["example_value"] = fake_value(total)
+        share.meta["example_value"] = cast.meta["example_value"] = torch.empty((), device="meta")
+        for each in (share, cast, mean):
+            self.visit(each)
+        reader.replace_input_with(total, mean)
+        mean.args = (total, cast)
+        return True
+
+    def _before(
+        self, reader: fx.Node, source: fx.Node, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """A call right before ``reader``, behind all that writes into ``source``, whose operator it is of."""
+        with reader.graph.inserting_before(reader):
+            node = reader.graph.create_node("call_function", function, args, kwargs)
+        node.meta = {key: source.meta[key] for key in INHERITED_META if key in source.meta}
+        return node
+
+    def _numbers_of(self, numbers: fx.Node, reader: fx.Node) -> bool:
+        """Let ``reader`` read the numbers of rows as they are in the batch."""
+        made = self._before(reader, numbers, ROW_NUMBERS, numbers)
+        made.meta["example_value"] = fake_value(numbers)
+        self.visit(made)
+        reader.replace_input_with(numbers, made)
+        made.args = (numbers,)
+        return True
+
+    def _take_of_batch(self, node: fx.Node, result: Any) -> None:
+        """Let the users of a node read what it is of the whole batch, if that follows from the arguments."""
+        if not isinstance(result, Tensor) or node in self._leading or node.target is BATCH_COUNT:
+            return
+        if any(user.target is BATCH_COUNT for user in node.users):
+            return  # as the count of a cross entropy
+        known = self.tracker.fact(result)
+        seen = fake_value(node)
+        fixed = seen is None or not any(map(unbacked_symbols, seen.shape))
+        grows = seen is not None and any(map(self._has_rows, seen.shape))
+        takes = (
+            isinstance(known.value, SumOverRows | MixedRows)
+            if self._symbol is not None
+            else known.value == SumOverRows()
+        )
+        if not (known.from_arguments and takes and fixed and not grows) or self._is_written_view(
+            node, result
+        ):
+            return
+        if self.comparison is not None and not self.comparison.scaled.isdisjoint(_leading_to(node)):
+            return  # it is computed with the number of rows of a microbatch
+        users = [user for user in node.users if user not in self._checks]
+        whole = insert_after(node, "batch_counts", BATCH_COUNT, node, known.value == SumOverRows())
+        whole.meta["example_value"] = fake_value(node)
+        for user in users:
+            user.replace_input_with(node, whole)
+
+    def _is_written_view(self, node: fx.Node, result: Tensor) -> bool:
+        """Whether a node shows memory of another, which is written through it later."""
+        shown = tensors_in(self._read(node))
+        shares = any(x.untyped_storage()._cdata == result.untyped_storage()._cdata for x in shown)
+        return shares and node in self._written
+
+    def _make_count(self, node: fx.Node) -> bool:
+        """Let a mean over targets that count be their sum over the number of them in the batch.
+
+        Returns whether it was done; what was put in is visited next.
+        """
+        if operator_name(node) not in _COUNTED:
+            return False
+        arguments = named_arguments(node)
+        target, weight = arguments.get("target"), arguments.get("weight")
+        if not isinstance(target, fx.Node) or fake_value(target).is_floating_point():
+            return False
+        if reduction_of(arguments) != "mean" or not isinstance(
+            self.dependence_of(target), PerRow | SelectedRows
+        ):
+            return False
+        tensors = [self.values[x] for x in (target, weight) if isinstance(x, fx.Node)]
+        if not all(self.tracker.fact(x).from_arguments for x in tensors):
+            return False
+        if isinstance(weight, fx.Node) and not is_whole(self.dependence_of(weight)):
+            return False
+        chain = NodeInserter(node)
+        valid = chain("valid", torch.ne, target, arguments["ignore_index"])
+        counted = valid
+        if weight is not None:
+            invalid = chain("invalid", torch.logical_not, valid)
+            index = chain("index", torch.flatten, chain("index", torch.masked_fill, target, invalid, 0))
+            weights = chain("weights", torch.gather, weight, 0, index)
+            counted = chain("weights", torch.masked_fill, weights, chain("flat", torch.flatten, invalid), 0)
+        count = chain("count", torch.sum, counted)
+        share = chain.scale_by_batch_fraction(chain("count", BATCH_COUNT, count, True), node)
+        total = chain.repeat_call(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
+        mean = chain(node.name, operator.truediv, total, share)
+        mean.meta["example_value"] = fake_value(node)
+        node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
+        return True
+
+    def finish(self, has_loss: bool) -> BatchFindings:
+        """Make a sum the mean that a loss is, and mark the results that are no means."""
+        output = self.module.graph.output_node()
+        leaves = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
+        loss = leaves[0] if has_loss and leaves else None
+        problem: Dependence | None = None
+        with tracking(self.tracker):
+            if loss is not None and self.dependence_of(loss) == SumOverRows() and self._mean_of(loss, output):
+                loss = next(x for x in pytree.tree_leaves(output.args) if isinstance(x, fx.Node))
+        if loss is not None and self.dependence_of(loss) != MEAN and not is_whole(self.dependence_of(loss)):
+            problem = self.dependence_of(loss)
+            if not isinstance(problem, MixedRows | Unproven):
+                problem = MixedRows("is no sum or mean over the rows of the batch")
+        output.args = fx.map_arg(output.args, lambda node: node if node is loss else self._marked(node))
+        unproven = self._placed(problem, loss) if isinstance(problem, Unproven) else ""
+        return BatchFindings(
+            self._placed(problem, loss) if isinstance(problem, MixedRows) else "",
+            unproven or (self._incomparable if loss is not None and problem is None else ""),
+            tuple(self.tracker.assumed),
+            num_batch_norms=self.tracker.num_batch_norms,
+            unordered_random=tuple(
+                dict.fromkeys(describe_call(x) for x in self._drawn if x in _leading_to(output))
+            ),
+        )
+
+    def _placed(self, value: Dependence, node: fx.Node | None = None) -> str:
+        """Which line makes a value what it is, and how."""
+        found = self._causes.get(id(value), node)
+        assert isinstance(value, MixedRows | Unproven)
+        return f"{describe_call(found)} {value.why}" if found is not None else value.why
+
+    def _marked(self, node: fx.Node) -> fx.Node:
+        """What to return instead of a result besides the loss: one that says how it adds up."""
+        value = self.dependence_of(node)
+        tensor = fake_value(node)
+        of_round = any(
+            size in self.tracker.gathered_sizes for x in tensors_in(self.values[node]) for size in x.shape
+        )
+        if self._incomparable and isinstance(tensor, Tensor):
+            return mark_output_merge(node, self._incomparable)
+        if not isinstance(tensor, Tensor) or value == MEAN or (is_whole(value) and not of_round):
+            return node
+        if isinstance(value, PerRow) and not value.degree and not value.is_row_number:
+            axis = BatchAxis(value.dim, value.outer, value.inner)
+            return node if axis.is_leading else mark_output_merge(node, axis=axis)
+        reason = (
+            ""
+            if value == SumOverRows()
+            else self._placed(value, node)
+            if isinstance(value, MixedRows | Unproven)
+            else (f"{describe_call(node)} is no sum or mean over the rows of the batch")
+        )
+        return mark_output_merge(node, reason)
+
+
+class _Inner(fx.Interpreter):
+    """Runs a graph that an operator calls."""
+
+    def __init__(self, module: fx.GraphModule, walk: _BatchAnalysis) -> None:
+        super().__init__(module)
+        self._walk = walk
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        comparison = self._walk.comparison
+        if comparison is None:
+            return super().fetch_args_kwargs_from_env(n)
+        if n in comparison.unclear:
+            raise TypeError(_OF_ANOTHER_NUMBER)
+        return fx.map_arg(comparison.arguments(n), self.env.__getitem__)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is sync_batch_norm:
+            return self._walk.normalized(args[0])
+        return super().call_function(target, args, kwargs)
+
+
+_HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}
+
+_OF_ANOTHER_NUMBER = "computes with the number of rows, which is another one in a microbatch"
+
+_NOT_FOLLOWED = {
+    *("enter_autocast", "exit_autocast", "set_grad_enabled", "assert_scalar", "assert_async", "check"),
+    *("sym_constrain_range_for_size", "sym_constrain_range", "manual_seed"),
+}
+"""Calls that compute nothing."""
+
+
+def _as_many(module: fx.GraphModule, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of a graph, which may take a context before them."""
+    return [None] * (len(module.graph.find_nodes(op="placeholder")) - len(args)) + list(args)
+
+
+def _free(expression: Any) -> set[Any]:
+    found: set[Any] = sympy.cancel(expression).free_symbols
+    return found
+
+
+def _leading_to(output: fx.Node) -> set[fx.Node]:
+    """A node, and those that it depends on."""
+    needed = {output}
+    for node in reversed(output.graph.nodes):
+        written = [x for x in node.args[:1] if isinstance(x, fx.Node)] if mutates_argument(node) else []
+        if node in needed or not needed.isdisjoint(written):
+            needed.update([node, *node.all_input_nodes])
+    return needed
+
+
+def _written_through(graph: fx.Graph) -> set[fx.Node]:
+    """What calls write to, and all that it may be a view of."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if mutates_argument(node) or node in found:
+            found.update(x for x in node.args[:1] if isinstance(x, fx.Node))
+    return found
+
+
+def _leading_to_collectives(graph: fx.Graph) -> set[fx.Node]:
+    """What replicas join, so that each must have its own."""
+    leading: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.target in MODEL_COLLECTIVES or any(user in leading for user in node.users):
+            leading.add(node)
+    return leading

@@ -1,0 +1,128 @@
+"""What a value of a microbatch is to that of the whole mini-batch.
+
+Let the batch of N rows be divided into microbatches of n rows, each with a share n / N. A value of the
+captured forward is one of these:
+
+=============  ====================================================================================
+``Whole``      the same for every microbatch: parameters, constants, what has no rows
+``PerRow``       row by row: microbatch values, one behind the other along a dimension, are the batch's
+``SumOverRows``        the batch's is the sum over microbatches
+``SelectedRows``     rows that values choose
+``SortedRows``     rows that were sorted by whole numbers
+``MixedRows``      proved to depend on other rows of the batch, in a way that microbatches cannot make up for
+``Unproven``   no rule covers it
+=============  ====================================================================================
+
+A ``degree`` counts factors of the number of rows: a mean is a sum with degree -1, whose batch value is the
+mean of the microbatches' values, each weighted with its share. Only a sum of degree -1 is a loss as it is.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The same for every microbatch, times the number of rows to the power of ``degree``.
+
+    ``fill`` is the number that all its elements are, if they are known to be equal.
+    """
+
+    degree: int = 0
+    fill: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """Row by row along dimension ``dim``, whose size is ``outer`` * rows * ``inner``.
+
+    Index i along it belongs to row (i // ``inner``) % rows. ``is_row_number``: the values are themselves the
+    numbers of the rows, counted from the first of the microbatch.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    degree: int = 0
+    is_row_number: bool = False
+
+    def at(self, dim: int) -> "PerRow":
+        """The same rows along another dimension."""
+        return replace(self, dim=dim)
+
+
+@dataclass(frozen=True, slots=True)
+class SumOverRows:
+    """A sum over rows, times the number of rows to the power of ``degree``."""
+
+    degree: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRows:
+    """Selected by values, as in ``x[mask]``; ``are_indices``: the values are the indices of those rows."""
+
+    are_indices: bool = False
+
+
+class SortedContent(Enum):
+    """What the results of sorting rows by whole numbers are, and what is computed of them."""
+
+    ROWS = auto()
+    """What is computed of each row, or of a part of one, in sorted order."""
+    KEYS = auto()
+    """The numbers that were sorted."""
+    ORDER = auto()
+    """Where each was before, divided by ``divisor``."""
+    INVERSE = auto()
+    """Where each is now."""
+    COUNTS = auto()
+    """How many there are of each number."""
+    ENDS = auto()
+    """Where the elements with each number end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """Along dimension 0, in the order of the sort ``sort_id``, that of ``inner`` elements for each row."""
+
+    sort_id: int
+    inner: int
+    content: SortedContent
+    divisor: int = 1
+
+    def of(self, content: SortedContent) -> "SortedRows":
+        """Something else of the same sort, not divided."""
+        return SortedRows(self.sort_id, self.inner, content)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRows:
+    """Depends on several rows. ``why`` completes the sentence "this line ..."; ``at`` is the call."""
+
+    why: str
+    at: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """No rule says what it is. ``at`` is the call where that began."""
+
+    why: str
+    at: object = None
+
+
+Dependence: TypeAlias = Whole | PerRow | SumOverRows | SelectedRows | SortedRows | MixedRows | Unproven
+
+MEAN = SumOverRows(-1)
+
+
+def power_of(value: Dependence) -> int:
+    """The degree of a value; 0 for one that has none."""
+    return value.degree if isinstance(value, Whole | PerRow | SumOverRows) else 0
+
+
+def is_whole(value: Dependence) -> bool:
+    """Whether a value is the same for every microbatch, whatever their number of rows."""
+    return isinstance(value, Whole) and not value.degree

@@ -1,0 +1,455 @@
+"""Follows what every tensor is to the batch, while operators run on tensors without memory.
+
+Each operator that torch dispatches is looked up in ``rules``. Tensors that share memory share what is known:
+a write through a view changes what its base is.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.capture.batch.dependence import Dependence, PerRow, SortedRows, SumOverRows, Whole, power_of
+from pipec.capture.batch.movement import as_view_of
+from pipec.capture.batch.operator_call import (
+    OperatorCall,
+    Rule,
+    is_pointwise,
+    mixed_or_unproven,
+    per_row_among,
+    plain_name_of,
+    tensors_in,
+    truncates,
+)
+from pipec.capture.batch.pointwise import KEEPING
+from pipec.capture.batch.rules import CONSTANT_FILLS, IGNORES_VALUES, KEEP_POWERS, READS_ROW_COUNT, rule_of
+from pipec.capture.batch.sorting import apply_in_sorted_order, sorted_rule
+from pipec.graph import AssumedPerRow
+from pipec.torch_compat import OpOverload, TorchDispatchMode, decompositions, pytree
+
+_META = torch.device("meta")
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """What a tensor is to the batch.
+
+    ``from_arguments``: it follows from the arguments of ``step`` alone. ``uniform``: all its elements are one
+    number, so that its rows may be in any order.
+    """
+
+    value: Dependence
+    from_arguments: bool = False
+    uniform: bool = False
+
+
+@dataclass(eq=False)
+class DependenceTracker(TorchDispatchMode):
+    """Knows the tensors that were made while it was active.
+
+    ``rows`` stands for the rows of a microbatch; ``symbolic``: no other number is a multiple of it.
+    """
+
+    rows: int
+    symbolic: bool
+    degrees: dict[float, int] = field(default_factory=dict)
+    assumed: list[AssumedPerRow] = field(default_factory=list)
+    """The operators without a rule whose results were taken to have rows, for their sizes say so."""
+    gathered_sizes: set[int] = field(default_factory=set)
+    """The sizes of dimensions that have the rows of all replicas."""
+    not_in_batch_order: set[int] = field(default_factory=set)
+    """Tensors by ``id`` that have them in another order than the batch, and what is made of them."""
+    num_batch_norms: int = 0
+    drew_random: bool = False
+    """Random numbers were drawn that belong to no row. Whoever reads it sets it back."""
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, TensorFact] = {}
+        self._kept: list[Any] = []
+        self._sharing: dict[int, list[Tensor]] = {}
+        self._twins: dict[int, Tensor] = {}
+        self._depth = 0
+
+    def fact(self, tensor: Tensor) -> TensorFact:
+        """What is known of a tensor; one that nobody told of is a constant."""
+        return self._known.get(id(tensor), TensorFact(Whole(), from_arguments=True))
+
+    def dependence_of(self, tensor: Tensor) -> Dependence:
+        return self.fact(tensor).value
+
+    def record(self, tensor: Tensor, known: TensorFact) -> Tensor:
+        """Note what a tensor is."""
+        if id(tensor) not in self._known:
+            self._kept.append(tensor)
+            self._sharing.setdefault(_memory(tensor), []).append(tensor)
+        self._known[id(tensor)] = known
+        return tensor
+
+    def overwrite(self, tensor: Tensor, value: Dependence) -> None:
+        """Note that a call has written to a tensor, and so to all that shares its memory."""
+        for other in self._sharing.get(_memory(tensor), []):
+            self.record(other, TensorFact(value))
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether other tensors have the same memory."""
+        return any(other is not tensor for other in self._sharing.get(_memory(tensor), []))
+
+    def meta_copy(self, tensor: Tensor) -> Tensor:
+        """A tensor without memory in place of one that has some."""
+        if tensor.device == _META:
+            return tensor
+        if id(tensor) not in self._twins:
+            self._kept.append(tensor)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+            self._twins[id(tensor)] = self.record(made, self.fact(tensor))
+        return self._twins[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tuple(args), dict(kwargs or {})
+        if any(tensor.device != _META for tensor in tensors_in((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(Tensor, self.meta_copy, (args, kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _META}
+        result = self._run(func, args, kwargs)
+        if not isinstance(func, OpOverload):
+            return result
+        dependence_of = self._in_one_order(tensors_in((args, kwargs)))
+        call = OperatorCall(
+            func,
+            args,
+            kwargs,
+            result,
+            dependence_of,
+            self.rows,
+            self.symbolic,
+            self.degrees,
+            lambda tensor: self.fact(tensor).from_arguments,
+        )
+        is_drawn = _RANDOM in func.tags
+        given = all(self.fact(tensor).from_arguments for tensor in call.tensors) and not is_drawn
+        if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
+            self._write(call, given)
+            return result
+        results = tensors_in(result)
+        if any(id(tensor) in self.not_in_batch_order for tensor in call.tensors):
+            self.not_in_batch_order.update(map(id, results))
+        keeps = (is_pointwise(func) or call.name in KEEPING) and not is_drawn
+        of_uniform = keeps and all(self.fact(x).uniform for x in call.tensors)
+        uniform = call.name in CONSTANT_FILLS or (of_uniform and bool(call.tensors))
+        values = call.mixed(_OUT_OF_ORDER) if self._needs_order(call) else self._values(call)
+        each = values if isinstance(values, tuple) else (values,) * len(results)
+        for tensor, value in zip(results, each, strict=False):
+            if not any(tensor is argument for argument in call.tensors):
+                known = TensorFact(self._checked(call, tensor, value), given, uniform)
+                self.drew_random |= is_drawn and isinstance(known.value, Whole)
+                self.record(tensor, known)
+        return result
+
+    def _in_one_order(self, tensors: Sequence[Tensor]) -> Callable[[Tensor], Dependence]:
+        """What tensors are, where rows that are uniform follow the order of those that are not."""
+        rows = [(self.fact(x), v) for x in tensors if isinstance(v := self.dependence_of(x), PerRow)]
+        orders = {v.outer * v.inner: v for known, v in rows if not known.uniform}
+        sizes = {v.inner // v.divisor for v in map(self.dependence_of, tensors) if isinstance(v, SortedRows)}
+        orders |= {size: PerRow(0, 1, size) for size in sizes}
+        if not orders or not any(known.uniform for known, _ in rows):
+            return self.dependence_of
+
+        def dependence_of(tensor: Tensor) -> Dependence:
+            known, value = self.fact(tensor), self.dependence_of(tensor)
+            if not known.uniform or not isinstance(value, PerRow):
+                return value
+            order = orders.get(value.outer * value.inner, value)
+            return replace(value, outer=order.outer, inner=order.inner)
+
+        return dependence_of
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        made = _STAND_INS.get(plain_name_of(func)) if isinstance(func, OpOverload) else None
+        found = made(args) if made else None
+        return func(*args, **kwargs) if found is None else found
+
+    def _values(self, call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
+        """What the results of a call are."""
+        name = call.name
+        if unknown := None if name in IGNORES_VALUES else mixed_or_unproven(call.values):
+            return unknown
+        grows = self.symbolic and any(call.degree(number) for number in call.numbers)
+        is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
+        if is_whole and not grows and name not in _KEEP_FILLS | IGNORES_VALUES:
+            return Whole()
+        if grows and name not in READS_ROW_COUNT:
+            return call.mixed("computes with the number of rows, which is another one in a microbatch")
+        if "batch_norm" in name and "no_" not in name:
+            self._note_norm(call)
+        rule = rule_of(name, is_pointwise(call.op))
+        if name not in IGNORES_VALUES and any(isinstance(value, SortedRows) for value in call.values):
+            return self._of_sorted(call, rule)
+        if rule is not None:
+            is_power = any(power_of(value) for value in call.values if not isinstance(value, SumOverRows))
+            if is_power and name not in KEEP_POWERS and not is_pointwise(call.op):
+                return call.mixed("computes with the number of rows, which is another one in a microbatch")
+            return rule(call)
+        if not call.values:
+            return Whole()
+        if (made := self._decomposed(call)) is not None:
+            return made
+        return self._assume(call)
+
+    def _of_sorted(self, call: OperatorCall, rule: Rule | None) -> Dependence | tuple[Dependence, ...]:
+        found = sorted_rule(call)
+        if found is not None:
+            return found
+        return apply_in_sorted_order(call, rule) if rule else self._decomposed(call) or call.unproven()
+
+    def _needs_order(self, call: OperatorCall) -> bool:
+        """Whether a call tells rows of all replicas apart by their place, where that is not the batch's."""
+        if (
+            not self.not_in_batch_order
+            or not call.tensors
+            or id(call.first) not in self.not_in_batch_order
+            or call.name not in _TELLING_PLACES
+        ):
+            return False
+        dim = call.arguments.get("dim")
+        if isinstance(dim, int) and call.first.ndim:
+            return call.first.shape[dim] in self.gathered_sizes
+        return any(size in self.gathered_sizes for size in call.first.shape)
+
+    def _note_norm(self, call: OperatorCall) -> None:
+        value = call.dependence_of(call.first)
+        training = call.arguments.get("training", True)
+        if training and isinstance(value, PerRow) and value.dim != 1:
+            self.num_batch_norms += 1
+
+    def _decomposed(self, call: OperatorCall) -> tuple[Dependence, ...] | None:
+        """What torch's decomposition of an operator makes of its arguments."""
+        decompose = _trilinear if call.name == "_trilinear" else decompositions().get(call.op)
+        if decompose is None or self._depth > 3:
+            return None
+        self._depth += 1
+        try:
+            with self:
+                made = decompose(*call.args, **call.kwargs)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+            return None
+        finally:
+            self._depth -= 1
+        return tuple(map(self.dependence_of, tensors_in(made)))
+
+    def _assume(self, call: OperatorCall) -> Dependence:
+        """Assume rows along the one dimension that is as long as the batch; the first step checks it."""
+        found = call.unproven()
+        rows = per_row_among(call.values)
+        results = tensors_in(call.result)
+        dims = [dim for dim, size in enumerate(call.shape) if size == self.rows] if results else []
+        plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in call.values)
+        if self.symbolic and len(dims) == 1 and rows and plain and len(results) == 1:
+            along = [v.dim if isinstance(v := self._row_value(x), PerRow) else None for x in call.args]
+            if any(isinstance(x, list | tuple) and tensors_in(x) for x in call.args) or call.kwargs:
+                return found
+            self.assumed.append(AssumedPerRow(str(call.op), tuple(along), dims[0], ""))
+            return PerRow(dims[0])
+        return found
+
+    def _row_value(self, argument: Any) -> Dependence | None:
+        return self.dependence_of(argument) if isinstance(argument, Tensor) else None
+
+    def _checked(self, call: OperatorCall, tensor: Tensor, value: Dependence) -> Dependence:
+        """The value, unless the tensor has dimensions that grow with the batch and are none of its rows."""
+        if not self.symbolic or not isinstance(value, PerRow | SumOverRows | Whole):
+            return value
+        tagged = {dim for dim, size in enumerate(tensor.shape) if call.is_row_multiple(size)}
+        if isinstance(value, PerRow) and (
+            call.is_row_multiple(value.outer) or call.is_row_multiple(value.inner)
+        ):
+            return call.mixed("makes something for every pair of rows")
+        own = {value.dim} if isinstance(value, PerRow) else set()
+        if tagged == own:
+            if own and tensor.shape[value.dim] != self.rows * value.outer * value.inner:  # type: ignore[union-attr]
+                return call.unproven()
+            return value
+        if own <= tagged and all(tensor.shape[dim] in self.gathered_sizes for dim in tagged - own):
+            return value
+        return call.mixed("makes something for every pair of rows") if own else call.unproven()
+
+    def _write(self, call: OperatorCall, given: bool) -> None:
+        """Note what a call has written into an argument, and into all that shares its memory."""
+        schema = call.op._schema.arguments
+        written = [
+            call.arguments[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if call.name in ("set", "resize", "set_source_Tensor_storage_offset"):
+            values: Dependence | tuple[Dependence, ...] = call.unproven()
+        elif call.name in _OVERWRITING:
+            values = self._overwritten(call)
+        else:
+            values = self._values(call)
+        each = values if isinstance(values, tuple) else (values,) * len(written)
+        for tensor, value in zip(tensors_in(written), each, strict=False):
+            before = self.dependence_of(tensor)
+            value = self._checked(call, tensor, value)
+            given_here = given and self.fact(tensor).from_arguments
+            for other in self._sharing.get(_memory(tensor), []):
+                if other is tensor or _is_same(other, tensor):
+                    self.record(other, TensorFact(value, given_here, call.name in CONSTANT_FILLS))
+                else:
+                    found = self._beside(call, other, tensor, before, value)
+                    self.record(other, TensorFact(found, given_here and self.fact(other).from_arguments))
+            self.record(tensor, TensorFact(value, given_here, call.name in CONSTANT_FILLS))
+            self.drew_random |= _RANDOM in call.op.tags and isinstance(value, Whole)
+
+    def _overwritten(self, call: OperatorCall) -> Dependence:
+        """``copy_`` and ``fill_``: what was there is gone."""
+        target = call.first
+        if call.name == "copy" and len(call.tensors) > 1:
+            source = call.tensors[1]
+            value = self.dependence_of(source)
+            counts = (
+                isinstance(value, SumOverRows) or getattr(value, "is_row_number", False) or power_of(value)
+            )
+            if truncates(source, target) and counts:
+                return mixed_or_unproven([value]) or call.unproven()
+            if isinstance(value, PerRow):
+                return value.at(value.dim + target.ndim - source.ndim)
+            return self._kept_rows(call, value)
+        if call.name == "fill" and len(call.tensors) > 1:
+            return self._kept_rows(call, self.dependence_of(call.tensors[1]))
+        number = 0.0 if call.name == "zero" else next(iter(call.numbers), None)
+        degree = call.degree(number)
+        return self._kept_rows(call, call.unproven() if degree is None else Whole(degree, number))
+
+    def _kept_rows(self, call: OperatorCall, value: Dependence) -> Dependence:
+        """What is whole, written to each row, is rows. An unknown value may have any number of elements."""
+        old = self.dependence_of(call.first)
+        if not isinstance(value, Whole):
+            return value
+        if isinstance(old, PerRow):
+            return PerRow(old.dim, old.outer, old.inner, value.degree)
+        tagged = any(map(call.is_row_multiple, call.first.shape))
+        return mixed_or_unproven([old]) or (call.unproven() if tagged else value)
+
+    def _beside(
+        self, call: OperatorCall, other: Tensor, view: Tensor, before: Dependence, value: Dependence
+    ) -> Dependence:
+        """What a tensor is of whose memory a part was written, that ``view`` shows."""
+        old = self.dependence_of(other)
+        if unknown := mixed_or_unproven([old, value]) or mixed_or_unproven([before]):
+            return unknown
+        if isinstance(old, Whole) and isinstance(value, Whole) and old.degree == value.degree:
+            return Whole(old.degree, old.fill if old.fill == value.fill else None)
+        if isinstance(old, SumOverRows) and old == value:
+            return old
+        if isinstance(value, PerRow) and not value.is_row_number:
+            dim = as_view_of(other, view, value, self.rows)
+            if dim is not None and getattr(old, "degree", None) == value.degree:
+                mapped = PerRow(dim, value.outer, value.inner, value.degree)
+                if isinstance(old, Whole) or old == mapped:
+                    return mapped
+        if isinstance(old, PerRow) and isinstance(before, PerRow) and before == value:
+            return old
+        return call.unproven("writes into a part of what has another meaning")
+
+
+_OUT_OF_ORDER = "tells rows of replicas apart by their place, which is another one than in the batch"
+
+_TELLING_PLACES = {
+    *("diagonal", "gather", "index", "index_select", "roll", "select", "slice", "split", "split_with_sizes"),
+    *("tril", "triu", "unbind", "unfold"),
+}
+
+_OVERWRITING = {"copy", "fill", "zero"}
+_KEEP_FILLS = {
+    "view",
+    "expand",
+    "clone",
+    "_to_copy",
+    "unsqueeze",
+    "slice",
+    "select",
+    "transpose",
+    "permute",
+    "detach",
+}
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )
+
+
+NUM_SELECTED = 5040 * 199
+"""How many rows values choose, in the analysis: small numbers divide them, and that of the rows does not."""
+
+
+def _nonzero(args: Sequence[Any]) -> Tensor:
+    return torch.empty(NUM_SELECTED, max(args[0].ndim, 1), dtype=torch.int64, device=_META)
+
+
+def _masked_select(args: Sequence[Any]) -> Tensor:
+    return torch.empty(NUM_SELECTED, dtype=args[0].dtype, device=_META)
+
+
+def _index(args: Sequence[Any]) -> Tensor | None:
+    """``x[mask]``, whose size torch cannot tell without values."""
+    x, given = args[0], list(args[1])
+    masks = [
+        (place, i) for place, i in enumerate(given) if i is not None and i.dtype in (torch.bool, torch.uint8)
+    ]
+    if not masks:
+        return None
+    place, mask = masks[0]
+    shape = (*x.shape[:place], NUM_SELECTED, *x.shape[place + mask.ndim :])
+    return torch.empty(shape, dtype=x.dtype, device=_META)
+
+
+def _ctc(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    scores = args[0]
+    losses = torch.empty(scores.shape[1:2], dtype=scores.dtype, device=_META)
+    return losses, losses.clone()
+
+
+def _bincount(args: Sequence[Any]) -> Tensor:
+    return torch.empty((args[2] if len(args) > 2 else 0) or NUM_SELECTED, dtype=torch.int64, device=_META)
+
+
+def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], unroll_dim: int = 1) -> Tensor:
+    """What ``nn.Bilinear`` calls, as its formula says."""
+    *expanded, summed = dims[:4]
+    for each, tensor in enumerate(factors := [one, two, three]):
+        for dim in expanded[each]:
+            tensor = tensor.unsqueeze(dim)
+        factors[each] = tensor
+    return (factors[0] * factors[1] * factors[2]).sum(list(summed))
+
+
+_STAND_INS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "nonzero": _nonzero,
+    "masked_select": _masked_select,
+    "index": _index,
+    "_ctc_loss": _ctc,
+    "bincount": _bincount,
+    "pipec::batch_fraction": lambda args: torch.empty((), dtype=torch.float64, device=_META),
+}
+"""Results of operators that torch cannot run without values."""
+
+
+@contextlib.contextmanager
+def tracking(tracker: DependenceTracker) -> Iterator[DependenceTracker]:
+    """Let operators run under the tracker, without gradients."""
+    with torch.no_grad(), tracker:
+        yield tracker

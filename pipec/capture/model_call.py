@@ -1,0 +1,237 @@
+"""The arguments of one call of the model, and which of their tensors are split along the batch."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipec.errors import InputError, TargetRowsError
+from pipec.ir import Variable
+from pipec.ir.batch_axis import LEADING, BatchAxis
+from pipec.ir.batch_split import leaf_path
+from pipec.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth.
+
+    As in any call, the order in which keyword arguments were written means nothing. ``split`` says for each
+    leaf where the user has the batch, None where every microbatch needs all of it. A leaf that is split has
+    its rows in front here, and ``Step`` puts them back. ``split`` is None in the call of a whole batch, whose
+    tensors say so by their sizes. A microbatch gets ``split`` from its batch: with two rows, an edge list of
+    shape (2, n) would look batched. ``ambiguous_leaves`` are the paths of those that may not be split after
+    all, each with the name of its argument.
+
+    What is read off the arguments is kept, because the checks before a step read it several times.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any = None
+    split: tuple[BatchAxis | None, ...] | None = None
+    ambiguous_leaves: Mapping[str, str | int] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments, keyword arguments in alphabetical order, and target."""
+        return self.args, dict(sorted(self.kwargs.items())), self.target
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        return pytree.tree_leaves(self.tree)
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
+        tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
+        return [leaf_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+    @functools.cached_property
+    def batch_size(self) -> int:
+        """Dimension 0 of the first tensor that is split, or of the first tensor at all."""
+        for leaf, split in zip(self.leaves, self.split or [True] * len(self.leaves), strict=True):
+            if split and isinstance(leaf, Tensor) and leaf.ndim:
+                return leaf.shape[0]
+        raise InputError(
+            "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
+            "Pass the inputs of the whole mini-batch to step()."
+        )
+
+    def check(self, model: nn.Module) -> None:
+        """Raise InputError unless the model's ``forward`` takes these arguments. A hook may change them."""
+        if model._forward_pre_hooks:
+            return
+        taken = inspect.signature(model.forward)
+        try:
+            taken.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise InputError(f"{type(model).__name__}.forward{taken} cannot be called so: {error}") from None
+
+    def signature(self, variables: Sequence[Variable] = ()) -> Hashable:
+        """What a compilation depends on: calls with equal signatures can share one.
+
+        It has the structure of the arguments, the plain values among them, and the dtype, layout and shape of
+        every tensor, without the size of the batch and with the names of ``variables`` in place of theirs.
+
+        Raises:
+            InputError: an argument is neither a tensor nor a plain value.
+        """
+        names: dict[int, dict[int | None, str]] = {}
+        for variable in variables:
+            names.setdefault(variable.position, {})[variable.dim] = variable.name
+        named = [names.get(position, {}) for position in range(len(self.leaves))]
+        return self._structure, tuple(map(_kind, self.leaves, self.axes, self.paths, named))
+
+    def without_arguments(self) -> "ModelCall":
+        """What was found out about this call, without its arguments."""
+        form = ModelCall((), {}, None, self.split, self.ambiguous_leaves)
+        vars(form).update({name: getattr(self, name) for name in _SHAPE_PROPERTIES})
+        return form
+
+    def with_batch_first(self, rows: int) -> "ModelCall":
+        """The call with its ``rows`` in front, which it has where ``split`` says."""
+        if all(axis is None or axis.is_leading for axis in self.axes):
+            return self
+        args, kwargs, target = self.with_leaves(self.batch_first(self.leaves, rows))
+        return ModelCall(args, kwargs, target, self.split, self.ambiguous_leaves)
+
+    def batch_first(self, leaves: Sequence[Any], rows: int) -> list[Any]:
+        """The leaves that a user passes, with the rows of those that are split as dimension 0."""
+        return [
+            leaf if axis is None or axis.is_leading else axis.rows_first(leaf, rows).contiguous()
+            for leaf, axis in zip(leaves, self.axes, strict=True)
+        ]
+
+    def with_arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, leaves: list[Any]
+    ) -> "ModelCall":
+        """A call of the same form. ``leaves`` are those of the arguments."""
+        call = ModelCall(args, kwargs, target, self.split, self.ambiguous_leaves)
+        vars(call).update({name: vars(self)[name] for name in _SHAPE_PROPERTIES}, leaves=leaves)
+        return call
+
+    def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments, keyword arguments and target that have these leaves in the place of its own."""
+        made: tuple[Any, ...] = pytree.tree_unflatten(leaves, pytree.tree_structure(self.tree))
+        args, kwargs, target = made
+        return args, kwargs, target
+
+    @functools.cached_property
+    def cache(self) -> dict[Hashable, Any]:
+        """What others keep of calls of this form."""
+        return {}
+
+    @functools.cached_property
+    def _structure(self) -> str:
+        return str(pytree.tree_structure(self.tree))
+
+    def check_target(self, needed: bool) -> None:
+        """Raise InputError if the target is missing, or has other rows than the batch."""
+        if needed and self.target is None:
+            raise InputError(
+                "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
+            )
+        size, target = self.batch_size, self.target
+        if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
+            raise TargetRowsError(
+                f"target has {target.shape[0]} rows but the batch has {size}. Pass as many, or tell "
+                "pipec.compile where they are: batched={'target': 1} if dimension 1 is the batch, or "
+                "{'target': '(t b)'} if dimension 0 is time and batch in one"
+            )
+
+    @functools.cached_property
+    def axes(self) -> tuple[BatchAxis | None, ...]:
+        """Where the user has the batch, for each leaf; None if it is whole."""
+        if self.split is not None:
+            return self.split
+        size = self.batch_size
+        return tuple(
+            LEADING if isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == size else None
+            for x in self.leaves
+        )
+
+    @functools.cached_property
+    def batched(self) -> Sequence[bool]:
+        """Whether each leaf is split."""
+        return [axis is not None for axis in self.axes]
+
+    def rows(self, start: int, stop: int) -> "ModelCall":
+        """The call on some rows of the batch. Its tensors are views of this one's."""
+        flags = iter(self.batched)
+        return self.map(lambda leaf: leaf[start:stop] if next(flags) else leaf)
+
+    def sample(self, num_rows: int, device: torch.device | None) -> "ModelCall":
+        """A call of the same structure and layout with ``num_rows`` rows and undefined values.
+
+        Its tensors are on ``device``, or on the devices of this call's tensors if that is None.
+        """
+        flags = iter(self.batched)
+
+        def like(leaf: Any) -> Any:
+            batched = next(flags)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            shape = (num_rows, *leaf.shape[1:]) if batched else leaf.shape
+            kind: Any = {"dtype": leaf.dtype, "device": device or leaf.device}
+            if leaf.is_contiguous():
+                return torch.empty(shape, **kind)
+            return torch.empty_strided(shape, leaf.stride(), **kind)
+
+        return self.map(like)
+
+    def map(self, function: Callable[[Any], Any]) -> "ModelCall":
+        """``function`` of every leaf, in order. What is split stays split."""
+        args, kwargs, target = pytree.tree_map(function, self.tree)
+        return ModelCall(args, kwargs, target, self.axes, self.ambiguous_leaves)
+
+
+_SHAPE_PROPERTIES = ("paths", "batch_size", "axes", "batched", "_structure", "cache")
+"""What is the same of calls that differ in the values of tensors alone."""
+
+
+def plain_name(path: str) -> str:
+    """``kwargs['input_ids']`` as ``kwargs_input_ids``, which is also what a front end makes of it."""
+    return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")
+
+
+def _kind(leaf: Any, axis: BatchAxis | None, path: str, names: Mapping[int | None, str]) -> Hashable:
+    if isinstance(leaf, Tensor):
+        shape = [names.get(dim, size) for dim, size in enumerate(leaf.shape)]
+        return leaf.dtype, tuple(shape[axis is not None :]), axis, _layout(leaf, bool(names))
+    if not _is_plain(leaf):
+        raise InputError(
+            f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which no stage can take; "
+            "pass tensors, numbers, strings and None, in tuples, lists, dicts or classes registered with "
+            "torch.export.register_dataclass"
+        )
+    return type(leaf), names.get(None, leaf)
+
+
+def _layout(tensor: Tensor, is_general: bool) -> Hashable:
+    """How a tensor lies in memory. The strides of one with variables are others in each call."""
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tuple(order) if is_general else tensor.stride()
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a value is the same in every microbatch. An object that holds tensors may have a batch."""
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return not _holds_tensors(leaf, depth=4)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    held = {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
+    return depth > 0 and any(_holds_tensors(x, depth - 1) for x in pytree.tree_leaves(held))

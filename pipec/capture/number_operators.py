@@ -1,0 +1,87 @@
+"""Numbers the operators of a captured forward graph. Its joint graph inherits the numbers."""
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from pipec.capture.diagnosis import innermost_model_line, traceback_lines
+from pipec.graph import Operator
+from pipec.torch_compat import ASSERTIONS, CAUSE, fqn_of
+
+OPERATOR_ID = "pipec_operator"
+"""Key in ``node.meta["custom"]`` of the operator that caused a node. Differentiation copies what is there."""
+
+BACKWARD = "pipec_backward"
+"""Key in ``node.meta["custom"]`` of nodes of the backward, where the captured graph has some."""
+
+INLINED = {torch.ops.higher_order.tag_activation_checkpoint}
+"""Operators that call a graph and are taken apart: the nodes of that graph are operators of their own."""
+
+
+def number_operators(captured: fx.GraphModule) -> tuple[Operator, ...]:
+    """Give every torch-level call its number.
+
+    A call that itself calls a graph, as a custom autograd function does, is one operator with all in it.
+    """
+    operators: list[Operator] = []
+    _number(captured, operators, None)
+    return tuple(operators)
+
+
+def checkpoints(captured: fx.GraphModule) -> Iterator[str]:
+    """Where the model calls ``torch.utils.checkpoint``, in the file and line of each call."""
+    for node in captured.graph.nodes:
+        if node.target in INLINED:
+            yield _operator(node).source
+
+
+def _number(module: fx.GraphModule, operators: list[Operator], enclosing: int | None) -> None:
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr") or _computes_sizes(node):
+            continue
+        if CAUSE in node.meta:
+            cause = node.meta[CAUSE]
+            known = cause.meta.get("custom", {}) if cause else {}
+            node.meta["custom"] = {BACKWARD: True, **known}
+            continue
+        number = enclosing
+        if enclosing is None and node.target not in INLINED:
+            number = len(operators)
+            operators.append(_operator(node))
+        if number is not None:
+            node.meta["custom"] = {OPERATOR_ID: number}
+        for called in _called_graphs(module, node):
+            _number(called, operators, number)
+
+
+def _called_graphs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            held = operator.attrgetter(str(argument.target))(module)
+            if isinstance(held, fx.GraphModule):
+                yield held
+
+
+def _operator(node: fx.Node) -> Operator:
+    module, module_type = module_of(node)
+    line = innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
+    return Operator(node.name, module, module_type, line.place if line else "")
+
+
+def _computes_sizes(node: fx.Node) -> bool:
+    if node.target in ASSERTIONS:
+        return True
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return isinstance(value, torch.SymInt | torch.SymBool | int)
+
+
+def module_of(node: fx.Node) -> tuple[str, str]:
+    """FQN and class name of the innermost module of the model that a captured node belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return "", ""
+    path, module_type = stack[-1]
+    name = module_type if isinstance(module_type, str) else module_type.__name__
+    return fqn_of(path).removeprefix("model").removeprefix("."), name.rsplit(".", 1)[-1]

@@ -1,0 +1,144 @@
+"""What is traced: the model, the loss on top of it, and the names of their tensors."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipec.capture.model_call import ModelCall
+from pipec.capture.variable_history import equal_dimensions
+from pipec.errors import InputError
+from pipec.ir import Mode, Variable
+from pipec.ir.batch_axis import BatchAxis
+from pipec.torch_compat import pytree
+
+
+class TracedStep(nn.Module):
+    """The module that is traced: the model, and the loss on top of it.
+
+    Its arguments have their rows in front. Model and loss get them as the user passes them, with the rows
+    where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups
+    of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
+    positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        mode: Mode,
+        axes: Sequence[BatchAxis | None],
+        outputs: bool,
+        equal_dimensions: Sequence[Sequence[tuple[int, int]]] = (),
+        numbers: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.mode = mode
+        self.moved_axes = [(k, axis) for k, axis in enumerate(axes) if axis and not axis.is_leading]
+        self.batched = tuple(axis is not None for axis in axes)
+        self.outputs = outputs
+        self.equal_dimensions = tuple(map(tuple, equal_dimensions))
+        self.numbers = tuple(numbers)
+        self.training = model.training
+        self.replaceable_buffers = tuple(_replaceable_buffers(model))
+
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The results, and by name the new tensors of buffers that the model replaced."""
+        leaves, structure = pytree.tree_flatten((args, kwargs, target))
+        if self.numbers:
+            leaves = [leaf.item() if i in self.numbers else leaf for i, leaf in enumerate(leaves)]
+        sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
+        for size in sizes[1:]:
+            torch._check(size == sizes[0])  # else each tensor has a batch symbol of its own
+        for (first, axis), *others in self.equal_dimensions:
+            for position, dim in others:
+                torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
+        for position, place in self.moved_axes:  # laid out as what the user passes, which may be viewed
+            leaves[position] = place.restore(leaves[position]).contiguous()
+        if self.numbers or self.moved_axes:
+            args, kwargs, target = pytree.tree_unflatten(leaves, structure)
+        before = [self.get_buffer(name) for name in self.replaceable_buffers]
+        output = self.result(args, kwargs, target)
+        after = [self.get_buffer(name) for name in self.replaceable_buffers]
+        named = zip(self.replaceable_buffers, before, after, strict=True)
+        return output, {name: _detached(new) for name, old, new in named if new is not old}
+
+    def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+        """The output; or the loss, and if there is more, a tuple of loss, logs and output."""
+        output = self.model(*args, **kwargs)
+        if self.mode is Mode.FORWARD:
+            return output
+        loss, logs = self.loss_and_logs(output, target)
+        if not logs and not self.outputs:
+            return loss
+        return loss, *_detached((logs, output if self.outputs else ()))
+
+    def loss_and_logs(self, output: Any, target: Any) -> tuple[Any, dict[str, Any]]:
+        if self.loss_fn is not None:
+            found = self.loss_fn(output, target)
+            has_logs = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Tensor)
+            return found if has_logs else (found, {})
+        if isinstance(output, Tensor):
+            return output, {}
+        return output["loss"] if isinstance(output, Mapping) else output.loss, {}
+
+
+def make_traced_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    mode: Mode,
+    call: ModelCall,
+    outputs: bool,
+    variables: Sequence[Variable],
+) -> TracedStep:
+    """What is traced of a call in which these variables are symbols."""
+    numbers = [variable.position for variable in variables if variable.dim is None]
+    return TracedStep(model, loss_fn, mode, call.axes, outputs, equal_dimensions(variables), numbers)
+
+
+def _detached(tree: Any) -> Any:
+    """The same without gradients: only the loss has one, though a model may return it once more."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
+    """The names in ``TracedStep`` of buffers that ``self.name = tensor`` may replace.
+
+    Buffers of torch's own modules are left out: those modules change them in place.
+    """
+    for path, module in model.named_modules(prefix="model"):
+        if not type(module).__module__.startswith("torch.nn.modules."):
+            yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
+
+
+def traced_step_without_call(model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode) -> nn.Module:
+    """The module that a capture traces, for looking up what it read."""
+    return TracedStep(model, loss_fn, mode, (), outputs=False)
+
+
+def model_names(step: TracedStep, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The name in the model of each tensor of ``step``, and the tensors that only the loss function holds.
+
+    Raises:
+        InputError: the loss function has parameters of its own to train.
+    """
+    tensors: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
+    tensors |= step.named_buffers(remove_duplicate=False)
+    fqns = {name: canonical.get(fqn, fqn) for name in tensors if (fqn := name.removeprefix("model.")) != name}
+    of_model = {id(tensors[name]): fqn for name, fqn in fqns.items()}
+    for name, tensor in tensors.items():
+        fqns.setdefault(name, of_model.get(id(tensor), f"constant.{name}"))
+    constants = {fqns[name]: tensor for name, tensor in tensors.items() if id(tensor) not in of_model}
+    for fqn, tensor in constants.items():
+        if tensor.requires_grad and step.mode is Mode.TRAIN:
+            raise InputError(
+                f"{fqn.removeprefix('constant.')} would be trained, but belongs to no stage: pipec trains "
+                "the parameters of the model. Make the loss a part of the model, which then returns it, or "
+                "freeze it."
+            )
+    return fqns, constants

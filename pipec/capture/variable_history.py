@@ -1,0 +1,135 @@
+"""Which sizes and numbers of a call change from call to call, as the length of sequences does.
+
+The first call of a kind is compiled for what it has. A dimension whose size is another in a later call, and
+a number that is another one, becomes a variable: it gets a name, and what is compiled for that name serves
+other sizes and numbers too. Dimensions that had the same size in every call share a name, until a call in
+which they differ. The sizes and whole numbers 0 and 1 never vary, because a dimension of one element is
+repeated where others are not, nor does a number that is not finite.
+
+Every rank makes the same calls, and so comes to the same variables by itself.
+"""
+
+import math
+import re
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pipec.capture.model_call import ModelCall
+from pipec.ir import Mode, Variable
+
+MAX_CALL_KINDS = 64
+"""So many kinds of calls are remembered."""
+
+LeafDim = tuple[int, int | None]
+"""The position of a leaf among the arguments, and one of its dimensions; None if it is a number."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the last call of a kind had that was compiled, and what had been other before."""
+
+    values: Mapping[LeafDim, float]
+    names: Mapping[LeafDim, str]
+
+
+class VariableHistory:
+    """What is known of the calls of one pipeline so far."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, _Seen] = {}
+
+    def of(self, call: ModelCall, mode: Mode) -> tuple[Variable, ...]:
+        """What of a call differs from those of its kind before it."""
+        values = _values(call)
+        seen = self._seen.get(_kind(call, mode, values))
+        return tuple(_variables(call, seen, values)) if seen else ()
+
+    def change(self, call: ModelCall, mode: Mode) -> str:
+        """What a call has that is new, in words; empty if nothing is, or its kind is."""
+        values = _values(call)
+        seen = self._seen.get(_kind(call, mode, values))
+        return _change(seen, self.of(call, mode), values) if seen else ""
+
+    def note(self, call: ModelCall, mode: Mode) -> None:
+        """Remember a call that was compiled."""
+        values, variables = _values(call), self.of(call, mode)
+        kind = _kind(call, mode, values)
+        self._seen.pop(kind, None)
+        self._seen[kind] = _Seen(values, {(x.position, x.dim): x.name for x in variables})
+        for oldest in list(self._seen)[:-MAX_CALL_KINDS]:
+            del self._seen[oldest]
+
+
+def equal_dimensions(variables: Sequence[Variable]) -> list[list[tuple[int, int]]]:
+    """The dimensions of each name that several have."""
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for variable in variables:
+        if variable.dim is not None:
+            groups.setdefault(variable.name, []).append((variable.position, variable.dim))
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def symbolic_candidates(variables: Sequence[Variable]) -> list[tuple[Variable, ...]]:
+    """Which of the variables may be symbols together, the best choice first: all, the sizes, the numbers."""
+    sizes = tuple(variable for variable in variables if variable.dim is not None)
+    numbers = tuple(variable for variable in variables if variable.dim is None)
+    return [choice for choice in dict.fromkeys([tuple(variables), sizes, numbers]) if choice]
+
+
+def _values(call: ModelCall) -> dict[LeafDim, float]:
+    """What may vary: the sizes of all dimensions but that of the batch, and numbers."""
+    found: dict[LeafDim, float] = {}
+    for position, (leaf, batched) in enumerate(zip(call.leaves, call.batched, strict=True)):
+        if isinstance(leaf, Tensor):
+            sizes = {(position, dim): size for dim, size in enumerate(leaf.shape) if size > 1}
+            found |= {site: size for site, size in sizes.items() if not (batched and site[1] == 0)}
+        elif _may_vary(leaf):
+            found[position, None] = leaf
+    return found
+
+
+def _may_vary(leaf: Any) -> bool:
+    return (type(leaf) is float and math.isfinite(leaf)) or (type(leaf) is int and 1 < leaf < 2**31)
+
+
+def _kind(call: ModelCall, mode: Mode, values: Mapping[LeafDim, float]) -> Hashable:
+    """What calls have in common that differ in variables alone."""
+    return mode, call.signature([Variable("*", position, "", dim) for position, dim in values])
+
+
+def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) -> list[Variable]:
+    """The variables that changed, each with a name. Dimensions that were equal in every call share one."""
+    equal_dimensions: dict[tuple[object, float], str] = {}
+    found: list[Variable] = []
+    for (position, dim), value in values.items():
+        before: object = seen.names.get((position, dim), seen.values[position, dim])
+        if before != value:
+            path = call.paths[position]
+            if dim is None:
+                name = _number_name(path, position, {variable.name for variable in found})
+            else:
+                name = equal_dimensions.setdefault(
+                    (before, value), f"t{len(equal_dimensions) + 1}" if equal_dimensions else "t"
+                )
+            found.append(Variable(name, position, path, dim, call.axes[position]))
+    return found
+
+
+def _number_name(path: str, position: int, taken: Collection[str]) -> str:
+    """``temperature_value`` for ``kwargs['temperature']``, which nothing else in generated code is called."""
+    name = f"{re.sub('[^0-9a-zA-Z]+', '_', path.removeprefix('kwargs')).strip('_')}_value"
+    return f"value_{position}" if name in taken or not name.isidentifier() else name
+
+
+def _change(seen: _Seen, variables: Sequence[Variable], values: Mapping[LeafDim, float]) -> str:
+    """``kwargs['input_ids'] has 96 in dimension 1, compiled for 64: it becomes symbolic``"""
+    for variable in variables:
+        site = variable.position, variable.dim
+        if site not in seen.names:
+            return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}: it becomes symbolic"
+        if seen.names[site] != variable.name:
+            return f"{variable.what} is {values[site]}, which was the size of other dimensions too until now"
+    return ""

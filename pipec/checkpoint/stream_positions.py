@@ -1,0 +1,43 @@
+"""The position of a stream as plain values, and which one a replica goes on from."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from pipec.checkpoint.json_values import decode_value, encode_value
+from pipec.errors import CheckpointError, InputError
+from pipec.runtime.step.stream_results import BatchResult
+from pipec.runtime.stream_position import StreamPosition
+
+
+def encode_position(position: StreamPosition | None) -> Any:
+    """The position as JSON has it. Raises InputError if its loader has a state that JSON cannot have."""
+    if position is None:
+        return None
+    plain = {field.name: getattr(position, field.name) for field in fields(position)}
+    plain["undelivered"] = [[loss, dict(logs)] for loss, logs in position.undelivered]
+    return {name: encode_value(value, f"{name} of the stream's position") for name, value in plain.items()}
+
+
+def decode_position(found: Any) -> StreamPosition | None:
+    """What ``encode_position`` was given. Raises CheckpointError for what it never returns."""
+    if found is None:
+        return None
+    try:
+        plain = {name: decode_value(value) for name, value in found.items()}
+        return StreamPosition(
+            **{**plain, "undelivered": [BatchResult(*each) for each in plain["undelivered"]]}
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the position of a stream is damaged: {error!r}") from error
+
+
+def replica_position(positions: Sequence[StreamPosition], replica: int, num_replicas: int) -> StreamPosition:
+    """That of a replica. Raises InputError if there were more or fewer, each with data of its own."""
+    if len(positions) != num_replicas:
+        raise InputError(
+            f"the checkpoint has the positions of {len(positions)} parts of the data, and pipe.num_replicas "
+            f"is {num_replicas}: nobody can tell which batches the parts of now have trained on. Pass "
+            "batches that go on where the data should, with resume=False"
+        )
+    return positions[replica]

@@ -1,0 +1,127 @@
+"""Tensors to try an artifact with: random parameters, and mini-batches at random or from a file."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from pipec.artifact.verification import read_verified
+from pipec.cli.target import load_optimizer
+from pipec.errors import InputError
+from pipec.ir import Plan, Sizes, Value
+from pipec.ir.text_format import evaluate_dim, format_value
+from pipec.runtime.loaded_pipeline import LoadedPipeline, check_sync_spec
+from pipec.runtime.step.execution import Ranks
+
+PARAMETER_DEVIATION = 0.02
+"""The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""
+
+Leaves = list[Tensor | float | None]
+"""The flattened arguments of ``step``, as ``step_with_leaves`` takes them; None where no stage reads one."""
+
+
+def load_with_random_tensors(
+    directory: Path,
+    seed: int,
+    optimizer: str | None = None,
+    clip_grad_norm: float | None = None,
+    kernels: str = "source",
+) -> tuple[LoadedPipeline, int]:
+    """An artifact that is ready to run, and the number of its tensors that were not saved and are random."""
+    artifact, saved = read_verified(directory)
+    factory = load_optimizer(optimizer)
+    check_sync_spec(artifact.plan.sync_spec, factory, clip_grad_norm)
+    torch.manual_seed(seed)
+    tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
+    ranks = Ranks(artifact.plan.num_ranks, timeout=300.0, kernels=kernels)
+    pipe = LoadedPipeline(artifact, tensors, ranks, factory, clip_grad_norm)
+    return pipe, len(tensors) - len(saved) - len(artifact.constants)
+
+
+def random_tensors(plan: Plan, saved_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The ``saved_tensors`` tensors, and made-up ones for the others of the plan.
+
+    Parameters are normal. Buffers are ones, which serve as a mask that hides nothing and as a variance.
+    """
+    tensors = dict(saved_tensors)
+    for value in plan.parameters:
+        if value.name not in saved_tensors:
+            tensors[value.name] = torch.randn(_shape(value, {})).mul(PARAMETER_DEVIATION).to(_dtype(value))
+    for value in plan.buffers:
+        if value.name not in saved_tensors:
+            tensors[value.name] = torch.ones(_shape(value, {}), dtype=_dtype(value))
+    return tensors
+
+
+def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
+    """One mini-batch after the other, of the size the plan was made for."""
+    while True:
+        leaves = _empty(plan)
+        for planned_input in plan.inputs:
+            made = _random(planned_input.value, {"b": _batch_size(plan), **plan.planned_sizes}, int_high)
+            leaves[planned_input.position] = _as_passed(plan, planned_input.position, made)
+        yield leaves
+
+
+def read_batch(plan: Plan, path: Path) -> Leaves:
+    """The mini-batch in a safetensors file, whose tensors have the names that the generated code gives them.
+
+    Raises InputError when the file cannot be read or lacks a tensor.
+    """
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"{path} cannot be read as safetensors: {error}") from error
+    if missing := [
+        planned_input.value.name for planned_input in plan.inputs if planned_input.value.name not in tensors
+    ]:
+        expected = ", ".join(f"{format_value(plan.user_value(each))} ({each.path})" for each in plan.inputs)
+        raise InputError(f"{path} lacks {', '.join(missing)}; expected {expected}, b being the mini-batch")
+    leaves = _empty(plan)
+    for planned_input in plan.inputs:
+        leaves[planned_input.position] = tensors[planned_input.value.name]
+    return leaves
+
+
+def _empty(plan: Plan) -> Leaves:
+    """Leaves without the inputs: numbers as planned, and arguments of which the sizes alone are read."""
+    leaves: Leaves = [None] * len(plan.arguments)
+    for position in {variable.position for variable in plan.variables}:
+        axis = plan.batch_axes[position]
+        own = {x.dim: plan.planned_sizes[x.name] for x in plan.variables if x.position == position}
+        num_dims = 1 + max([axis.dim + axis.num_merged if axis else 0, *(dim or 0 for dim in own)])
+        shape = [int(own.get(dim, 1)) for dim in range(num_dims)]
+        if axis:
+            shape[0] = _batch_size(plan)
+        leaves[position] = own[None] if None in own else _as_passed(plan, position, torch.zeros(shape))
+    return leaves
+
+
+def _as_passed(plan: Plan, position: int, leaf: Tensor) -> Tensor:
+    """An argument as ``step_with_leaves`` takes it, from one that has its rows in front."""
+    axis = plan.batch_axes[position]
+    return axis.restore(leaf).contiguous() if axis else leaf
+
+
+def _batch_size(plan: Plan) -> int:
+    return plan.microbatch_size * plan.num_microbatches
+
+
+def _random(value: Value, sizes: Sizes, int_high: int) -> Tensor:
+    shape, dtype = _shape(value, sizes), _dtype(value)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype)
+    return torch.randint(2 if dtype is torch.bool else int_high, shape).to(dtype)
+
+
+def _shape(value: Value, sizes: Sizes) -> list[int]:
+    return [evaluate_dim(dim, sizes) for dim in value.shape]
+
+
+def _dtype(value: Value) -> torch.dtype:
+    dtype = getattr(torch, value.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

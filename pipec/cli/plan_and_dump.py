@@ -1,0 +1,150 @@
+"""``pipec plan`` and ``pipec dump``: compile a model, and print its plan or its code."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipec.cli.options import (
+    Asynchronous,
+    Calibrate,
+    ClipGradNorm,
+    CompileOptions,
+    Devices,
+    FusedGradients,
+    Json,
+    MemoryLimit,
+    Microbatches,
+    OffloadName,
+    OptimizerName,
+    PrecisionName,
+    ProfilePath,
+    Recompute,
+    RecomputeChoice,
+    Replicas,
+    ScheduleName,
+    ShardName,
+    Stages,
+    Target,
+    TopologyFile,
+)
+from pipec.cli.output import plan_summary, show_json, show_python
+from pipec.cli.target import compile_target
+from pipec.errors import InputError
+from pipec.ir.argument_checks import MOST_RANKS
+
+
+def plan(
+    target: Target,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices", min=1, max=MOST_RANKS, help="Number of ranks; default: those of --topology."
+        ),
+    ] = None,
+    schedule: ScheduleName = "1f1b",
+    microbatches: Microbatches = None,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    asynchronous: Asynchronous = False,
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
+    shard: ShardName = None,
+    precision: PrecisionName = None,
+    fused_gradients: FusedGradients = False,
+    recompute: RecomputeChoice = Recompute.AUTO,
+    memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
+    profile: ProfilePath = None,
+    calibrate: Calibrate = False,
+    topology: TopologyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and what else was tried.
+
+    Without --microbatches their number is searched, which takes twice as long to capture.
+
+    JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
+    """
+    if devices is None:
+        if topology is None:
+            raise InputError("how many ranks? Give their number with --devices, or a file with --topology")
+        devices = _number_of_devices(topology)
+    one_size = not as_json and profile is None and microbatches is not None
+    compile_options = CompileOptions(
+        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fused_gradients
+    )
+    pipe = compile_target(
+        target,
+        devices,
+        schedule,
+        microbatches,
+        recompute,
+        memory_limit,
+        profile,
+        topology,
+        compile_options,
+        calibrated=calibrate,
+        dynamic=not one_size,
+    )
+    if as_json:
+        show_json(plan_summary(pipe.plan, pipe.programs))
+    else:
+        typer.echo(pipe.plan)
+
+
+def _number_of_devices(topology: Path) -> int:
+    from pipec.hardware.topology import read_topology
+
+    return len(read_topology(topology).devices)
+
+
+def dump(
+    target: Target,
+    devices: Devices,
+    stage: Annotated[int | None, typer.Option(help="Only the code of this stage.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the artifact to this folder.")
+    ] = None,
+    schedule: ScheduleName = "1f1b",
+    microbatches: Microbatches = None,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    asynchronous: Asynchronous = False,
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
+    shard: ShardName = None,
+    precision: PrecisionName = None,
+    fused_gradients: FusedGradients = False,
+    recompute: RecomputeChoice = Recompute.AUTO,
+    memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
+    profile: ProfilePath = None,
+    topology: TopologyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print the generated code of a model's stages, or write the whole artifact.
+
+    The artifact holds no parameters: save those with Pipeline.save(dir, tensors=True).
+
+    JSON keys: sources, by stage; programs, by rank; directory, or null.
+    """
+    from pipec.ir.text_format import format_program
+
+    compile_options = CompileOptions(
+        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fused_gradients
+    )
+    pipe = compile_target(
+        target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, compile_options
+    )
+    shown = range(len(pipe.plan.stages)) if stage is None else [stage]
+    sources = {str(k): pipe.source(k) for k in shown}
+    if output is not None:
+        pipe.save(output)
+    if as_json:
+        programs = {str(program.rank): format_program(program) for program in pipe.programs}
+        show_json({"sources": sources, "programs": programs, "directory": str(output) if output else None})
+    elif output is None or stage is not None:
+        show_python("\n\n".join(sources.values()))
+    else:
+        typer.echo(f"wrote plan.json, the code of {len(sources)} stages and their programs to {output}")

@@ -1,0 +1,406 @@
+"""The Python source of one stage: a header that says what it is, then the functions of each phase."""
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from pipec.codegen.expressions import expression, free_names, literal, output_argument
+from pipec.codegen.formatting import (
+    LINE_LENGTH,
+    break_lines,
+    fold_tuple,
+    format_statement,
+    tuple_source,
+    with_note,
+    wrap_items,
+)
+from pipec.codegen.inlined_views import inlined_views
+from pipec.codegen.names import safe_comment
+from pipec.codegen.tensor_names import name_tensors
+from pipec.graph import (
+    ACCUMULATING_METHODS,
+    TrainingGraph,
+    accumulates_in_place,
+    is_branch_check,
+    is_data_dependent_number,
+    is_view,
+)
+from pipec.graph.in_place import in_place_operands
+from pipec.graph.lifetimes import dead_after, defined_by, is_statement, num_items
+from pipec.graph.phase_functions import (
+    PhaseFunction,
+    StageFunctions,
+    batch_count_nodes,
+    belongs_to_phase,
+    precomputed_nodes,
+)
+from pipec.graph.size_text import format_size
+from pipec.ir import Phase
+from pipec.ir.text_format import format_dtype
+
+MAX_NAMES_BEFORE_STAR = 255
+
+RUNTIME = {
+    "pipec.runtime.branch_checks": {"check_branch"},
+    "pipec.runtime.random_operators": {"call_with_generator", "dropout"},
+    "pipec.runtime.memory.block_cache": {"empty_cached"},
+    "pipec.runtime.sparse_gradients": {"embedding_row_gradient"},
+}
+"""What generated code may import of pipec: names by module."""
+
+RETURN_VALUES = {
+    Phase.FORWARD: ("sent", "saved", "updates"),
+    Phase.RECOMPUTE: ("saved",),
+    Phase.BACKWARD: ("sent", "gradients"),
+    Phase.BACKWARD_INPUT: ("sent", "saved", "gradients"),
+    Phase.BACKWARD_WEIGHT: ("gradients",),
+}
+"""What the function of each phase returns, as the interpreter unpacks it."""
+
+
+def return_values(function: PhaseFunction) -> tuple[str, ...]:
+    """What a function returns: that of its phase, and what it saves for the part behind it."""
+    returned = RETURN_VALUES[function.phase]
+    if function.is_last or "saved" in returned:
+        return returned
+    return tuple(kind for kind in ("sent", "saved", "gradients") if kind in {*returned, "saved"})
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """Writes one stage. ``names`` are its own: those that all stages have, but for what it holds itself.
+
+    Messages have the ``shared`` names.
+    """
+
+    graph: TrainingGraph
+    stage: StageFunctions
+    shared: Mapping[fx.Node, str]
+    names: Mapping[fx.Node, str]
+    title: str
+
+    @classmethod
+    def of(
+        cls, graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str], title: str
+    ) -> "StageSource":
+        """The source of a stage, in which what the stage holds has names of its own."""
+        return cls(graph, stage, names, {**names, **name_tensors(graph, stage, names)}, title)
+
+    def write(self) -> str:
+        """The source of the whole module. The same graph and plan give the same bytes."""
+        lines = ['"""' + self.title, '"""', "", *self._imports(), ""]
+        lines += self._table("PARAMETERS", self.stage.parameters, described=True)
+        lines += self._table("BUFFERS", self.stage.buffers, described=True)
+        changed = [node for node in self.stage.buffers if node.meta["role"].fqn in self.updated]
+        lines += self._table("UPDATED_BUFFERS", changed, described=False)
+        return "\n".join([*lines, *self._functions()]) + "\n"
+
+    def _functions(self) -> Iterator[str]:
+        """The lines of each function, ``constants``, ``batch_counts`` and ``precompute`` among them."""
+        if self.stage.constants:
+            yield from ("", "", *self._constants())
+        if self.stage.batch_counts:
+            yield from ("", "", *self._batch_counts())
+        if self.stage.precomputed:
+            yield from ("", "", *self._precompute())
+        for function in self.stage.functions:
+            yield from ("", "", *_FunctionSource(self, function).lines())
+
+    @property
+    def parameters(self) -> Sequence[str]:
+        """The FQNs of ``PARAMETERS``."""
+        return [node.meta["role"].fqn for node in self.stage.parameters]
+
+    @property
+    def updated(self) -> Sequence[str]:
+        """The buffers that forwards change."""
+        changed = {fqn for function in self.stage.functions for fqn, _ in function.buffer_updates}
+        return [n.meta["role"].fqn for n in self.stage.buffers if n.meta["role"].fqn in changed]
+
+    def used_constants(self) -> list[fx.Node]:
+        """The constants that functions read, in the order ``constants`` returns them."""
+        read = {node for function in self.stage.functions for node in function.read_nodes}
+        return [node for node in self.stage.constants if node in read]
+
+    def assignment(self, node: fx.Node, source: str, read: Container[fx.Node]) -> list[str]:
+        """``ln, _, rstd = torch.native_layer_norm(...)    # f32[b, 8], f32[b, 1]``
+
+        Items of a tuple that no node in ``read`` takes are called ``_``.
+        """
+        if is_branch_check(node):
+            condition, outcome, branch = source.split(", ", 2)
+            return [f"    {condition}, {outcome},", f"                 {branch}"]
+        if node.meta["val"] is None:
+            return [f"    {source}"]
+        if not isinstance(node.meta["val"], list | tuple):
+            return format_statement(self.names[node], source, self.type_of(node))
+        items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
+        targets = [self.names[items[i]] if i in items else "_" for i in range(len(node.meta["val"]))]
+        note = ", ".join(self.type_of(item) for _, item in sorted(items.items()))
+        return format_statement(", ".join(targets) + "," * (len(targets) == 1), source, note)
+
+    def free_names(self, nodes: Iterable[fx.Node]) -> set[str]:
+        """What the source of these nodes mentions besides nodes and ``torch``."""
+        return {name for node in nodes for name in free_names(node, self.graph.symbols)}
+
+    def type_of(self, node: fx.Node) -> str:
+        """``f32[b, 128]``, or nothing for a number."""
+        value = node.meta["val"]
+        if is_data_dependent_number(node):
+            return ""
+        sizes = ", ".join(format_size(size, self.graph.symbols) for size in value.shape)
+        return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
+
+    def _imports(self) -> list[str]:
+        """Only what the code uses is imported. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
+        bodies = (function.body for function in self.stage.functions)
+        apart = precomputed_nodes(self.graph, self.stage.precomputed)
+        batch_counts = self.graph.batch_counts.nodes if self.graph.batch_counts is not None else ()
+        of_batch_calls = (node for node in batch_counts if node.op == "call_function")
+        named = self.free_names(itertools.chain(self.stage.constants, apart, *bodies))
+        named |= self.free_names(of_batch_calls) & {"math"}
+        lines = [*(["import math", ""] if "math" in named else []), "import torch"]
+        own = ["from pipec import primitives"] if "primitives" in named else []
+        imported = {module: sorted(named & names) for module, names in RUNTIME.items()}
+        own += [f"from {module} import {', '.join(used)}" for module, used in imported.items() if used]
+        return [*lines, "", *own] if own else lines
+
+    def _table(self, name: str, nodes: Sequence[fx.Node], *, described: bool) -> list[str]:
+        """The FQNs of what the stage holds; ``described``: what each is called below, and its type."""
+        if not nodes:
+            return [f"{name} = ()"]
+        notes = [f"{self.names[node]}  {self.type_of(node)}" if described else "" for node in nodes]
+        rows = (
+            with_note(f"    {node.meta['role'].fqn!r},", note)
+            for node, note in zip(nodes, notes, strict=True)
+        )
+        return [f"{name} = (", *rows, ")"]
+
+    def unpack(self, variable: str, held: Sequence[fx.Node], read: Collection[fx.Node]) -> list[str]:
+        """``c_fc_weight, c_fc_bias, *_ = w``: all up to the last that is read.
+
+        Python takes up to 255 names before a star. Of more it is ``... = w[:300]``.
+        """
+        last = max((index for index, node in enumerate(held) if node in read), default=-1)
+        names = [self.names[node] for node in held[: last + 1]]
+        if not names:
+            return []
+        if len(names) == len(held):
+            return wrap_items("    ", names, f" = {variable}")
+        if len(names) > MAX_NAMES_BEFORE_STAR:
+            return wrap_items("    ", names, f" = {variable}[:{len(names)}]")
+        return wrap_items("    ", [*names, "*_"], f" = {variable}")
+
+    def _constants(self) -> list[str]:
+        body, name = self.stage.constants, self.names.__getitem__
+        views = inlined_views(body, self.used_constants(), name, self.graph.symbols)
+        statements = [node for node in body if is_statement(node) and node not in views]
+        named = self.free_names(self.stage.constants)
+        sizes = [name for name in self.graph.symbol_names if name in named]
+        return [
+            f"def constants({', '.join([*sizes, 'device'])}):",
+            '    """Values that depend on nothing but sizes."""',
+            *(
+                line
+                for node in statements
+                for line in self.assignment(
+                    node, expression(node, lambda n: views.get(n) or name(n), self.graph.symbols), body
+                )
+            ),
+            f"    return {tuple_source(self.names[node] for node in self.used_constants())}",
+        ]
+
+    def _batch_counts(self) -> list[str]:
+        nodes = batch_count_nodes(self.graph, self.stage.batch_counts)
+        assert self.graph.batch_counts is not None
+        buffers = {node.meta["role"]: node for node in self.stage.buffers}
+        held = {
+            n: buffers[n.meta["role"]] for n in nodes if n.op == "placeholder" and n.meta["role"] in buffers
+        }
+        body = [node for node in nodes if node.op != "placeholder"]
+        named = self.free_names(body)
+        parameters = [
+            *(["buffers"] if held else []),
+            *(self.names[node] for node in nodes if node.op == "placeholder" and node not in held),
+            *(name for name in (*self.graph.symbol_names, "device") if name in named),
+        ]
+
+        def name(node: fx.Node) -> str:
+            return self.names[held.get(node, node)]
+
+        return [
+            f"def batch_counts({', '.join(parameters)}):",
+            '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
+            *self.unpack("buffers", self.stage.buffers, {*held.values()}),
+            *self._computed_apart(self.graph.batch_counts, body, self.stage.batch_counts, name),
+        ]
+
+    def _precompute(self) -> list[str]:
+        nodes = precomputed_nodes(self.graph, self.stage.precomputed)
+        tensors = {node.meta["role"]: node for node in (*self.stage.parameters, *self.stage.buffers)}
+        held = {node: tensors[node.meta["role"]] for node in nodes if node.op == "placeholder"}
+        body = [node for node in nodes if node.op != "placeholder"]
+
+        def name(node: fx.Node) -> str:
+            return self.names[held.get(node, node)]
+
+        assert self.graph.precomputed is not None
+        read = {*held.values()}
+        tables = {"w": self.stage.parameters, "buffers": self.stage.buffers}
+        parameters = [name for name, table in tables.items() if read.intersection(table)]
+        parameters += ["device"] if "device" in self.free_names(body) else []
+        return [
+            f"def precompute({', '.join(parameters)}):",
+            '    """What depends on nothing but these: computed once for each version of the weights."""',
+            *(line for name, table in tables.items() for line in self.unpack(name, table, read)),
+            *self._computed_apart(self.graph.precomputed, body, self.stage.precomputed, name),
+        ]
+
+    def _computed_apart(
+        self,
+        apart: fx.Graph,
+        body: Sequence[fx.Node],
+        read: Sequence[fx.Node],
+        name: Callable[[fx.Node], str],
+    ) -> Iterator[str]:
+        """The lines that compute what the arguments ``read`` stand for, and return it."""
+        for node in filter(is_statement, body):
+            yield from self.assignment(node, expression(node, name, self.graph.symbols), body)
+        made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
+        returned = tuple_source(name(made[node.meta["role"].index]) for node in read)
+        if len(returned) + 11 <= LINE_LENGTH:
+            yield f"    return {returned}"
+        else:
+            yield from ("    return (", *fold_tuple(returned), "    )")
+
+
+@dataclass(frozen=True)
+class _FunctionSource:
+    module: StageSource
+    function: PhaseFunction
+
+    def lines(self) -> list[str]:
+        head = break_lines(f"def {self.function.name}({', '.join(self._parameters())})", 0, ":")
+        return [*head, *self._unpack(), *self._body(), *self._return()]
+
+    def _parameters(self) -> Iterator[str]:
+        """The names of what the function reads, in one order everywhere. Callers bind them by name."""
+        function, reads = self.function, self._held_reads()
+        yield from (name for name, nodes in self._held().items() if reads.intersection(nodes))
+        if any(map(accumulates_in_place, function.body)):
+            yield "gradient_sums"
+        if function is not self.module.stage.functions[0]:
+            yield "saved"
+        yield from (self.module.names[node] for node in function.received + function.inputs)
+        named = self.module.free_names(function.body)
+        yield from (name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named)
+
+    def _held(self) -> dict[str, Sequence[fx.Node]]:
+        """What the stage holds by the argument that brings it."""
+        stage = self.module.stage
+        return {
+            "w": stage.parameters,
+            "precomputed": stage.precomputed,
+            "buffers": stage.buffers,
+            "constants": self.module.used_constants(),
+        }
+
+    def _held_reads(self) -> set[fx.Node]:
+        """What the function reads and has not saved: a buffer's value of a microbatch may be among that."""
+        return {*self.function.read_nodes}.difference(self.function.saved_in)
+
+    def _unpack(self) -> Iterator[str]:
+        reads = self._held_reads()
+        for variable, nodes in self._held().items():
+            yield from self.module.unpack(variable, nodes, reads)
+        if self.function.saved_in:
+            names = [self.module.names[node] for node in self.function.saved_in]
+            yield from wrap_items("    ", names, " = saved")
+            yield "    saved.clear()"
+
+    def _body(self) -> Iterator[str]:
+        """The operators, grouped under comments that name their module.
+
+        Memory is let go of right after the statement that reads it last.
+        """
+        gone, written = dead_after(self.function), in_place_operands(self.function)
+        group, read = None, set(self.function.body)
+        symbols = self.module.graph.symbols
+        names = self.module.names
+        twice = [operand for node, operand in written.items() if output_argument(node)]
+        kept = [*self.function.result_nodes, *twice]
+        views = inlined_views(self.function.body, kept, names.__getitem__, symbols)
+
+        def name(node: fx.Node) -> str:
+            return views.get(node) or names[node]
+
+        for node in filter(is_statement, self.function.body):
+            if node in views:
+                continue
+            is_view_copy = is_view(node) and not belongs_to_phase(node, self.function.phase)
+            if not is_view_copy and (title := self._title(node)) != group:
+                group = title
+                yield with_note(f"    # {title}", self._source_line(node))
+            if accumulates_in_place(node):
+                yield from self._product(node, name)
+            else:
+                source = expression(node, name, symbols, written.get(node))
+                yield from self.module.assignment(node, source, read)
+            dead = [names[each] for each in gone.get(node, ()) if each not in views]
+            if num_items(node) > sum(1 for _ in defined_by(node, read)) and not is_view(node):
+                dead.append("_")
+            if dead:
+                yield from wrap_items("    del ", dead, "")
+
+    def _product(self, node: fx.Node, name: Callable[[fx.Node], str]) -> Iterator[str]:
+        """``gradient_sums[3].addmm_(grad.t(), x)    # grad_weight  f32[8, 8]``"""
+        fqn = next(fqn for fqn, gradient in self.function.gradients if gradient is node)
+        factors = (literal(each, name, self.module.graph.symbols) for each in node.args)
+        index, method = self.module.parameters.index(fqn), ACCUMULATING_METHODS[node.target]
+        code = f"gradient_sums[{index}].{method}({', '.join(factors)})"
+        *lines, last = break_lines(code, 4)
+        yield from (*lines, with_note(last, f"{self.module.names[node]}  {self.module.type_of(node)}"))
+
+    def _return(self) -> Iterator[str]:
+        function, names = self.function, self.module.names
+        updates = dict(function.buffer_updates)
+        keys = self.module.shared
+        sent = {keys[n]: names[n.all_input_nodes[0]] for n in function.sent}
+        sent |= {keys[n]: names[n] for n in function.outputs}
+        sent |= {keys[n]: names[n.all_input_nodes[0]] for n in function.collectives}
+        gradients = dict(function.gradients)
+        parts = {
+            "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",
+            "saved": "[" + ", ".join(map(names.__getitem__, function.saved_out)) + "]",
+            "updates": tuple_source(
+                names[updates[fqn]] if fqn in updates else "None" for fqn in self.module.updated
+            ),
+            "gradients": tuple_source(
+                names[gradients[fqn]]
+                if fqn in gradients and not accumulates_in_place(gradients[fqn])
+                else "None"
+                for fqn in self.module.parameters
+            ),
+        }
+        returned = [parts[key] for key in return_values(function)]
+        if sum(map(len, returned)) + 15 <= LINE_LENGTH:
+            yield f"    return {', '.join(returned)}"
+        else:
+            yield "    return ("
+            for part in returned:
+                yield from fold_tuple(part + ("," if len(returned) > 1 else ""))
+            yield "    )"
+
+    def _title(self, node: fx.Node) -> str:
+        operators = self.module.graph.operators
+        made_by = operators[node.meta["operator"]] if operators else None
+        if made_by is None or not made_by.module_type:
+            return "loss"
+        return safe_comment(f"{made_by.module or 'model'} · {made_by.module_type}")
+
+    def _source_line(self, node: fx.Node) -> str:
+        operators = self.module.graph.operators
+        return safe_comment(operators[node.meta["operator"]].source) if operators else ""

@@ -1,0 +1,371 @@
+"""Which schedules a compiled model may run, and with how many microbatches."""
+
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipec.errors import InputError, PlanError
+from pipec.ir import Placement, Schedule, Stream, VersionPolicy
+from pipec.programs.lower_periodic import num_microbatches_to_lower
+from pipec.schedules import (
+    ASYNCHRONOUS_SCHEDULES,
+    SCHEDULES,
+    SEARCHED_SCHEDULES,
+    Workload,
+    candidate_schedules,
+    custom_schedule,
+    forward_only,
+    linear_placement,
+    loop_placement,
+    make_schedule,
+    max_in_flight_of_order,
+    one_f_one_b,
+    v_placement,
+)
+from pipec.schedules.asynchronous import asynchronous_1f1b
+from pipec.schedules.replicated import (
+    consecutive_placement,
+    replicate_placement,
+    replicate_schedule,
+    round_robin,
+)
+
+ScheduleSource = str | Path | Callable[[int, int], Schedule]
+"""A name, a file of compute orders, or a function of the numbers of ranks and of microbatches."""
+
+_MOST_PER_RANK = 8
+"""Microbatches: filling and draining then take a ninth of the step. More gain little and launch more."""
+
+
+Replicas = int | tuple[int, ...]
+"""How many replicas every stage has, or each of them."""
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """The schedules that ``source`` allows: a named one, the user's own, or any.
+
+    A pipeline has ``num_ranks`` ranks. With ``replicas``, there are so many pipelines side by side, or each
+    rank of the pipeline stands for so many ranks of its stage. With ``asynchronous``, a search may find
+    asynchronous schedules, unless it ``is_synchronous_only``.
+    """
+
+    source: ScheduleSource
+    num_ranks: int
+    replicas: Replicas = 1
+    asynchronous: bool = False
+    is_synchronous_only: bool = False
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the source is a name, and so a schedule for any number of ranks."""
+        return isinstance(self.source, str)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether mini-batches follow each other without a flush, for certain."""
+        return self.source in ASYNCHRONOUS_SCHEDULES
+
+    @property
+    def may_be_asynchronous(self) -> bool:
+        """Whether they do for certain, or may after a search. All ranks say the same at any time."""
+        return self.is_asynchronous or self.asynchronous
+
+    @property
+    def versions(self) -> VersionPolicy | None:
+        """Which versions of weights stages use; None where there is a flush, or a search decides."""
+        return ASYNCHRONOUS_SCHEDULES[str(self.source)].versions if self.is_asynchronous else None
+
+    def for_next_steps(self, schedule: Schedule) -> "SchedulePolicy":
+        """The policy of steps after one of that schedule: all of them end with a flush, or none does."""
+        return (
+            replace(self, source=schedule.name)
+            if schedule.stream
+            else replace(self, is_synchronous_only=True)
+        )
+
+    @property
+    def replicas_per_stage(self) -> tuple[int, ...]:
+        """The replicas of each stage of a schedule that has a stage for each rank of a pipeline."""
+        return (self.replicas,) * self.num_ranks if isinstance(self.replicas, int) else self.replicas
+
+    @property
+    def total_ranks(self) -> int:
+        """The ranks of all replicas."""
+        return self.num_ranks * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+
+    def other_replica_counts(self) -> list[int]:
+        """The other numbers of replicas that the ranks can be divided into, if the source serves for any."""
+        ranks = self.total_ranks if self.is_named else 0
+        return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
+
+    def with_unequal_replicas(self) -> list["SchedulePolicy"]:
+        """The policies of schedules that are allowed and run stages with different numbers of replicas.
+
+        No two replicas need do the same there, so that on very many ranks it takes too long to try them.
+        """
+        if self.total_ranks > _MOST_RANKS_UNEQUAL:
+            return []
+        if self.source == "auto":
+            return [replace(self, source="pipedream")] if self.asynchronous else []
+        return [self] if self.source in ("1f1b", "pipedream") else []
+
+    def with_replicas(self, replicas: Replicas) -> "SchedulePolicy":
+        """The same source for as many ranks in all, with so many replicas."""
+        num_ranks = self.total_ranks // replicas if isinstance(replicas, int) else len(replicas)
+        return replace(self, num_ranks=num_ranks, replicas=replicas)
+
+    def max_in_flight(self, num_microbatches: int) -> tuple[int, ...]:
+        """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B.
+
+        Without a flush, microbatches of the next mini-batches are in flight as well.
+        """
+        if self.is_asynchronous or not isinstance(self.replicas, int):
+            schedule = self._fixed(num_microbatches)
+            return tuple(max_in_flight_of_order(schedule.orders[ranks[0]]) for ranks in schedule.placement)
+        count = -(-num_microbatches // self.replicas)
+        simple = max(count, self.num_ranks) if self.asynchronous else count
+        one = one_f_one_b(self.num_ranks, simple) if self._is_searched else self._of_one(count)
+        return tuple(map(max_in_flight_of_order, one.orders))
+
+    def microbatch_counts(self, batch: int) -> list[int]:
+        """The numbers of microbatches that are worth trying for ``batch`` rows, the usual one first.
+
+        Raises:
+            InputError: the schedule can do with none of them.
+        """
+        if self.is_asynchronous:
+            least = ASYNCHRONOUS_SCHEDULES[str(self.source)].min_microbatches(self.replicas_per_stage)
+            more = filter(self._can, microbatch_counts_to_try(batch, self.total_ranks))
+            return [least, *(count for count in more if count != least)]
+        share = self.replicas if isinstance(self.replicas, int) else 1
+        rows, ranks = max(1, batch // share), self.total_ranks // share
+        worthwhile = [default_num_microbatches(rows, ranks), *microbatch_counts_to_try(rows, ranks)]
+        possible = [share * count for count in dict.fromkeys(worthwhile) if self._can(share * count)]
+        return possible or [self._fixed(share * worthwhile[0]).num_microbatches]
+
+    def placements(self, counts: Iterable[int]) -> list[Placement]:
+        """The placements that the allowed schedules have. Raises InputError as making a schedule does."""
+        if self.source == "auto":
+            p = self.num_ranks
+            simple = dict.fromkeys([linear_placement(p), v_placement(p), loop_placement(p, 2)])
+            return [self._lifted(placement) for placement in simple]
+        if self.source in SEARCHED_SCHEDULES:
+            return [self._lifted(linear_placement(self.num_ranks))]
+        return list(dict.fromkeys(self._fixed(count).placement for count in counts))
+
+    def candidate_schedules(
+        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
+    ) -> list[Schedule]:
+        """The schedules to try with so many microbatches. ``work`` tells what the ranks have to do.
+
+        Raises:
+            InputError: the schedule cannot do with this number of microbatches.
+            InfeasibleError: a searched schedule finds no order within the memory limit.
+            PlanError: the schedule of this many microbatches has its stages elsewhere.
+        """
+        if self.source == "auto":
+            return self._known(num_microbatches, placement)
+        if isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES:
+            make = functools.partial(make_schedule, self.source, self.num_ranks, work=work())
+            return [self._replicated(make, num_microbatches)]
+        schedule = self._fixed(num_microbatches)
+        if schedule.placement != placement:
+            raise PlanError(
+                f"schedule {schedule.name!r} puts stages on ranks {schedule.placement} for "
+                f"{num_microbatches} microbatches, but the parameters are where {placement} put them; "
+                "compile another pipeline for this number of microbatches"
+            )
+        return [schedule]
+
+    def searched_schedules(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
+        """What ``auto`` finds besides ``candidate_schedules``, for as many microbatches as the best."""
+        if self.source != "auto" or self.replicas != 1 or best.stream:
+            return []
+        return candidate_schedules(self.num_ranks, best.num_microbatches, work(), best.placement)
+
+    def forward_schedule(self, num_microbatches: int, placement: Placement) -> Schedule:
+        """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
+        if self.is_asynchronous:
+            return forward_only(asynchronous_1f1b("1f1b", self.replicas_per_stage, num_microbatches))
+        if not (isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES):
+            return forward_only(self._fixed(num_microbatches))
+        simple = (
+            self._replicated(functools.partial(SCHEDULES[name], self.num_ranks), num_microbatches)
+            for name in ("gpipe", "zb-v", "looped-bfs")
+        )
+        return forward_only(next(schedule for schedule in simple if schedule.placement == placement))
+
+    def _known(self, num_microbatches: int, placement: Placement) -> list[Schedule]:
+        """Every schedule with a name that can do with so many microbatches, and has its stages there."""
+        found = []
+        for make in SCHEDULES.values():
+            with suppress(InputError):
+                found.append(self._replicated(functools.partial(make, self.num_ranks), num_microbatches))
+        for name in ASYNCHRONOUS_SCHEDULES if self.asynchronous and not self.is_synchronous_only else ():
+            with suppress(InputError):
+                found.append(replace(self, source=name)._fixed(num_microbatches))
+        return [schedule for schedule in found if schedule.placement == placement]
+
+    def _can(self, num_microbatches: int) -> bool:
+        try:
+            return self.source in SEARCHED_SCHEDULES or bool(self._fixed(num_microbatches))
+        except InputError:
+            return False
+
+    def _fixed(self, num_microbatches: int) -> Schedule:
+        """The schedule on all ranks. One without a flush is for as many mini-batches as are lowered."""
+        if self.source not in ASYNCHRONOUS_SCHEDULES:
+            return self._replicated(self._of_one, num_microbatches)
+        make = ASYNCHRONOUS_SCHEDULES[str(self.source)]
+        count = num_microbatches_to_lower(Stream(make.versions, num_microbatches), self.replicas_per_stage)
+        return make.for_batches(self.replicas_per_stage, num_microbatches, -(-count // num_microbatches))
+
+    def _of_one(self, num_microbatches: int) -> Schedule:
+        if isinstance(self.source, str):
+            return make_schedule(self.source, self.num_ranks, num_microbatches)
+        return custom_schedule(self.source, self.num_ranks, num_microbatches)
+
+    def _replicated(self, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
+        if not isinstance(self.replicas, int):
+            return round_robin(num_microbatches, self.replicas)
+        return (
+            replicate_schedule(make, num_microbatches, self.replicas)
+            if self.replicas > 1
+            else make(num_microbatches)
+        )
+
+    def _lifted(self, placement: Placement) -> Placement:
+        return (
+            replicate_placement(placement, self.replicas)
+            if isinstance(self.replicas, int)
+            else consecutive_placement(self.replicas)
+        )
+
+    @property
+    def _is_searched(self) -> bool:
+        return self.source == "auto" or self.source in SEARCHED_SCHEDULES
+
+
+_MOST_RANKS_UNEQUAL = 1024
+"""On more ranks, stages are not tried with different numbers of replicas."""
+
+
+def default_num_microbatches(batch: int, num_ranks: int) -> int:
+    """About four microbatches a rank, with which the bubble is below a fifth of the step.
+
+    It is the largest number from ``num_ranks`` to four a rank that splits the batch evenly. If none does, it
+    is four a rank. A batch of fewer rows has a microbatch for each.
+    """
+    most = max(1, min(batch, 4 * num_ranks))
+    even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
+    return even[-1] if even else most
+
+
+def microbatch_counts_to_try(batch: int, num_ranks: int) -> list[int]:
+    """The numbers of microbatches to try, up to eight a rank, ascending.
+
+    From each power of two up to the next, it is the largest number that splits ``batch`` evenly, or else the
+    power of two. The number of ranks is there too, and its doubles, because every schedule can do with these.
+    So each number is less than four times the one before.
+    """
+    most = min(batch, _MOST_PER_RANK * num_ranks)
+    even = (
+        max((n for n in range(1 << k, min(2 << k, most + 1)) if batch % n == 0), default=1 << k)
+        for k in range(most.bit_length())
+    )
+    multiples = (num_ranks << k for k in range(_MOST_PER_RANK.bit_length()))
+    return sorted({*even, *(count for count in multiples if count <= most)})
+
+
+def make_schedule_policy(
+    source: ScheduleSource,
+    num_ranks: int,
+    stages: int | None = None,
+    replicas: Replicas | str = 1,
+    asynchronous: bool = False,
+) -> SchedulePolicy:
+    """The policy of pipelines on all of ``num_ranks``, with so many stages, or so many replicas of each.
+
+    ``replicas="auto"`` starts with one.
+
+    Raises:
+        InputError: the source is no schedule, or cannot have so many stages or replicas on these ranks.
+    """
+    one = SchedulePolicy(source, num_ranks, asynchronous=asynchronous and source == "auto")
+    if asynchronous and not one.may_be_asynchronous:
+        raise InputError(
+            f"asynchronous is True, but schedule {source!r} ends each step with a flush; leave asynchronous "
+            f"out, or take schedule='auto', which may then choose one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
+        )
+    if stages is not None:
+        policy = _with_stages(one, stages)
+        if replicas not in (1, policy.replicas):
+            raise InputError(
+                f"stages={stages} makes {policy.replicas} replicas of each stage on {num_ranks} ranks, but "
+                f"replicas is {replicas!r}; give one of them"
+            )
+        return policy
+    if replicas == "auto" or replicas == 1:
+        return one
+    if isinstance(replicas, int) and replicas > 1 and num_ranks % replicas == 0:
+        return one.with_replicas(replicas)
+    if isinstance(replicas, tuple) and replicas and all(isinstance(n, int) and n > 0 for n in replicas):
+        return _with_numbers(one, replicas)
+    raise InputError(
+        f"replicas is {replicas!r}; expected a number that divides the {num_ranks} ranks, a tuple with the "
+        "number of each stage, or 'auto'"
+    )
+
+
+def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePolicy:
+    if sum(replicas) != one.num_ranks:
+        raise InputError(
+            f"replicas={replicas} take {sum(replicas)} ranks, but there are {one.num_ranks}; pass "
+            f"devices={sum(replicas)}, or numbers that add up to {one.num_ranks}"
+        )
+    if len({*replicas}) == 1:
+        return one.with_replicas(replicas[0])
+    if one.source not in ("1f1b", *ASYNCHRONOUS_SCHEDULES):
+        raise InputError(
+            f"schedule {one.source!r} needs as many replicas of every stage, but replicas is {replicas}; "
+            "take schedule='1f1b' or 'pipedream', which run them round robin"
+        )
+    return one.with_replicas(replicas)
+
+
+def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
+    """As many pipelines as ranks allow for pipelines of so many stages."""
+    found = {}
+    for replicas in [1, *one.other_replica_counts()]:
+        policy = one.with_replicas(replicas)
+        with suppress(InputError):
+            found[len(policy.placements(policy.microbatch_counts(_ROWS_FOR_ANY * replicas))[0])] = policy
+    if stages not in found:
+        raise InputError(
+            f"stages is {stages!r}; schedule {one.source!r} on {one.num_ranks} ranks can have pipelines of "
+            f"{' or '.join(map(str, sorted(found)))} stages"
+        )
+    return found[stages]
+
+
+_ROWS_FOR_ANY = 1024
+"""Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
+
+
+def resolve_num_microbatches(policy: SchedulePolicy, num_microbatches: int | None) -> int | None:
+    """The number of microbatches that was asked for, or that a file of orders sets.
+
+    Raises:
+        InputError: the schedule is not for these numbers.
+    """
+    source = policy.source
+    if isinstance(source, Path) and num_microbatches is None:
+        return custom_schedule(source, policy.num_ranks, None).num_microbatches
+    if policy.is_asynchronous:
+        policy.placements([num_microbatches or policy.microbatch_counts(_ROWS_FOR_ANY)[0]])
+    elif isinstance(source, str) and source not in SEARCHED_SCHEDULES:
+        policy.placements([num_microbatches or 2 * policy.total_ranks])
+    return num_microbatches

@@ -1,0 +1,397 @@
+"""What each function of a stage takes, computes, keeps and returns, read off the classified graph.
+
+Every edge of the graph has one meaning:
+
+========================================  =============================================
+an edge to the same function              is a local variable
+an edge to another function of the stage  is a saved value
+an edge to another stage                  is a message
+========================================  =============================================
+
+Parameters, buffers that never change and constants are arguments of every function and are never saved.
+Neither are views: they are made again where they are needed, and the tensor that owns the memory is saved.
+What is replayed is made again as well, in a function of its own or where a backward first reads it.
+
+A phase is one function, or several that run one after the other: its segments. Passes put nodes into segments
+with ``meta["segment"]``, where something has to happen between two of them. The phase that makes gradients is
+also divided where gradients have to be complete before the others are.
+"""
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from pipec.graph import (
+    BatchCount,
+    BatchFraction,
+    Buffer,
+    FirstRow,
+    Gradient,
+    LossGradient,
+    ModelInput,
+    Output,
+    Parameter,
+    Precomputed,
+    ResultRole,
+    TrainingGraph,
+    UpdatedBuffer,
+    is_check,
+    is_collective,
+    is_constant,
+    is_view,
+    recv,
+    send,
+    stage_of,
+)
+from pipec.graph.phase_segments import split_into_segments
+from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
+
+_BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class PhaseFunction:
+    """One phase of one stage, or segment number ``segment`` of ``num_segments`` of it.
+
+    ``body`` holds the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` come from
+    outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``buffer_updates`` and ``gradients`` leave. So
+    does the input of each collective in ``collectives``, for what replicas do before the next segment.
+    """
+
+    stage: int
+    phase: Phase
+    body: tuple[fx.Node, ...]
+    received: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    saved_in: tuple[fx.Node, ...]
+    saved_out: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...] = ()
+    buffer_updates: tuple[tuple[str, fx.Node], ...] = ()
+    gradients: tuple[tuple[str, fx.Node], ...] = ()
+    segment: int = 0
+    num_segments: int = 1
+    collectives: tuple[fx.Node, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return function_names(self.phase, self.num_segments)[self.segment]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other segment of the phase follows."""
+        return self.segment == self.num_segments - 1
+
+    @property
+    def read_nodes(self) -> Iterator[fx.Node]:
+        """Every node that the body or the results read, as often as they do."""
+        for node in self.body:
+            yield from node.all_input_nodes
+        yield from self.result_nodes
+
+    @property
+    def result_nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values leave the function."""
+        sent = tuple(node.all_input_nodes[0] for node in self.sent + self.collectives)
+        named = tuple(node for _, node in self.buffer_updates + self.gradients)
+        return sent + self.outputs + self.saved_out + named
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """The functions of one stage in the order they run, and the tensors it holds, in first-use order."""
+
+    index: int
+    functions: tuple[PhaseFunction, ...]
+    parameters: tuple[fx.Node, ...]
+    buffers: tuple[fx.Node, ...]
+    precomputed: tuple[fx.Node, ...]
+    """What is made of parameters alone and some function reads: arguments of the graph."""
+    batch_counts: tuple[fx.Node, ...]
+    """The values of the whole mini-batch that some function reads: arguments of the graph."""
+    constants: tuple[fx.Node, ...]
+    """Every constant node that is needed, in order. The generated ``constants(b)`` returns those that some
+    function reads; the others lead to them."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In the order in which they run."""
+        return tuple(dict.fromkeys(function.phase for function in self.functions))
+
+    def phase_functions(self, phase: Phase) -> tuple[PhaseFunction, ...]:
+        """The functions of a phase, in the order in which they run."""
+        return tuple(function for function in self.functions if function.phase is phase)
+
+
+def stage_functions(
+    graph: TrainingGraph, stage: int, split_backward: bool, gradients: Sequence[Collection[str]] = ()
+) -> StageFunctions:
+    """Read one stage off the graph. With ``split_backward`` it has two backwards instead of one.
+
+    ``gradients`` are parameters in groups. The gradients of each group are complete at the end of one segment
+    of the backward, or of its weight half, and no later than those of the next group.
+
+    The functions are read from the last to the first, because each must save what the next one needs.
+    """
+    mine = [n for n in graph.nodes if not is_constant(n) and stage_of(n) == stage]
+    phases = _phases(graph, mine, split_backward)
+    functions: list[PhaseFunction] = []
+    needed: tuple[fx.Node, ...] = ()
+    parts_of = {phase: _segments(graph, mine, phase, gradients) for phase in phases}
+    _add_recomputed(mine, [segment for phase in phases if phase in _BACKWARDS for segment in parts_of[phase]])
+    for phase in reversed(phases):
+        parts = parts_of[phase]
+        for number in reversed(range(len(parts))):
+            function = _function(graph, stage, phase, parts, number, needed)
+            functions.insert(0, function)
+            needed = function.saved_in
+    assert not needed, f"stage {stage} saves {needed} that no function makes"
+    return StageFunctions(
+        stage,
+        tuple(functions),
+        parameters=_parameters(graph, functions),
+        buffers=_buffers(graph, functions),
+        precomputed=_arguments(functions, Precomputed),
+        batch_counts=_arguments(functions, BatchCount),
+        constants=_constants(graph, functions),
+    )
+
+
+def _phases(graph: TrainingGraph, nodes: Sequence[fx.Node], split_backward: bool) -> list[Phase]:
+    phases = [Phase.FORWARD]
+    if graph.mode is not Mode.TRAIN:
+        return phases
+    if any(node.meta.get("recompute") is Phase.RECOMPUTE for node in nodes):
+        phases.append(Phase.RECOMPUTE)
+    return phases + ([Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT] if split_backward else [Phase.BACKWARD])
+
+
+def belongs_to_phase(node: fx.Node, phase: Phase) -> bool:
+    """Whether the node belongs to the phase. A view may be made again in a phase it does not belong to."""
+    own = node.meta["phase"]
+    match phase:
+        case Phase.RECOMPUTE:
+            return own is Phase.FORWARD and node.meta.get("recompute") is Phase.RECOMPUTE
+        case Phase.BACKWARD:
+            return own in _BACKWARDS
+        case _:
+            return own is phase
+
+
+def _segments(
+    graph: TrainingGraph, nodes: Sequence[fx.Node], phase: Phase, gradients: Sequence[Collection[str]]
+) -> list[set[fx.Node]]:
+    own = [node for node in nodes if belongs_to_phase(node, phase)]
+    if phase is Phase.RECOMPUTE:
+        return [set(own)]
+    return split_into_segments(graph, own, gradients if phase in GRADIENT_PHASES else ())
+
+
+def _add_recomputed(nodes: Iterable[fx.Node], parts: Sequence[set[fx.Node]]) -> None:
+    """Add what backwards compute again to the first of these ``parts`` that reads it, with all its items."""
+    waiting = {node for node in nodes if node.meta.get("recompute") is Phase.BACKWARD}
+    seen: set[fx.Node] = set()
+    for segment in parts:
+        pending = [source for node in segment for source in node.all_input_nodes]
+        while pending:
+            node = pending.pop()
+            if node in waiting or (node not in seen and is_view(node)):
+                again = waiting & {node, *(user for user in node.users if user.target is operator.getitem)}
+                segment |= again
+                waiting -= again
+                seen.add(node)
+                pending.extend(node.all_input_nodes)
+
+
+def _function(
+    graph: TrainingGraph,
+    stage: int,
+    phase: Phase,
+    parts: Sequence[set[fx.Node]],
+    segment: int,
+    saved_out: tuple[fx.Node, ...],
+) -> PhaseFunction:
+    local, others = parts[segment], set[fx.Node]().union(*parts[:segment], *parts[segment + 1 :])
+    is_last = segment == len(parts) - 1
+    results = [] if phase is Phase.RECOMPUTE else _results(graph, stage, phase)
+    results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
+    sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
+    collectives = [] if is_last else list(filter(is_collective, parts[segment + 1]))
+    checks = [node for node in local if is_check(node) and phase is not Phase.RECOMPUTE]
+    roots = [*saved_out, *checks, *(n for _, n in results)]
+    roots += [n.all_input_nodes[0] for n in [*sent, *collectives]]
+    body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and segment == 0)
+    order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+
+    def ordered(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        return tuple(sorted(nodes, key=order.__getitem__))
+
+    arrives = {node for node in body if _arrives(node)}
+    return PhaseFunction(
+        stage,
+        phase,
+        body=tuple(
+            _recompute_before_use(
+                ordered(body - arrives), {node for node in local if belongs_to_phase(node, phase)}
+            )
+        ),
+        received=ordered(arrives),
+        inputs=ordered(n for n in outside if _is_input(n)),
+        saved_in=ordered(n for n in outside if not _is_input(n)),
+        saved_out=saved_out,
+        sent=ordered(sent),
+        outputs=tuple(n for r, n in results if isinstance(r, Output)),
+        buffer_updates=tuple((r.fqn, n) for r, n in results if isinstance(r, UpdatedBuffer)),
+        gradients=tuple((r.fqn, n) for r, n in results if isinstance(r, Gradient)),
+        segment=segment,
+        num_segments=len(parts),
+        collectives=ordered(collectives),
+    )
+
+
+def _recompute_before_use(body: Sequence[fx.Node], own: set[fx.Node]) -> Iterator[fx.Node]:
+    """The body in order, but what is made again is moved down to where it is first read: all but ``own``."""
+    pending = {node for node in body if node not in own}
+
+    def emit(node: fx.Node) -> Iterator[fx.Node]:
+        waiting = [(node, iter(node.all_input_nodes))]
+        while waiting:
+            node, sources = waiting[-1]
+            source = next((source for source in sources if source in pending), None)
+            if source is None:
+                yield node
+                waiting.pop()
+            else:
+                pending.remove(source)
+                waiting.append((source, iter(source.all_input_nodes)))
+
+    for node in body:
+        if node in own:
+            yield from emit(node)
+    for node in body:
+        if node in pending:
+            pending.remove(node)
+            yield from emit(node)
+
+
+def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[ResultRole, fx.Node]]:
+    """The graph's outputs that this function makes. The last stage returns those that no stage computes."""
+    found = []
+    for role, node in graph.outputs:
+        computed = node.op == "call_function" and not is_constant(node)
+        if stage == (stage_of(node) if computed else graph.num_stages - 1):
+            made_in = node.meta["phase"] if computed else Phase.FORWARD
+            if made_in is phase or (phase is Phase.BACKWARD and made_in is not Phase.FORWARD):
+                found.append((role, node))
+    return found
+
+
+def _closure(
+    roots: Iterable[fx.Node], local: set[fx.Node], *, reads_changed: bool
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes to compute so that the roots exist, and the values that must come from outside for that.
+
+    ``reads_changed`` says whether buffers are read that the forward changes.
+    """
+    body: set[fx.Node] = set()
+    outside: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node in body or node in outside or is_constant(node) or _is_held(node, reads_changed):
+            continue
+        if node in local or is_view(node):
+            body.add(node)
+            if not _arrives(node):
+                pending.extend(node.all_input_nodes)
+        else:
+            outside.add(node)
+    return body, outside
+
+
+def _arrives(node: fx.Node) -> bool:
+    """Whether the value comes from outside: from another stage, or from what replicas do together."""
+    return node.target is recv or is_collective(node)
+
+
+def _is_held(node: fx.Node, reads_changed: bool) -> bool:
+    """Whether the stage holds the tensor itself.
+
+    Only the first function can read a buffer that the forward changes: later it has a new value.
+    """
+    if node.op != "placeholder":
+        return False
+    role = node.meta["role"]
+    if isinstance(role, Buffer):
+        return reads_changed or not node.meta["updated"]
+    return isinstance(role, Parameter | Precomputed)
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(
+        node.meta["role"], ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount
+    )
+
+
+def _arguments(functions: Sequence[PhaseFunction], kind: type) -> tuple[fx.Node, ...]:
+    nodes = (node for function in functions for node in function.read_nodes)
+    held = [n for n in nodes if n.op == "placeholder" and isinstance(n.meta["role"], kind)]
+    return tuple(dict.fromkeys(held))
+
+
+def _parameters(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
+    """The parameters that some function reads, then those of which it reads what is made of them alone."""
+    behind = {fqn for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].fqns}
+    others = {Parameter(fqn) for fqn in behind}
+    named = [node for node in graph.arguments if node.meta["role"] in others]
+    return tuple(dict.fromkeys([*_arguments(functions, Parameter), *named]))
+
+
+def _buffers(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
+    """The buffers that some function reads, then those that get a new value, or that are read elsewhere."""
+    others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.buffer_updates}
+    others |= {
+        Buffer(fqn) for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].buffers
+    }
+    others |= {n.meta.get("role") for n in batch_count_nodes(graph, _arguments(functions, BatchCount))}
+    named = [n for n in graph.arguments if n.meta["role"] in others and isinstance(n.meta["role"], Buffer)]
+    return tuple(dict.fromkeys([*_arguments(functions, Buffer), *named]))
+
+
+def batch_count_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
+    """What ``graph.batch_counts`` computes to make the values ``read``, and its arguments for that."""
+    return _leading_to(graph.batch_counts, read)
+
+
+def precomputed_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
+    """What ``graph.precomputed`` computes to make the values ``read``, and its parameters for that."""
+    return _leading_to(graph.precomputed, read)
+
+
+def _leading_to(apart: fx.Graph | None, read: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes of a graph beside the training graph that lead to what its arguments ``read`` stand for."""
+    if apart is None:
+        return []
+    made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
+    needed: set[fx.Node] = set()
+    pending = [made[node.meta["role"].index] for node in read]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return [node for node in apart.nodes if node in needed]
+
+
+def _constants(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
+    needed: set[fx.Node] = set()
+    pending = [node for function in functions for node in function.read_nodes if is_constant(node)]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return tuple(node for node in graph.nodes if node in needed)

@@ -1,0 +1,89 @@
+"""What the arguments of a call must be: one row for each, and an error of one line for what is not that.
+
+A caller writes a table such as ``{"timeout": SECONDS}`` and gives it to ``check_arguments`` with the values.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipec.errors import InputError
+
+
+@dataclass(frozen=True)
+class ArgumentRule:
+    """Which values are right, and how a person would call them."""
+
+    expected: str
+    is_valid: Callable[[object], bool]
+
+    def __or__(self, other: "ArgumentRule") -> "ArgumentRule":
+        return ArgumentRule(
+            f"{self.expected} or {other.expected}", lambda x: self.is_valid(x) or other.is_valid(x)
+        )
+
+
+def check_arguments(kinds: Mapping[str, ArgumentRule], given: Mapping[str, object]) -> None:
+    """Raise InputError for the first argument that is not of its kind. What has no row passes."""
+    for name, kind in kinds.items():
+        if name in given and not kind.is_valid(given[name]):
+            raise InputError(f"{name} is {short_repr(given[name])}; expected {kind.expected}")
+
+
+def short_repr(value: object) -> str:
+    """A value as it prints, in one short line."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as error:
+        text = f"a {type(value).__name__} that does not print ({type(error).__name__})"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+_MOST_CHARACTERS = 80
+
+
+def instance(expected: str, *types: type) -> ArgumentRule:
+    """An object of one of these types. Booleans are no numbers."""
+    return ArgumentRule(
+        expected, lambda x: isinstance(x, types) and (bool in types or not isinstance(x, bool))
+    )
+
+
+def integer_between(least: int, most: int) -> ArgumentRule:
+    """A whole number, from ``least`` to ``most``."""
+    return ArgumentRule(
+        f"a whole number from {least} to {most}",
+        lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most,
+    )
+
+
+def number(above: float, most: float) -> ArgumentRule:
+    """A number that is greater than ``above``, and at most ``most``."""
+    return ArgumentRule(
+        f"a number above {above:g} and up to {most:g}",
+        lambda x: isinstance(x, int | float) and not isinstance(x, bool) and above < x <= most,
+    )
+
+
+def one_of(*values: str) -> ArgumentRule:
+    return ArgumentRule(
+        f"one of {', '.join(map(repr, values))}", lambda x: isinstance(x, str) and x in values
+    )
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return not isinstance(value, bool | str | bytes) and float(value) == float(value)  # type: ignore
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+
+
+MOST_RANKS, MOST_MICROBATCHES = 2**14, 2**20
+"""More take minutes to plan for."""
+
+NUMBER = ArgumentRule("a number", _is_number)
+NONE = ArgumentRule("None", lambda x: x is None)
+FUNCTION = ArgumentRule("a function", callable)
+FLAG = instance("True or False", bool)
+PATH = instance("a path", str, Path)
+SECONDS = number(0, 1e8)

@@ -1,0 +1,60 @@
+"""How the arguments of a mini-batch are named and sized, and how it is split into microbatches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipec.errors import InputError
+from pipec.ir.values import Sizes, Variable
+
+
+def split_sizes(batch: int, num_microbatches: int) -> list[int]:
+    """Rows of each microbatch, as equal as can be, larger ones first.
+
+    Raises InputError when there are fewer rows than microbatches.
+    """
+    if batch < num_microbatches:
+        raise InputError(
+            f"a batch of {batch} rows cannot be split into {num_microbatches} microbatches; "
+            f"pass at least {num_microbatches} rows, or compile with microbatches={max(batch, 1)} or fewer"
+        )
+    return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]
+
+
+def require_equal_rows(sizes: Sequence[int]) -> None:
+    """Raise InputError unless all microbatches have as many rows, as the model needs that joins them."""
+    if len({*sizes}) > 1:
+        raise InputError(
+            f"the model joins the rows of its replicas, of which each must have as many, but {len(sizes)} "
+            f"microbatches share {sum(sizes)} rows; pass a batch that {len(sizes)} divides, as "
+            "drop_last=True does"
+        )
+
+
+def replica_microbatch_sizes(rows: Sequence[int], num_microbatches: int) -> list[int]:
+    """Rows of each microbatch if replica k has ``rows[k]`` of the batch, and splits them on its own.
+
+    Replicas take the microbatches in turn. Those of one that has few rows may have none.
+    """
+    count = len(rows)
+    sizes = [0] * num_microbatches
+    for k, own in enumerate(rows):
+        share = len(range(k, num_microbatches, count))
+        sizes[k::count] = [own // share + (i < own % share) for i in range(share)]
+    return sizes
+
+
+def leaf_path(keys: Sequence[Any]) -> str:
+    """The name of a leaf as a person would write it, from its path: ``kwargs['mask']`` or ``target``.
+
+    ``keys`` are what torch gives for a leaf of a dict of ``args``, ``kwargs`` and ``target``.
+    """
+    return str(keys[0].key) + "".join(str(key) for key in keys[1:])
+
+
+def variable_values(variables: Sequence[Variable], leaves: Sequence[Any]) -> Sizes:
+    """The size or number of each variable by name, in a call whose arguments have these leaves."""
+    return {
+        variable.name: leaf if variable.dim is None else leaf.shape[variable.dim]
+        for variable in variables
+        for leaf in [leaves[variable.position]]
+    }

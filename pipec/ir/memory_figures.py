@@ -1,0 +1,183 @@
+"""What stages and ranks hold in memory: the figures that planner, search, plan and meter share."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.ir.values import Phase
+
+MMAP_THRESHOLD_BYTES = 32 << 20
+"""glibc maps each block of this size or more anew, and gives it back to the system when it is freed. It is
+the largest threshold that it takes on 64-bit systems (``man mallopt``, M_MMAP_THRESHOLD)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMemory:
+    """What one of several functions of a phase holds, in the unit of ``StageMemory``.
+
+    ``transient`` is the most that it holds besides what there was saved before it, and ``growth`` by how much
+    that grows when it ends. ``gradients`` are the sums of those that it makes.
+    """
+
+    transient: float
+    growth: float
+    gradients: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one stage holds, in bytes or any other unit.
+
+    ============== =============== ========================== ==============================================
+    field          of each         from                       to
+    ============== =============== ========================== ==============================================
+    ``weights``    stage           the start of the step      the end of the step
+    ``buffers``    stage           the start of the step      the end of the step
+    ``precomputed`` stage        the start of the step      the end of the step
+    ``versions``   stage           the start of the step      the end of the step
+    ``gradients``  stage           the first gradient         the update, or the next step if there is none
+    ``state``      stage           the start of the step      the end of the step
+    ``inputs``     microbatch      the start of the step      the end of the step
+    ``saved``      microbatch      the start of its forward   the end of its input gradient or whole backward
+    ``recomputed`` microbatch    the start of its recompute the end of its input gradient or whole backward
+    ``weight_gradient_saved`` microbatch the end of ``saved`` the end of its weight gradient
+    ``transient``  running phase   the start of the phase     the end of the phase
+    ``in_transit`` stage           a collective               whatever waits for it
+    ``update``     stage           the start of its update    the end of its update
+    ============== =============== ========================== ==============================================
+
+    ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients of
+    the one microbatch included that are not ``accumulated_in_place``: those are made within the sum, which
+    exists when the first of them begins. Phases of several functions also have what each of these holds, as
+    ``segments``. ``buffers`` are also constants, and inputs that are not split. ``precomputed`` is what is
+    made of weights and fixed buffers alone, once for each version of weights. Where these are gathered for
+    use, it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
+    ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
+    during the whole step. ``versions`` are those of the weights besides the latest that microbatches in
+    flight still read, where there is no flush. ``in_transit`` is the most that sums of gradients in transit,
+    and gathered parameters, take at a time. Where replicas shard a stage, these figures are those of the
+    replica that holds most.
+    """
+
+    weights: float = 0
+    gradients: float = 0
+    saved: float = 0
+    weight_gradient_saved: float = 0
+    transient: Mapping[Phase, float] = field(default_factory=dict)
+    recomputed: float = 0
+    offloaded: float = 0
+    host: float = 0
+    state: float = 0
+    versions: float = 0
+    buffers: float = 0
+    inputs: float = 0
+    in_transit: float = 0
+    update: float = 0
+    precomputed: float = 0
+    accumulated_in_place: float = 0
+    segments: Mapping[Phase, tuple[SegmentMemory, ...]] = field(default_factory=dict)
+
+    @property
+    def static(self) -> float:
+        """The most that the stage holds besides what it holds of microbatches."""
+        made = self.precomputed + self.gradients + self.state
+        return self.weights + self.buffers + self.versions + made + self.in_transit
+
+    @property
+    def max_transient(self) -> float:
+        """The most that a phase holds while it runs."""
+        return max(self.transient.values(), default=0.0)
+
+    def divided(self, num_segments: int) -> "StageMemory":
+        """One of equal parts of the stage, whose phases are functions."""
+        transient = {phase: amount / num_segments for phase, amount in self.transient.items()}
+        others = (each.name for each in fields(self) if each.name not in ("transient", "segments"))
+        return StageMemory(
+            transient=transient, **{name: getattr(self, name) / num_segments for name in others}
+        )
+
+    def growth(self, phase: Phase) -> tuple[float, float]:
+        """By how much a microbatch's memory grows when ``phase`` starts, and by how much when it ends.
+
+        What is transient is left out.
+        """
+        match phase:
+            case Phase.FORWARD:
+                return self.saved, 0.0
+            case Phase.RECOMPUTE:
+                return self.recomputed, 0.0
+            case Phase.BACKWARD:
+                return 0.0, -self.saved - self.recomputed
+            case Phase.BACKWARD_INPUT:
+                return 0.0, self.weight_gradient_saved - self.saved - self.recomputed
+            case Phase.BACKWARD_WEIGHT:
+                return 0.0, -self.weight_gradient_saved
+
+
+MEMORY_CATEGORIES = (
+    "parameters",
+    "buffers",
+    "precomputed",
+    "gradients",
+    "optimizer",
+    "versions",
+    "inputs",
+    "saved",
+    "running",
+    "received",
+    "sent",
+    "in_transit",
+    "results",
+    "step",
+)
+"""What bytes of a rank are for, in the order in which they are shown.
+
+A measurement knows of what a step makes only that it is of the ``step``.
+"""
+
+
+def _nothing() -> NDArray[np.float64]:
+    return np.empty(0)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The bytes that rank ``rank`` holds in a step, predicted or measured.
+
+    ``bytes_by_category`` has what it holds at its peak, which it reaches while instruction ``position`` of
+    its program runs, with ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the most that it holds
+    while instruction ``i`` runs, and ``after[i]`` what it holds then. ``host_bytes`` are the most that wait
+    in host memory at a time, which are none of the peak.
+    """
+
+    rank: int
+    bytes_by_category: Mapping[str, float]
+    position: int = -1
+    in_flight: int = 0
+    host_bytes: float = 0.0
+    most: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
+    after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.bytes_by_category.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``from_json`` reads."""
+        return {**asdict(self), "most": self.most.tolist(), "after": self.after.tolist()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RankMemory":
+        return cls(**{**data, "most": np.array(data["most"]), "after": np.array(data["after"])})
+
+    @property
+    def running(self) -> float:
+        """What the instruction at the peak holds while it runs."""
+        return self.bytes_by_category.get("running", 0.0)
+
+    def excluding(self, kinds: Collection[str]) -> float:
+        """What the rank holds at its peak that is of none of these kinds."""
+        return sum(amount for kind, amount in self.bytes_by_category.items() if kind not in kinds)

@@ -1,0 +1,194 @@
+"""The checkpoints of a run: made every so many steps, the last few kept, the newest gone on from."""
+
+import functools
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from pipec.checkpoint import load_saved_profile
+from pipec.checkpoint.all_ranks import call_on_rank_0
+from pipec.checkpoint.staging_directory import clean_up, remove
+from pipec.console import log
+from pipec.cost.profile import Profile
+from pipec.errors import CheckpointError
+from pipec.ir.argument_checks import FLAG, NONE, PATH, check_arguments, instance, integer_between
+from pipec.pipeline.checkpointing import CheckpointModule
+
+_NAME = re.compile(r"step-\d{8,}")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What belonged to a training when a step was complete."""
+
+    number: int
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    scheduler: Any
+    extra: Any
+
+
+class CheckpointManager:
+    """Writes ``step-00000500`` and so on into a directory, which belongs to one run.
+
+    >>> checkpoints = pipec.CheckpointManager("run", every=500, keep=3)
+    >>> checkpoints.resume(pipe, scheduler=scheduler)
+    >>> for x, target in batches[pipe.num_steps :]:
+    ...     loss = pipe.step(x, target=target)
+    ...     scheduler.step()
+    ...     checkpoints.step(pipe, scheduler=scheduler)
+
+    ``every`` is a number of steps. ``keep`` is how many checkpoints stay; None: all. With ``asynchronous``
+    training goes on while they are written, as ``save_checkpoint`` says. Every rank calls the methods. If any
+    rank is sent SIGTERM or SIGINT, as before a machine is taken away, all of them save before they end; see
+    ``Pipeline.before_stop``.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, every: int, keep: int | None = None, asynchronous: bool = False
+    ) -> None:
+        check_arguments(MANAGER_ARGUMENTS, locals())
+        self._directory = Path(directory).resolve()
+        self._every, self._keep, self._asynchronous = every, keep, asynchronous
+        self._own: set[str] = set()
+        self._saved = 0
+        self._latest: _Step | None = None
+        self._watched: weakref.ref[CheckpointModule] | None = None
+
+    def profile(self) -> Profile | None:
+        """The profile by which the newest checkpoint's stages were cut, for stages on other devices.
+
+        None: there is no checkpoint, or it was made without one.
+
+        >>> profile = checkpoints.profile() or pipec.profile(example)
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        names = self._names()
+        return load_saved_profile(self._directory / names[-1]) if names else None
+
+    def resume(
+        self,
+        pipe: CheckpointModule,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+    ) -> Any:
+        """Go on from the newest checkpoint, if there is any; returns its ``extra``, else None.
+
+        Raises:
+            CheckpointError: it is damaged. The one before is loaded once this one is deleted.
+        """
+        check_arguments(MANAGER_ARGUMENTS, {"pipe": pipe})
+        pipe.finish_saving()
+        self._watch(pipe)
+        names = call_on_rank_0(pipe.ranks, f"looking into {self._directory}", self._tidied)
+        self._own = set(names)
+        if not names:
+            return None
+        newest = self._directory / names[-1]
+        extra = pipe.load_checkpoint(newest, optimizer=optimizer, scheduler=scheduler)
+        self._saved = pipe.num_steps
+        log(f"pipec: goes on after step {pipe.num_steps}, from {newest}")
+        return extra
+
+    def step(
+        self,
+        pipe: CheckpointModule,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Save, if that is due after this step. The arguments are those of ``save_checkpoint``."""
+        self._watch(pipe)
+        self._latest = _Step(pipe.num_steps, optimizer, scheduler, extra)
+        if pipe.num_steps % self._every == 0:
+            self.save(pipe, optimizer=optimizer, scheduler=scheduler, extra=extra)
+
+    def save(
+        self,
+        pipe: CheckpointModule,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Save now, then remove those that are not to be kept.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before could not be; or the directory has
+                checkpoints of another run.
+        """
+        check_arguments(MANAGER_ARGUMENTS, {"pipe": pipe})
+        pipe.finish_saving()
+        call_on_rank_0(pipe.ranks, f"saving to {self._directory}", self._require_own)
+        name = f"step-{pipe.num_steps:08}"
+        training_state = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
+        pipe.start_saving(self._directory / name, training_state, self._asynchronous, self._thin)
+        self._own.add(name)
+        self._saved = pipe.num_steps
+
+    def _watch(self, pipe: CheckpointModule) -> None:
+        """Let all ranks save before a signal ends them."""
+        if self._watched is None or self._watched() is not pipe:
+            self._watched = weakref.ref(pipe)
+            pipe.before_stop(functools.partial(self._save_before_stop, self._watched))
+
+    def _save_before_stop(self, watched: "weakref.ref[CheckpointModule]") -> None:
+        pipe, latest = watched(), self._latest
+        if pipe is None or pipe.num_steps == 0:
+            return
+        if pipe.num_steps != self._saved:
+            if latest is None or latest.number != pipe.num_steps - pipe.num_undelivered:
+                log(
+                    f"pipec: step {pipe.num_steps} is not saved, because the script has not come to "
+                    f"checkpoints.step(...) after it; there is step {self._saved}"
+                )
+                return
+            pipe.keep_last_position()  # for so says the script's extra
+            self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
+        pipe.finish_saving()
+        log(f"pipec: step {pipe.num_steps} is saved to {self._directory}")
+
+    def _names(self) -> list[str]:
+        """The names of the checkpoints, the oldest first."""
+        if not self._directory.exists():
+            return []
+        return sorted(
+            (path.name for path in self._directory.iterdir() if _NAME.fullmatch(path.name)),
+            key=lambda name: int(name.removeprefix("step-")),
+        )
+
+    def _tidied(self) -> list[str]:
+        """The names, once what killed runs have left is no more."""
+        if self._directory.exists():
+            clean_up(self._directory)
+        return self._names()
+
+    def _require_own(self) -> None:
+        if other := [name for name in self._tidied() if name not in self._own]:
+            raise CheckpointError(
+                f"{self._directory} has {other[0]} and {len(other) - 1} other checkpoints that this run has "
+                "neither written nor found when it resumed: another run writes there, or they are left from "
+                "one. Call resume(...) first to go on from them, choose another directory, or delete them"
+            )
+
+    def _thin(self) -> None:
+        for name in self._names()[: -self._keep] if self._keep else []:
+            remove(self._directory / name)
+
+
+MANAGER_ARGUMENTS = {
+    "directory": PATH,
+    "every": integer_between(1, 2**63 - 1),
+    "keep": integer_between(1, 2**63 - 1) | NONE,
+    "asynchronous": FLAG,
+    "pipe": instance("what pipec.compile returned", CheckpointModule),
+}
+"""What each argument must be."""

@@ -1,0 +1,403 @@
+"""The calls that all ranks make: what each was given is compared, sent or put together before anything runs.
+
+With ``batch="local"`` each replica has a part of the batch. The ranks of a replica compare its rows among
+themselves, and all ranks what the parts have in common. A rank that has joined has no rows and no arguments:
+it learns from a rank that has some which call is made.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Generator, Tensor
+
+from pipec.capture.autocast import autocast, check_autocast
+from pipec.capture.batch_inputs import BatchedOption, positional_names, refuse_nested_batches, with_batch_axes
+from pipec.capture.call_cache import CallCache, CallKey
+from pipec.capture.model_call import ModelCall
+from pipec.capture.model_snapshot import ModelSnapshot, same_objects
+from pipec.capture.model_state import ModelState, torch_modes
+from pipec.capture.variable_history import VariableHistory
+from pipec.compiler.capture_cache import CaptureKey, CaptureSignature, CollectiveCall
+from pipec.compiler.compiler import Compiler
+from pipec.errors import InputError, PipecError
+from pipec.graph import TracedConstants
+from pipec.ir import Mode
+from pipec.pipeline.owned_tensors import OwnedTensorsModule
+from pipec.runtime.messages.agreement import CallRole, RankReply
+from pipec.runtime.messages.call_description import (
+    CallDescription,
+    describe_differences,
+    describe_leaf,
+    describe_tensor,
+)
+from pipec.runtime.model_tensors import ModelTensors
+from pipec.runtime.random_seeds import peek_seed
+from pipec.runtime.stages.input_layout import as_contiguous
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """The method of a pipeline that was called, with what decides a compilation."""
+
+    method: str
+    mode: Mode
+    outputs: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} with outputs" if self.outputs else self.method
+
+
+@dataclass(frozen=True, eq=False)
+class _KnownState:
+    """A state, and all that it was read of."""
+
+    tensors: ModelTensors
+    read_of: tuple[Any, ...]
+    state: ModelState
+
+
+class CollectiveCallModule(OwnedTensorsModule):
+    """Agrees with the other ranks on the next call."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        tensors: ModelTensors,
+        ranks: Ranks,
+        batch: str,
+        updates: OptimizerUpdates | None,
+        batched: BatchedOption | None,
+    ) -> None:
+        super().__init__(compiler, tensors, ranks, updates)
+        self._batch = batch
+        self._batched = batched
+        self._known_splits: dict[str, bool] = {}
+        self._variables = VariableHistory()
+        self._read: dict[Mode, TracedConstants] = {}
+        self._calls = CallCache()
+        self._states: dict[Mode, _KnownState] = {}
+        if batch == "local":
+            self._batch_mismatch_advice = _LOCAL_BATCH_REMEDY
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of parts in which ranks pass a batch, for a ``DistributedSampler``.
+
+        With ``batch="local"`` under ``torchrun`` these are the replicas of each stage. Else it is 1: every
+        rank passes the whole batch.
+        """
+        replicas = self._compiler.autotuner.policy.replicas
+        divides = self._batch == "local" and self._ranks.world.is_distributed
+        return replicas if divides and isinstance(replicas, int) else 1
+
+    @property
+    def replica(self) -> int:
+        """Which part of a batch this rank passes, from 0. Ranks of the same pipeline have the same."""
+        return self._ranks.world.rank % self.num_replicas
+
+    def _agree(
+        self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> CollectiveCall:
+        """The call that all ranks make: what each of them was given, or what rank 0 was, or part of it.
+
+        A rank that cannot use its arguments raises only when the others know. The seed, and the decision
+        whether what was compiled is still right, are rank 0's.
+        """
+        self.drain()
+        if not self._ranks.world.is_distributed:
+            self._stop_here()
+            snapshot = self._snapshots.current()
+            self._adopt_model_changes(snapshot)
+            call = self._check_call(request.mode, args, kwargs, target)
+            key = self._capture_key(request, call, self._state(request.mode, snapshot))
+            seed, after = peek_seed()
+            return CollectiveCall(
+                call,
+                CaptureSignature(key, self._compiler.version(key, call)),
+                seed,
+                after,
+                (call.batch_size,),
+            )
+        call, refusal = ModelCall((), {}), None
+        if self._passes:
+            try:
+                call = self._check_call(request.mode, args, kwargs, target)
+                call.signature()  # refuses what no stage can take
+            except PipecError as error:
+                refusal = error
+        return self._agree_across_ranks(request, call, refusal)
+
+    def _agree_on_batch(self, given: CallArguments) -> CollectiveCall:
+        """The step that all ranks make with a batch of a stream."""
+        return self._agree(CallRequest("step", Mode.TRAIN), given.args, dict(given.kwargs), given.target)
+
+    def _agree_to_end(self, why: str) -> None:
+        self._require_same_call("step", {"batches": why})
+
+    def _digest_of_batch(self, given: CallArguments) -> CallDescription:
+        call = self._check_call(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+        return _facts_of_batch(call, CallRequest("step", Mode.TRAIN))
+
+    def _is_valid(self, signature: CaptureSignature) -> bool:
+        """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
+        snapshot = self._snapshots.current()
+        if self._replaced_names(snapshot) or self._state(Mode.TRAIN, snapshot) != signature.key.state:
+            return False
+        return self._ranks.world.rank != 0 or self._compiler.is_valid(signature)
+
+    @property
+    def _passes(self) -> bool:
+        """Whether the arguments of this rank count."""
+        return self._batch != "rank0" or self._ranks.world.rank == 0
+
+    def _agree_across_ranks(
+        self, request: CallRequest, call: ModelCall, refusal: PipecError | None
+    ) -> CollectiveCall:
+        snapshot, part = self._snapshots.current(), CallDescription()
+        state = self._state(request.mode, snapshot)
+        facts = self._model_facts(request, state, snapshot)
+        if refusal is not None:
+            facts |= {"refused": str(refusal)}
+        elif self._batch == "same":
+            facts |= _facts_of_batch(call, request)
+        elif self._batch == "local":
+            facts |= _local_batch_digest(call, request)
+            part = _facts_of_rows(call, request)
+        key = self._capture_key(request, call, state) if self._passes and refusal is None else None
+        seed, after = peek_seed()
+        reply_values = [seed, *self._reply_values(key, call)] + (
+            [call.batch_size, _digest(part)] if part else []
+        )
+        call_role = CallRole.OPTIONAL if self._batch == "local" else CallRole.REQUIRED
+        every = self._require_same_call(request.name, facts, reply_values, call_role)
+        self._stop_if_requested(every)
+        if refusal is not None:
+            raise refusal
+        rows = self._rows_per_replica(every, part) if self._batch == "local" else None
+        if any(told.joined for told in every):
+            _, call, every = self._inform_joined_ranks(every, request, call)
+        if self._changes_model(every, snapshot):
+            return self._agree_across_ranks(request, call, None)
+        if self._batch == "rank0":
+            call = self._sent(request, call)
+            key = self._capture_key(request, call, state)
+        assert key is not None, "a rank whose arguments count, and are right, knows the key of its call"
+        return _collective_call(call, key, every, after, rows)
+
+    def _next_call_of_others(self) -> tuple[CallRequest, CollectiveCall] | None:
+        """The next call of the ranks that have rows, which this one has not; None if all have joined."""
+        self._refuse_fork()
+        own = {"batch": "none, for it has joined"}
+        every = self._require_same_call("join", own, call_role=CallRole.JOINED)
+        self._stop_if_requested(every)
+        if all(told.joined for told in every):
+            return None
+        rows = self._rows_per_replica(every, own)
+        request, call, every = self._inform_joined_ranks(every)
+        snapshot = self._snapshots.current()
+        if self._changes_model(every, snapshot):
+            return self._next_call_of_others()
+        key = self._capture_key(request, call, self._state(request.mode, snapshot))
+        return request, _collective_call(call, key, every, peek_seed()[1], rows)
+
+    def _inform_joined_ranks(
+        self, every: Sequence[RankReply], request: CallRequest | None = None, call: ModelCall | None = None
+    ) -> tuple[CallRequest, ModelCall, list[RankReply]]:
+        """The call that is made, on all ranks, and what each of them tells of it.
+
+        All call this, those that have joined without arguments. They get a row, to know the types.
+        """
+        owner = next(rank for rank, told in enumerate(every) if told.reply_values[_ROWS])
+        given: Any = None
+        if request and call:
+            row, options = call.rows(0, 1), (request.method, request.mode, request.outputs)
+            given = options, self._accumulates, row.tree, row.split, row.ambiguous_leaves
+        activity = "telling ranks that have joined what the others do"
+        sent = self._ranks.agreement.broadcast_pytree(owner, activity, *pytree.tree_flatten(given))
+        options, accumulates, (args, kwargs, target), split, ambiguous_leaves = pytree.tree_unflatten(*sent)
+        request = CallRequest(*options)
+        if call is None:
+            call, self._accumulates = ModelCall(args, kwargs, target, split, ambiguous_leaves), accumulates
+        if request.method == "step" and self._updates is None:
+            raise InputError(
+                "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
+                "optimizer outside of the programs would not make its update on ranks that have joined"
+            )
+        snapshot = self._snapshots.current()
+        state = self._state(request.mode, snapshot)
+        reply_values = [peek_seed()[0], *self._reply_values(self._capture_key(request, call, state), call)]
+        return (
+            request,
+            call,
+            self._require_same_call(request.name, self._model_facts(request, state, snapshot), reply_values),
+        )
+
+    def _reply_values(self, key: CaptureKey | None, call: ModelCall) -> list[int]:
+        """What rank 0 finds of its guards, and whether parameters that this rank holds were switched."""
+        whole = call if self._batch != "local" else None
+        version = self._compiler.version(key, whole) if key and self._ranks.world.rank == 0 else 0
+        return [version, hash(self._tensors.requires_grad_flags())]
+
+    def _changes_model(self, every: Sequence[RankReply], snapshot: ModelSnapshot) -> bool:
+        """Whether the model is another one than before; every rank has followed it then."""
+        return self._adopt_model_changes(snapshot) or self._agree_on_trained(
+            [told.reply_values[_TRAINED] for told in every]
+        )
+
+    def _rows_per_replica(self, every: Sequence[RankReply], part: CallDescription) -> tuple[int, ...]:
+        """The rows of each replica. Raises InputError if the ranks of one passed different ones."""
+        count = self.num_replicas
+        told = [(each.joined, *each.reply_values[_ROWS:]) for each in every]
+        if any(each != told[rank % count] for rank, each in enumerate(told)):
+            self._ranks.agreement.raise_mismatch(part, lambda facts: _other_parts(facts, count))
+        rows = tuple(each.reply_values[_ROWS] for each in every[:count])
+        if not any(rows):
+            raise InputError("no replica passed any rows; leave the call out on all ranks")
+        return rows
+
+    def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
+        activity = f"sharing rank 0's batch of {request.name}"
+        given = call.tree, call.split, call.ambiguous_leaves
+        sent = self._ranks.agreement.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
+        (args, kwargs, target), split, ambiguous_leaves = pytree.tree_unflatten(*sent)
+        return ModelCall(args, kwargs, target, split, ambiguous_leaves)
+
+    def _capture_key(self, request: CallRequest, call: ModelCall, state: ModelState) -> CaptureKey:
+        key: CaptureKey | None = call.cache.get((request, state))
+        if key is None:
+            variables = self._variables.of(call, request.mode)
+            key = CaptureKey(request.mode, call.signature(variables), request.outputs, state, variables)
+            call.cache[request, state] = key
+        return key
+
+    def _state(self, mode: Mode, snapshot: ModelSnapshot) -> ModelState:
+        """The state of the model, and of torch: the very object of the last time if it is the same."""
+        with autocast(self._compiler.precision, self._compiler.device):
+            modes = torch_modes()
+        tensors, layouts = self._tensors, self._emptied.layouts
+        known = self._states.get(mode)
+        if known and known.tensors is tensors and known.read_of == (snapshot, modes, layouts):
+            return known.state
+        state = ModelState.of(snapshot, mode, self._emptied.shapes(tensors.unique()), modes)
+        self._states[mode] = _KnownState(tensors, (snapshot, modes, dict(layouts)), state)
+        return state
+
+    def _model_facts(
+        self, request: CallRequest, state: ModelState, snapshot: ModelSnapshot
+    ) -> CallDescription:
+        """What the ranks must have in common before a call. That is also what the compiled code once read."""
+        mode = request.mode
+        read = self._read.get(mode)
+        changed = (read.changed(self._compiler.traced(mode)) if read else "") or "none"
+        replaced = ", ".join(self._replaced_names(snapshot)) or "none"
+        facts = state.digest | {"replaced": replaced, "changed values": changed}
+        return facts | (self._update_facts() if request.method == "step" else {})
+
+    def _check_call(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> ModelCall:
+        check_autocast(self._compiler.precision, self._compiler.device, mode)
+        key, leaves = CallKey.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
+        cached = self._calls.get(key) if key else None
+        if cached is None:
+            cached = self._checked_anew(mode, args, kwargs, target)
+            if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
+                self._calls.put(key, cached)
+            return cached
+        laid_out = cached.batch_first([*map(as_contiguous, leaves)], cached.batch_size)
+        if not same_objects(laid_out, leaves):
+            structure = pytree.tree_structure((args, dict(sorted(kwargs.items())), target))
+            args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
+        return cached.with_arguments(args, kwargs, target, laid_out)
+
+    def _checked_anew(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> ModelCall:
+        refuse_nested_batches((args, kwargs, target))
+        call = ModelCall(*pytree.tree_map(as_contiguous, (args, kwargs, target)))
+        call.check(self._compiler.model)
+        call = self._divided(call)
+        if mode is not Mode.FORWARD:
+            call.check_target(needed=self._compiler.loss_fn is not None)
+        return call
+
+    def _divided(self, call: ModelCall) -> ModelCall:
+        return with_batch_axes(
+            call, self._batched, positional_names(self._compiler.model), self._known_splits
+        )
+
+
+_TRAINED, _ROWS = 2, 3
+"""Positions in ``reply_values``: the digest of what is trained, and the rows of the rank's part, if any."""
+
+
+def _collective_call(
+    call: ModelCall,
+    key: CaptureKey,
+    every: Sequence[RankReply],
+    after: Generator,
+    rows: tuple[int, ...] | None,
+) -> CollectiveCall:
+    """The call that the ranks agreed on. Rank 0 decides the seed, and which capture is valid."""
+    seed, version, *_ = every[0].reply_values
+    return CollectiveCall(call, CaptureSignature(key, version), seed, after, rows or (call.batch_size,))
+
+
+def _facts_of_batch(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What the ranks must have in common; where nothing is run, that does not include values."""
+    facts = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
+    return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
+
+
+def _local_batch_digest(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What the parts of a batch must have in common: the types of what is split, and all of the rest."""
+    facts = [
+        f"rows of {_row_type(leaf)}" if split else describe_leaf(leaf, values=request.method != "prepare")
+        for leaf, split in zip(call.leaves, call.batched, strict=True)
+    ]
+    return dict(zip(call.paths, facts, strict=True))
+
+
+def _row_type(leaf: Tensor) -> str:
+    layout = "" if leaf.is_contiguous() else f" with strides {list(leaf.stride())}"
+    return describe_tensor(leaf.new_empty(leaf.shape[1:], device="meta")) + layout
+
+
+def _facts_of_rows(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What the ranks of one replica must have in common besides."""
+    split = dict(zip(call.paths, call.batched, strict=True))
+    facts = _facts_of_batch(call, request)
+    return {path: fact for path, fact in facts.items() if split.get(path, True)}
+
+
+def _digest(facts: CallDescription) -> int:
+    digest = hashlib.blake2b(json.dumps(list(facts.items())).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _other_parts(every: Sequence[CallDescription], count: int) -> str:
+    """What is wrong if the ranks of a replica have these facts."""
+    lines = [
+        f"the ranks of replica {k} passed different parts of the batch:\n{found}"
+        for k in range(count)
+        if (found := describe_differences(every[k::count], range(k, len(every), count)))
+    ]
+    return "\n".join(lines) + (
+        "\nRanks of the same replica pass the same rows, and join together: make a DistributedSampler with "
+        "num_replicas=pipe.num_replicas and rank=pipe.replica, and seed it alike on all ranks"
+    )
+
+
+_LOCAL_BATCH_REMEDY = (
+    'With batch="local" the parts of all replicas have the same structure, types and sizes but for their '
+    "rows, and what is not split is the same. See that every rank makes its part in the same way; say what "
+    "is split with batched=... if the sizes do not tell it apart"
+)

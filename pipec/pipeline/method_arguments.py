@@ -1,0 +1,40 @@
+"""What the arguments of a pipeline's methods must be. Those of the model are the model's own."""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipec.ir.argument_checks import FLAG, FUNCTION, NONE, PATH, ArgumentRule, instance
+from pipec.timeline.trace import Trace
+
+
+def _several(given: object) -> list[object]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _are_optimizers(given: object) -> bool:
+    return all(isinstance(each, Optimizer) for each in _several(given))
+
+
+def _are_schedulers(given: object) -> bool:
+    methods = ("state_dict", "load_state_dict", "step")
+    return all(hasattr(each, method) for each in _several(given) for method in methods)
+
+
+METHOD_ARGUMENTS = {
+    "after_update": FUNCTION | NONE,
+    "all_ranks": FLAG,
+    "asynchronous": FLAG,
+    "directory": PATH,
+    "mode": FLAG,
+    "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
+    | NONE,
+    "scheduler": ArgumentRule("an LR scheduler, or a list of them", _are_schedulers) | NONE,
+    "model_only": FLAG,
+    "model": instance("an nn.Module", nn.Module),
+    "path": PATH | NONE,
+    "state_dict": instance("a mapping of names to tensors", Mapping),
+    "tensors": FLAG,
+    "trace": instance("what the with of trace() gave", Trace) | NONE,
+}

@@ -1,0 +1,51 @@
+"""How many bytes each rank needs for a plan, and what is short when it does not fit."""
+
+import math
+from collections.abc import Sequence
+
+from pipec.ir import Placement, Plan, Program, RankMemory, stages_on
+from pipec.ir.text_format import format_bytes
+from pipec.programs.lower_periodic import steady_excerpt
+from pipec.programs.rank_memory import rank_memory
+from pipec.programs.representative_replicas import ReplicatedPrograms
+
+
+def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
+    """What each rank needs. Periodic programs are followed until their steady state."""
+    if isinstance(programs, ReplicatedPrograms):
+        return programs.representative_replicas.expand(
+            [
+                rank_memory(plan, each)
+                for each in programs.representative_replicas.as_in_full_step(programs.representative_programs)
+            ]
+        )
+    return [
+        rank_memory(plan, program)
+        for program in steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
+    ]
+
+
+def memory_shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:
+    """What each rank needs for its stages against its limit."""
+    rows = []
+    for need, limit in zip(needs, limits, strict=True):
+        stages = " and ".join(map(str, stages_on(placement, need.rank)))
+        of_limit = f" of {format_bytes(limit)}" if limit < math.inf else ""
+        excess = f", {format_bytes(need.peak_bytes - limit)} too many" if need.peak_bytes > limit else ""
+        rows.append(
+            f"  rank {need.rank}, stage {stages}: {format_bytes(_of(need, _STATIC))} weights, gradients and "
+            f"state + {format_bytes(_of(need, ('saved', 'inputs')))} saved ({need.in_flight} in flight) + "
+            f"{format_bytes(need.running)} transient + {format_bytes(_of(need, _MESSAGES))} messages = "
+            f"{format_bytes(need.peak_bytes)}{of_limit}{excess}"
+        )
+    return "\n".join(
+        ["nothing that was tried fits into the memory of the devices; what comes nearest needs", *rows]
+    )
+
+
+_STATIC = ("parameters", "buffers", "precomputed", "gradients", "optimizer", "versions")
+_MESSAGES = ("received", "sent", "in_transit", "results")
+
+
+def _of(need: RankMemory, kinds: Sequence[str]) -> float:
+    return sum(need.bytes_by_category[kind] for kind in kinds)

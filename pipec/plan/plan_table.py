@@ -1,0 +1,219 @@
+"""A plan as a table for people: its stages, what bounds the step, and what else was considered."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from io import StringIO
+from itertools import pairwise
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage
+from pipec.ir.text_format import format_bytes, format_replicas, format_seconds, format_type, value_bytes
+from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import simulate_plan
+from pipec.timeline.attribution import attribute_waits, critical_path, critical_path_times
+from pipec.timeline.events import Timeline
+from pipec.timeline.steady_state import steady_state
+
+WIDTH = 240
+"""Wide enough that no row is folded: a terminal folds it as it likes."""
+
+
+@dataclass(frozen=True)
+class PrintablePlan(Plan):
+    """A plan that prints as a table, with what its ``programs`` predict."""
+
+    programs: Sequence[Program] = field(default=(), repr=False, compare=False)
+
+    @classmethod
+    def of(cls, plan: Plan, programs: Sequence[Program]) -> "PrintablePlan":
+        return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)}, programs=programs)
+
+    def __str__(self) -> str:
+        return plan_table(self, self.programs)
+
+
+def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
+    """One row per stage, and under it what bounds the step."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in (
+        "stage",
+        "rank",
+        "operators",
+        "weights",
+        "forward",
+        "backward",
+        "sends",
+        "saves",
+        "modules",
+    ):
+        table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
+    for stage in plan.stages:
+        table.add_row(*_row(plan, stage))
+    predictions = _predictions(plan, programs)
+    parts = [
+        [_headline(plan)],
+        table_lines(table),
+        predictions + _inputs(plan),
+        _sharding_table(plan),
+        _alternatives(plan),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def table_lines(table: Table) -> list[str]:
+    """The lines of a rich table as plain text, none of them folded."""
+    out = StringIO()
+    Console(file=out, width=WIDTH, color_system=None).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+
+
+def _headline(plan: Plan) -> str:
+    return (
+        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
+    )
+
+
+def _row(plan: Plan, stage: Stage) -> list[str]:
+    seconds = stage.cost.seconds
+    backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
+    return [
+        str(stage.index),
+        _ranges(plan.placement[stage.index]),
+        f"{stage.first_operator}-{stage.last_operator}",
+        format_bytes(stage.cost.memory.weights),
+        format_seconds(seconds.get(Phase.FORWARD, 0.0)),
+        format_seconds(backward),
+        format_bytes(sent_bytes(plan, stage.index)),
+        format_bytes(stage.cost.memory.saved) + ("*" if stage.has_recompute else ""),
+        _span(stage),
+    ]
+
+
+def _span(stage: Stage) -> str:
+    return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
+
+
+def sent_bytes(plan: Plan, stage: int) -> int:
+    """Bytes a stage sends to other ranks for one microbatch, both ways."""
+    return sum(
+        value_bytes(value, plan.sizes)
+        for link in plan.links
+        if link.source == stage and link.payload.per_microbatch
+        if link.target < 0 or plan.placement[link.target] != plan.placement[stage]
+        for value in link.values
+    )
+
+
+def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
+    timeline = simulate_plan(plan, programs)
+    needs = plan_memory(plan, programs)
+    lines = [
+        _pace(timeline),
+        f"bounded by {_bounds(timeline)}",
+        _peaks(plan, needs),
+    ]
+    if plan.cost_source:
+        lines.append(f"seconds are those of {plan.cost_source}")
+    if any(need.host_bytes for need in needs):
+        lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
+    if any(stage.has_recompute for stage in plan.stages):
+        lines.append("* computes the rest again")
+    if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
+        lines.append(f"tied across stages: {', '.join(tied)}")
+    return lines
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0, 1, 4``; of more than ``_MOST_NUMBERS``, ``0 to 9992 in steps of 8`` if they are so."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) <= _MOST_NUMBERS or len(steps) > 1:
+        return ", ".join(map(str, ranks))
+    apart = f" in steps of {step}" if (step := steps.pop()) > 1 else ""
+    return f"{ranks[0]} to {ranks[-1]}{apart}"
+
+
+def _peaks(plan: Plan, needs: Sequence[RankMemory]) -> str:
+    """The peak memory of each rank, or, if those are too many to list, the highest of each stage's ranks."""
+    counted = _state_counted(plan)
+    if len(needs) <= _MOST_NUMBERS:
+        peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
+        return f"peak memory by rank, {counted}: {peaks}"
+    highest = (max(needs[rank].peak_bytes for rank in ranks) for ranks in plan.placement)
+    return f"peak memory by stage, {counted}: {', '.join(map(format_bytes, highest))}"
+
+
+_MOST_NUMBERS = 64
+"""Ranks that are listed one by one."""
+
+
+def _pace(timeline: Timeline) -> str:
+    if steady := steady_state(timeline):
+        return f"a mini-batch every {format_seconds(steady.batch_interval)}, bubble {steady.bubble_rate:.1%}"
+    return f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}"
+
+
+def _inputs(plan: Plan) -> list[str]:
+    rows = {
+        kind: [_input(plan, entry) for entry in plan.inputs if entry.batched is split]
+        for kind, split in (("split into microbatches", True), ("whole in every microbatch", False))
+    }
+    return [f"{kind}: {', '.join(listed)}" for kind, listed in rows.items() if listed]
+
+
+def _input(plan: Plan, entry: InputLeaf) -> str:
+    """An input as the user passes it, and by which dimension it is split if that is not the first."""
+    axis = plan.batch_axes[entry.position]
+    where = "" if axis is None or axis.is_leading else f" by dimension {axis.dim}"
+    return f"{entry.path} {format_type(plan.user_value(entry))}{where}"
+
+
+def _state_counted(plan: Plan) -> str:
+    state = sum(stage.cost.memory.state for stage in plan.stages)
+    return "with optimizer state" if state else "without optimizer state"
+
+
+def _bounds(timeline: Timeline) -> str:
+    """What most of the critical path consists of. The path has no gaps: its messages count as part of it."""
+    seconds: dict[str, float] = defaultdict(float)
+    path = critical_path(timeline, attribute_waits(timeline))
+    for index, time in zip(path, critical_path_times(timeline, path), strict=True):
+        event = timeline.events[index]
+        others = "collectives" if event.is_collective else "copies" if event.is_copy else "messages"
+        what = f"stage {event.instruction.stage}" if event.is_blocking else others
+        seconds[what] += time
+    longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
+    return ", ".join(f"{what} {share:.0%}" for share, what in longest[:3])
+
+
+def _sharding_table(plan: Plan) -> list[str]:
+    if not plan.sharding_costs:
+        return []
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("shard", no_wrap=True)
+    for heading in ("peak memory", "collectives", "step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in plan.sharding_costs:
+        times = format_seconds(each.collective_seconds), format_seconds(each.seconds)
+        name = (each.shard or "nothing") + (" (taken)" if each.shard is plan.sync_spec.shard else "")
+        table.add_row(name, format_bytes(each.peak_bytes), *times)
+    return table_lines(table)
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("instead", no_wrap=True)
+    for heading in ("microbatches", "stages", "replicas", "step", "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("refused", no_wrap=True)
+    for each in plan.alternatives:
+        counts = str(each.num_microbatches), str(each.num_stages), format_replicas(each.replicas)
+        step, peak = format_seconds(each.seconds), format_bytes(each.peak_bytes)
+        table.add_row(each.schedule, *counts, step, peak, each.rejection_reason)
+    return table_lines(table)

@@ -1,0 +1,116 @@
+"""What a step does besides its microbatches, read off a cut graph: what replicas sum, and when they agree."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from pipec.errors import InputError
+from pipec.graph.phase_functions import StageFunctions
+from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
+from pipec.hardware.topology import Topology
+from pipec.ir import GRADIENT_PHASES, Bucket, Link, Mode, Payload, Placement, SyncSpec, Value
+from pipec.ir.text_format import value_bytes
+
+
+def build_sync_spec(
+    requested: SyncSpec,
+    mode: Mode,
+    stages: Sequence[StageFunctions],
+    values: Mapping[str, Value],
+    links: Sequence[Link],
+    placement: Placement,
+    topology: Topology,
+) -> SyncSpec:
+    """The sync spec of a step: what was ``requested``, and what its replicas need.
+
+    ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has
+    buckets for each segment of its backward and each dtype; parameters that are tied to other stages have
+    buckets of their own, and so has each with sparse gradients.
+
+    Raises:
+        InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
+    """
+    averaged = tuple(
+        stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
+    )
+    if mode is not Mode.TRAIN:
+        return SyncSpec(buffer_sync_stages=averaged)
+    tied = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
+    buckets = tuple(
+        with_collective_seconds(bucket, placement[stage.index], topology, requested)
+        for stage in stages
+        if len(placement[stage.index]) > 1
+        for bucket in _buckets(stage, values, links, tied)
+    )
+    if requested.shard is not None:
+        _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
+    return replace(requested, buckets=buckets, buffer_sync_stages=averaged)
+
+
+def _require_dense(stages: Sequence[StageFunctions]) -> None:
+    """Replicas that keep shares sum slices of gradients, and a sparse one has none."""
+    sparse = [fqn for stage in stages for fqn, is_sparse in _gradients(stage).items() if is_sparse]
+    if sparse:
+        raise InputError(
+            f"{sparse[0]} has sparse gradients, which replicas cannot keep shares of; make it with "
+            "sparse=False, or compile without shard=..."
+        )
+
+
+def _changes_buffers(stage: StageFunctions) -> bool:
+    return any(function.buffer_updates for function in stage.functions)
+
+
+def _buckets(
+    stage: StageFunctions,
+    values: Mapping[str, Value],
+    links: Sequence[Link],
+    tied: set[str],
+) -> Iterator[Bucket]:
+    borrowed = {
+        v.name
+        for link in links
+        if link.payload is Payload.WEIGHT and link.target == stage.index
+        for v in link.values
+    }
+    completed_by = {
+        fqn: function.segment
+        for phase in GRADIENT_PHASES
+        for function in stage.phase_functions(phase)
+        for fqn, _ in function.gradients
+    }
+    groups: dict[tuple[int, str, bool, str], list[Value]] = {}
+    for fqn, is_sparse in _gradients(stage).items():
+        if fqn not in borrowed:
+            key = (completed_by.get(fqn, 0), values[fqn].dtype, fqn in tied, fqn if is_sparse else "")
+            groups.setdefault(key, []).append(values[fqn])
+    for key, parameters in sorted(groups.items(), key=lambda item: item[0][0]):
+        segment, _, is_tied, sparse = key
+        yield Bucket(stage.index, tuple(parameters), is_tied, sparse != "", segment=segment)
+
+
+def _gradients(stage: StageFunctions) -> dict[str, bool]:
+    """The parameters that get gradients, in the order of the stage, and whether that gradient is sparse."""
+    made: dict[str, fx.Node] = {fqn: node for function in stage.functions for fqn, node in function.gradients}
+    names = (node.meta["role"].fqn for node in stage.parameters)
+    return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
+
+
+def with_collective_seconds(
+    bucket: Bucket, ranks: Sequence[int], topology: Topology, requested: SyncSpec
+) -> Bucket:
+    """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
+    in_transit = [replace(v, dtype=requested.gradient_dtype or v.dtype) for v in bucket.parameters]
+    reduced, gathered = (
+        sum(value_bytes(v, {}) for v in values) for values in (in_transit, bucket.parameters)
+    )
+    reduce_seconds = unshard_seconds if requested.shard else all_reduce_seconds
+    num_hosts = fastest_num_hosts(topology, ranks, gathered)
+    return replace(
+        bucket,
+        num_hosts=num_hosts,
+        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered), num_hosts),
+        unshard_seconds=unshard_seconds(topology, ranks, gathered, num_hosts),
+    )

@@ -1,0 +1,246 @@
+"""The rules for what a step does besides its microbatches: collectives, updates, and when they may run."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from pipec.ir import GRADIENT_PHASES, Instruction, Link, Op, Payload, stages_on
+from pipec.ir.columns import OP_CODE, OPS
+from pipec.programs import weight_version_rules
+from pipec.programs.deadlock import InstructionSite
+from pipec.programs.program_index import ProgramIndex
+from pipec.programs.violation import Violation
+
+_SYNC_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
+_GRADIENT_OPS = tuple(map(Op, GRADIENT_PHASES))
+_READ_GRADIENTS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
+_AFTER = {
+    Op.GRAD_NORM: (Op.REDUCE_GRAD,),
+    Op.UPDATE: (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.AVERAGE_BUFFERS),
+    Op.UNSHARD: (Op.UPDATE,),
+}
+"""What must be over before an op of the same stage starts."""
+
+
+class CollectiveKey(NamedTuple):
+    """What a collective or an update does. Instructions of different ranks with equal keys are one
+    collective.
+    """
+
+    op: Op
+    stage: int = -1
+    bucket: int = -1
+    model_collective: int = -1
+    round: int = -1
+
+    def __str__(self) -> str:
+        of = f" of stage {self.stage}" if self.stage >= 0 else ""
+        numbers = {"bucket": self.bucket, "model collective": self.model_collective, "round": self.round}
+        named = (f"{word} {number}" for word, number in numbers.items() if number >= 0)
+        return ", ".join([f"{self.op}{of}", *named])
+
+
+def sync_instruction_numbers(step: ProgramIndex) -> Sequence[Mapping[CollectiveKey, list[int]]]:
+    """For each rank, the numbers of its instructions that do not belong to a microbatch or a link."""
+    codes = [
+        OP_CODE[op] for op in _SYNC_OPS if not (op in weight_version_rules.OPS and step.sync_spec.stream)
+    ]
+    found = []
+    for columns in step.columns:
+        own: dict[CollectiveKey, list[int]] = defaultdict(list)
+        for number in np.flatnonzero(np.isin(columns.ops, codes)).tolist():
+            op, stage, bucket = columns.ops[number], columns.stages[number], columns.buckets[number]
+            own[CollectiveKey(OPS[op], int(stage), int(bucket))].append(number)
+        found.append(own)
+    return found
+
+
+def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with the fields of such an instruction."""
+    key = CollectiveKey(instruction.op, instruction.stage, instruction.bucket)
+    others = (
+        *(instruction.microbatch, instruction.peer, instruction.slot),
+        *(instruction.segment, instruction.model_collective),
+    )
+    if instruction.link or any(other != -1 for other in others):
+        yield f"{key} names a microbatch, link, peer, slot, segment or model collective; expected none"
+    expected = _expected(step, rank)
+    if key not in expected:
+        some = ", ".join(map(str, expected)) or "none"
+        yield f"{key} is not in the plan for rank {rank}; expected {some}"
+
+
+def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
+    """What a rank does besides microbatches, and how often; -1 stands for any number of turns."""
+    sync_spec, keys = step.sync_spec, dict[CollectiveKey, int]()
+    for stage in stages_on(step.placement, rank):
+        if stage in sync_spec.buffer_sync_stages:
+            keys[CollectiveKey(Op.AVERAGE_BUFFERS, stage)] = 1
+        if sync_spec.updates and not sync_spec.stream:
+            keys[CollectiveKey(Op.UPDATE, stage)] = 1
+        rounds = ceil(step.num_microbatches / len(step.placement[stage]))
+        for number in sync_spec.buckets_of(stage) if not sync_spec.stream else ():
+            bucket = sync_spec.buckets[number]
+            keys[CollectiveKey(Op.REDUCE_GRAD, stage, number)] = (
+                rounds if sync_spec.reduces_every_round(bucket) else 1
+            )
+            if sync_spec.reshards_after_use(bucket):
+                keys |= {CollectiveKey(op, stage, number): -1 for op in (Op.UNSHARD, Op.RESHARD)}
+            elif sync_spec.shard:
+                keys[CollectiveKey(Op.UNSHARD, stage, number)] = 1
+    if sync_spec.has_grad_norm:
+        keys[CollectiveKey(Op.GRAD_NORM)] = 1
+    return keys
+
+
+def names_of(link: Link) -> set[str]:
+    """The names of the values of a link."""
+    return {value.name for value in link.values}
+
+
+def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
+    """Every gradient is reduced once, every stage updated once, and what is gathered is let go of."""
+    for rank, own in enumerate(sync_instruction_numbers(step)):
+        for key, times in _expected(step, rank).items():
+            count = len(own.get(key, ()))
+            if times not in (count, -1):
+                site = _site(rank, own.get(key, ()), len(step.columns[rank]) - 1)
+                often = "once" if times == 1 else f"{times} times"
+                yield Violation(site, f"{key} is there {count} times on rank {rank}; expected {often}")
+            if key.op is Op.RESHARD:
+                yield from _alternates(step, rank, own, key)
+
+
+def _alternates(
+    step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
+) -> Iterator[Violation]:
+    gathered, dropped = own.get(key._replace(op=Op.UNSHARD), []), own.get(key, [])
+    turns = sorted([*((number, True) for number in gathered), *((number, False) for number in dropped)])
+    if [turn for _, turn in turns] != [True, False] * (len(turns) // 2) or not turns:
+        site = _site(rank, [number for number, _ in turns], len(step.columns[rank]) - 1)
+        found = f"{len(gathered)} unshard and {len(dropped)} reshard"
+        what = f"stage {key.stage}, bucket {key.bucket}"
+        yield Violation(site, f"{what} has {found} on rank {rank}; expected one after the other")
+
+
+def _site(rank: int, numbers: Sequence[int], last: int) -> InstructionSite | None:
+    number = numbers[-1] if numbers else last
+    return (rank, number) if number >= 0 else None
+
+
+def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
+    """Gradients are complete before they are reduced, reduced before the norm, and all that before updates.
+
+    No stage computes after its update, or while its parameters are not gathered.
+    """
+    for rank, own in enumerate(sync_instruction_numbers(step)):
+        for key, numbers in own.items():
+            for other, at in _before(step, rank, own, key):
+                if at > numbers[-1]:
+                    yield Violation((rank, numbers[-1]), f"{key} runs before {other} at {at}")
+            if key.op is Op.RESHARD:
+                yield from _computes_while_gathered(step, rank, own, key)
+
+
+def _before(
+    step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
+) -> Iterator[tuple[str, int]]:
+    """What an instruction must not run before: in words, and its number."""
+    stages = stages_on(step.placement, rank) if key.op is Op.GRAD_NORM else [key.stage]
+    if key.op is Op.AVERAGE_BUFFERS:
+        yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
+    if key.op in _READ_GRADIENTS:
+        for stage in stages:
+            yield f"the last backward of stage {stage}", _last_gradient(step, rank, stage, key)
+        for each in step.deliveries:
+            if each.route.target == rank and _brings_home(step, each.route.link, key, stages):
+                yield "the gradients that another stage brings home", int(each.receives[0])
+    if key.op is Op.UNSHARD and step.sync_spec.reshards_after_use(step.sync_spec.buckets[key.bucket]):
+        return
+    for other, numbers in own.items():
+        if other.op in _AFTER.get(key.op, ()) and (key.op is Op.GRAD_NORM or other.stage in (-1, key.stage)):
+            yield str(other), numbers[-1]
+
+
+def _brings_home(step: ProgramIndex, link: Link, key: CollectiveKey, stages: Sequence[int]) -> bool:
+    """Whether a link brings gradients that an instruction for these stages reads."""
+    if link.payload is not Payload.WEIGHT_GRADIENT or link.target not in stages:
+        return False
+    return key.bucket < 0 or not names_of(link).isdisjoint(step.sync_spec.buckets[key.bucket].names)
+
+
+def _last(step: ProgramIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
+    """The number of the last of these computes of a stage on a rank, or -1."""
+    numbers = step.numbers[[OP_CODE[op] for op in ops], stage]
+    return int(numbers[:, step.ranks[stage] == rank].max(initial=-1))
+
+
+def _last_gradient(step: ProgramIndex, rank: int, stage: int, key: CollectiveKey) -> int:
+    """The number of the last compute of a stage that makes gradients an instruction reads, or -1.
+
+    Segments behind the one that completes a bucket make no gradients of it.
+    """
+    bucket = step.sync_spec.buckets[key.bucket] if key.op is Op.REDUCE_GRAD else None
+    if bucket is None or bucket.is_tied:
+        return _last(step, rank, stage, _GRADIENT_OPS)
+    columns = step.columns[rank]
+    makes = np.isin(columns.ops, [OP_CODE[op] for op in _GRADIENT_OPS]) & (columns.stages == stage)
+    return int(np.flatnonzero(makes & (columns.segments <= bucket.segment)).max(initial=-1))
+
+
+def _computes_while_gathered(
+    step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
+) -> Iterator[Violation]:
+    columns = step.columns[rank]
+    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
+    gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.UNSHARD, Op.RESHARD))
+    there = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
+    for number in computes[~there].tolist()[:1]:
+        what = f"{columns[number].op} of stage {key.stage} runs while bucket {key.bucket} is not gathered"
+        yield Violation((rank, number), what)
+
+
+def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
+    """Any two ranks start the collectives that they have in common in the same order."""
+    sequences = [collectives(step, rank) for rank in range(len(step.columns))]
+    pairs = {pair for ranks in step.placement for pair in combinations(sorted(ranks), 2)}
+    for one, other in sorted(pairs):
+        mine, theirs = (
+            [(key, number) for key, number in sequences[rank] if {one, other} <= _members(step, key)]
+            for rank in (one, other)
+        )
+        for (key, number), (another, at) in zip(mine, theirs, strict=False):
+            if key != another:
+                message = f"{key} meets {another} of rank {other}; ranks start collectives in one order"
+                yield Violation((one, number), message, ((other, at),))
+                break
+        else:
+            if len(mine) != len(theirs):
+                longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, other)
+                key, number = longer[min(len(mine), len(theirs))]
+                yield Violation(
+                    (rank, number), f"{key} waits for rank {one + other - rank}, which has no such"
+                )
+
+
+def collectives(step: ProgramIndex, rank: int) -> Sequence[tuple[CollectiveKey, int]]:
+    """The collectives of a rank in order, each with its number."""
+    columns = step.columns[rank]
+    numbers = np.flatnonzero(columns.is_collective)
+    if not numbers.size:
+        return []
+    replicas = np.array([len(ranks) for ranks in step.placement])[columns.stages[numbers]]
+    microbatches = columns.microbatches[numbers]
+    rounds = np.where(columns.model_collectives[numbers] < 0, microbatches, microbatches // replicas)
+    fields = columns.ops, columns.stages, columns.buckets, columns.model_collectives
+    rows = np.stack([*(each[numbers] for each in fields), rounds]).T.tolist()
+    return [(CollectiveKey(OPS[op], *row), at) for (op, *row), at in zip(rows, numbers.tolist(), strict=True)]
+
+
+def _members(step: ProgramIndex, key: CollectiveKey) -> set[int]:
+    """The ranks that take part in a collective."""
+    return {*range(len(step.columns))} if key.op is Op.GRAD_NORM else {*step.placement[key.stage]}

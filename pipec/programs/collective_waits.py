@@ -1,0 +1,81 @@
+"""Waits of collectives: no rank gets past a collective before its last rank has come.
+
+A collective is modelled as a rank of its own with one instruction, which passes when every member has come;
+and all members wait until it has passed. So there are twice as many waits as instructions of collectives.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.ir import Op, Payload
+from pipec.programs.collective_rules import CollectiveKey, collectives, names_of, sync_instruction_numbers
+from pipec.programs.deadlock import InstructionSite, WaitEdges
+from pipec.programs.program_index import ProgramIndex
+
+
+@dataclass(frozen=True)
+class CollectiveWaits:
+    """The waits of ``count`` collectives, which are numbered after the ``num_ranks`` ranks."""
+
+    waits: WaitEdges
+    num_ranks: int
+    count: int
+
+    def of_ranks(
+        self, stalled: Mapping[int, tuple[InstructionSite, InstructionSite]]
+    ) -> dict[int, tuple[InstructionSite, InstructionSite]]:
+        """Stalled ranks alone. One that waits for a collective waits for a member that has not come to it."""
+        return {
+            rank: (site, stalled[ahead[0]][1] if ahead[0] >= self.num_ranks else ahead)
+            for rank, (site, ahead) in stalled.items()
+            if rank < self.num_ranks
+        }
+
+
+def collective_waits(step: ProgramIndex) -> CollectiveWaits:
+    """Collectives wait for all their ranks. The k-th with equal keys on each rank are one collective."""
+    num_ranks = len(step.columns)
+    met: dict[tuple[CollectiveKey, int], list[InstructionSite]] = defaultdict(list)
+    for rank in range(num_ranks):
+        seen: dict[CollectiveKey, int] = defaultdict(int)
+        for key, number in collectives(step, rank):
+            met[key, seen[key]].append((rank, number))
+            seen[key] += 1
+    waits = []
+    for collective, sites in enumerate(met.values(), start=num_ranks):
+        for rank, number in sites:
+            waits += [(collective, 0, rank, number), (rank, number, collective, 1)]
+    return CollectiveWaits(_waits(waits), num_ranks, len(met))
+
+
+def tied_gradient_waits(step: ProgramIndex) -> WaitEdges:
+    """A rank does not come to what reads the gradients of a tied weight before another one has sent them.
+
+    So the instruction before the first reader waits for the send, and nobody meets the reader earlier.
+    """
+    numbers, waits = sync_instruction_numbers(step), []
+    for each in step.deliveries:
+        link, rank = each.route.link, each.route.target
+        if link.payload is Payload.WEIGHT_GRADIENT and each.route.crosses_ranks:
+            reading = [
+                number
+                for key, found in numbers[rank].items()
+                for number in found
+                if number > each.receives[0] and _reads(step, key, link.target, names_of(link))
+            ]
+            waits += [(rank, min(reading) - 1, each.route.source, int(each.sends[0]))] if reading else []
+    return _waits(waits)
+
+
+def _reads(step: ProgramIndex, key: CollectiveKey, stage: int, names: set[str]) -> bool:
+    """Whether an instruction reads gradients of a stage that have these names."""
+    if key.op is Op.REDUCE_GRAD:
+        return key.stage == stage and not names.isdisjoint(step.sync_spec.buckets[key.bucket].names)
+    return key.op is Op.GRAD_NORM or (key.op is Op.UPDATE and key.stage == stage)
+
+
+def _waits(rows: Sequence[tuple[int, int, int, int]]) -> WaitEdges:
+    return WaitEdges(*np.array(rows, np.int32).reshape(-1, 4).T)

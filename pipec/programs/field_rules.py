@@ -1,0 +1,134 @@
+"""Whether every field of an instruction fits the plan, from its stage to its segment."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipec.ir import Instruction, OpKind, Payload, rank_of, stages_on
+from pipec.ir.columns import OPS, InstructionColumns, Ints, is_constant
+from pipec.ir.text_format import format_link
+from pipec.programs import collective_rules, model_collective_rules, weight_version_rules
+from pipec.programs.program_index import ProgramIndex
+from pipec.programs.routes import rank_pairs
+
+
+def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with the fields of an instruction."""
+    traits = instruction.op.traits
+    if traits.carries_link:
+        return _transfer_misfits(step, rank, instruction)
+    if traits.per_microbatch:
+        return _cell_misfits(step, rank, instruction)
+    if step.sync_spec.stream and instruction.op in weight_version_rules.OPS:
+        return weight_version_rules.violations(step, rank, instruction)
+    return collective_rules.violations(step, rank, instruction)
+
+
+def first_of_each_kind(step: ProgramIndex, columns: InstructionColumns) -> Sequence[int]:
+    """The first instruction of each kind. Instructions of one kind fit the plan, or none of them does.
+
+    They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
+    not. Kinds are numbered by what differs at all in this program.
+    """
+    kinds, count = np.zeros(len(columns), np.int64), 1
+    for column, low, high in _distinguished(step, columns):
+        if is_constant(column):
+            continue
+        within = np.clip(column, low, high)
+        least, most = int(within.min(initial=high)), int(within.max(initial=low))
+        if least < most:
+            kinds = kinds * (most - least + 1) + (within - least)
+            count *= most - least + 1
+        if count > _MOST_KINDS:
+            kinds = np.unique(kinds, return_inverse=True)[1]
+            count = int(kinds.max()) + 1
+    firsts = np.full(count, len(columns), np.int64)
+    firsts[kinds[::-1]] = np.arange(len(columns))[::-1]
+    found: list[int] = np.sort(firsts[firsts < len(columns)]).tolist()
+    return found
+
+
+_MOST_KINDS = 2**16
+"""So many numbers of kinds are told apart by a table. If there might be more, they are numbered anew."""
+
+
+def _distinguished(step: ProgramIndex, columns: InstructionColumns) -> Iterator[tuple[Ints, int, int]]:
+    """What tells kinds apart: columns, and the bounds beyond which their numbers are alike."""
+    microbatch = np.zeros(len(columns), np.int8)
+    for bound in (-1, 0, step.num_microbatches):
+        microbatch += columns.microbatches >= bound
+    yield columns.ops, 0, len(OPS)
+    yield columns.stages, -2, len(step.placement)
+    yield columns.link_numbers, -2, len(columns.links)
+    yield columns.peers, -2, len(step.programs)
+    yield microbatch, 0, 3
+    yield (columns.slots >= 0).view(np.int8), 0, 1
+    yield (columns.slots == -1).view(np.int8), 0, 1
+    yield columns.buckets, -2, len(step.sync_spec.buckets)
+    yield columns.segments, -2, max(step.segments.values(), default=0)
+    yield columns.model_collectives, -2, max(map(len, step.model_collectives.values()), default=0)
+    yield _own_rank(step, columns), -1, len(step.programs)
+
+
+def _own_rank(step: ProgramIndex, columns: InstructionColumns) -> Ints:
+    """The rank that should run the stage and microbatch each instruction names; -1 where there are none."""
+    stages, microbatches = columns.stages, columns.microbatches
+    known = (stages >= 0) & (stages < len(step.placement))
+    known &= (microbatches >= 0) & (microbatches < step.num_microbatches)
+    return np.where(known, step.ranks[np.where(known, stages, 0), np.where(known, microbatches, 0)], -1)
+
+
+def _cell_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with a compute, a free, or what joins microbatches."""
+    op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
+    if not 0 <= stage < len(step.placement) or rank_of(step.placement, stage, microbatch) != rank:
+        held = stages_on(step.placement, rank)
+        yield f"{op} names stage {stage}; expected a stage of this rank: {held}"
+    if not 0 <= microbatch < step.num_microbatches:
+        yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
+    if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
+        yield f"{op} carries a link, peer, slot or bucket; expected none"
+    if op.traits.kind is OpKind.COLLECTIVE:
+        yield from model_collective_rules.violations(step, instruction)
+        return
+    if instruction.model_collective != -1:
+        yield f"{op} names model collective {instruction.model_collective}; expected none"
+    num_segments = step.num_segments(op, stage) if instruction.op.traits.kind is OpKind.COMPUTE else 1
+    if instruction.segment != -1 and (num_segments == 1 or not 0 <= instruction.segment < num_segments):
+        expected = f"0 to {num_segments - 1}, or none for all of them" if num_segments > 1 else "none"
+        yield f"{op} names segment {instruction.segment}; expected {expected}"
+
+
+def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    op, traits, link = instruction.op, instruction.op.traits, instruction.link
+    if link is None or link not in step.link_set:
+        yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
+        return
+    ways: Sequence[tuple[int, int]]
+    if link.payload is Payload.MICROBATCH_RESULT:
+        source = rank_of(step.placement, link.source, instruction.microbatch)
+        ways = [(source, target) for target in range(len(step.programs)) if target != source]
+    elif link.payload.per_microbatch:
+        stages = link.source, link.target
+        source, target = (rank_of(step.placement, stage, instruction.microbatch) for stage in stages)
+        ways = [(source, target)]
+    else:
+        ways = rank_pairs(link, step.placement, step.num_microbatches)
+    peer = instruction.peer if traits.has_peer else rank
+    start, end = (peer, rank) if traits.kind is OpKind.RECEIVE else (rank, peer)
+    if (start, end) not in ways:
+        expected = " or ".join(f"{one} to {other}" for one, other in ways)
+        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from rank {expected}"
+    if traits.has_peer == (start == end) or traits.has_peer == (instruction.peer == -1):
+        yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
+    stage = link.target if traits.fills_slot else link.source
+    if instruction.stage != stage:
+        yield f"{op} of {format_link(link)} names stage {instruction.stage}; expected {stage}"
+    if instruction.microbatch not in step.microbatches(link):
+        allowed = step.microbatches(link)
+        yield f"{op} names microbatch {instruction.microbatch}; expected {allowed[0]} to {allowed[-1]}"
+    for word in ("bucket", "segment"):
+        if (number := getattr(instruction, word)) != -1:
+            yield f"{op} names {word} {number}; expected none"
+    if (instruction.slot >= 0) != (traits.fills_slot and link.payload.feeds_compute):
+        yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"

@@ -1,0 +1,103 @@
+"""The computes of programs as cells that run: what a message depends on, however long computes take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from pipec.ir import Op
+from pipec.ir.columns import OP_CODE, Floats, Ints
+from pipec.programs.dependence import Bools, Dependence
+from pipec.programs.task_times import TaskInputs, TaskTimes, run_tasks
+
+if TYPE_CHECKING:
+    from pipec.programs.program_index import DeliveredMessages, ProgramIndex
+
+
+@dataclass(frozen=True)
+class ProgramComputes:
+    """The computes of all ranks, numbered rank by rank from ``first_tasks``.
+
+    ``next_computes_by_rank[rank]`` has for each instruction the cell that it is, or else the rank's next one.
+    """
+
+    first_tasks: Sequence[int]
+    next_computes_by_rank: Sequence[Ints]
+    dependence: Dependence
+
+    @classmethod
+    def of(cls, step: "ProgramIndex") -> Self | None:
+        """The cells of programs; None if computes wait for each other."""
+        computes = [columns.is_compute for columns in step.columns]
+        first_tasks: list[int] = np.cumsum([0, *(each.sum() for each in computes)]).tolist()
+        next_computes_by_rank = [
+            np.cumsum(each, dtype=np.int32) - each + np.int32(first)
+            for first, each in zip(first_tasks[:-1], computes, strict=True)
+        ]
+        reads = _reads(step.deliveries, first_tasks, next_computes_by_rank)
+        ops = [columns.ops[own] for columns, own in zip(step.columns, computes, strict=True)]
+        units = np.where(np.concatenate(ops) == OP_CODE[Op.BACKWARD], 2.0, 1.0)
+        run = run_tasks(units, reads, first_tasks)
+        return (
+            cls(first_tasks, next_computes_by_rank, Dependence(first_tasks, run))
+            if isinstance(run, TaskTimes)
+            else None
+        )
+
+    def receives_precede_sends(self, deliveries: Sequence["DeliveredMessages"]) -> bool:
+        """Whether ranks finish for certain, even if each of these sends waits for its receive.
+
+        In one run of the computes, an instruction is reached when the compute before it has ended. Of those
+        that are reached at the same time a lower rank's come first, and computes that begin then come last.
+        In this order over all ranks each instruction comes after those before it on its rank, and a reader
+        after the send of what it reads. If every receive comes before its send, all that an instruction waits
+        for comes before it, and no ring of waits can close. If not, another order might still do.
+        """
+        for each in deliveries:
+            source, target = each.route.source, each.route.target
+            sent, posted = self._reached(source, each.sends), self._reached(target, each.receives)
+            if not (posted <= sent if target < source else posted < sent).all():
+                return False
+        return True
+
+    def _reached(self, rank: int, numbers: Ints) -> Floats:
+        """When the computes before these instructions, which are none themselves, have ended."""
+        before = self.next_computes_by_rank[rank][numbers] - 1
+        return np.where(before < self.first_tasks[rank], 0.0, self.dependence.run.ends[before])
+
+    def depend_on_next_compute(self, deliveries: Sequence["DeliveredMessages"]) -> Sequence[Bools]:
+        """Message by message, whether it can be made only after the first compute behind its receive."""
+        makers, others = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        found, asked = list[Bools](), list[Ints]()
+        for each in deliveries:
+            made = _made(each, self.next_computes_by_rank)
+            following = self.next_computes_by_rank[each.route.target][each.receives]
+            made_here = made >= self.first_tasks[each.route.source]
+            asked.append(np.flatnonzero(made_here & (following < self.first_tasks[each.route.target + 1])))
+            found.append(np.zeros(made.size, bool))
+            makers.append(made[asked[-1]])
+            others.append(following[asked[-1]])
+        depends = self.dependence.depends_on(np.concatenate(makers), np.concatenate(others))
+        for of_route, places in zip(found, asked, strict=True):
+            of_route[places], depends = depends[: places.size], depends[places.size :]
+        return found
+
+
+def _reads(
+    deliveries: Sequence["DeliveredMessages"],
+    first_tasks: Sequence[int],
+    next_computes_by_rank: Sequence[Ints],
+) -> TaskInputs:
+    readers, producers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    for each in deliveries:
+        made = _made(each, next_computes_by_rank)
+        read = (each.reads >= 0) & (made >= first_tasks[each.route.source])
+        readers.append(next_computes_by_rank[each.route.target][each.reads[read]])
+        producers.append(made[read])
+    return TaskInputs(np.concatenate(readers), np.concatenate(producers))
+
+
+def _made(each: "DeliveredMessages", next_computes_by_rank: Sequence[Ints]) -> Ints:
+    """The last cell before each message is sent."""
+    return next_computes_by_rank[each.route.source][each.sends] - 1

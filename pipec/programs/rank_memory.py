@@ -1,0 +1,360 @@
+"""What a rank holds while its program runs, and how much of it is in flight: counted here alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipec.ir import (
+    GRADIENT_PHASES,
+    Bucket,
+    Compute,
+    Op,
+    Payload,
+    Plan,
+    Program,
+    RankMemory,
+    StageMemory,
+    stages_on,
+)
+from pipec.ir.columns import (
+    OP_CODE,
+    PHASE_CODE,
+    PHASES,
+    ComputeColumns,
+    Floats,
+    InstructionColumns,
+    Ints,
+    with_shared_links,
+)
+from pipec.ir.memory_figures import MEMORY_CATEGORIES
+from pipec.ir.text_format import value_bytes
+from pipec.programs.compute_segments import split_into_segments
+from pipec.programs.offload_intervals import next_computes
+
+_MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
+_FREEING = {
+    Payload.ACTIVATION: [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]],
+    Payload.GRADIENT: [OP_CODE[Op.BACKWARD_WEIGHT]],
+}
+"""What lets go of what was saved by the phase that made a message."""
+
+_NOWHERE = np.empty(0, np.int64)
+NUM_SENDS_IN_TRANSIT = 2
+"""How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
+
+
+def microbatch_bytes(order: Sequence[Compute], stages: Sequence[StageMemory]) -> Floats:
+    """What the microbatches of one rank hold while each of its cells runs, in order.
+
+    ``stages[stage]`` is what each stage holds; what it holds once is left out. For a stage that saves 3 and
+    has 1 of transient memory::
+
+        cell     F0  F1  B0  F2  B1  B2
+        starts   +3  +3   0  +3   0   0     by how much memory grows when the cell starts
+        ends      0   0  -3   0  -3  -3     by how much it grows when the cell ends
+        held      4   7   7   7   7   4     with what is transient
+    """
+    cells = ComputeColumns.of(order)
+    starts, ends, transient = (table[cells.phases, cells.stages] for table in _tables(stages))
+    while_running: Floats = np.cumsum(starts + ends) - ends + transient
+    return while_running
+
+
+def _tables(stages: Sequence[StageMemory]) -> tuple[Floats, Floats, Floats]:
+    """How memory grows as cells start and end, and what is transient, at [phase, stage]."""
+    rows = [[(*each.growth(phase), each.transient.get(phase, 0.0)) for each in stages] for phase in PHASES]
+    table = np.array(rows, np.float64).reshape(len(PHASES), len(stages), 3)
+    return table[..., 0], table[..., 1], table[..., 2]
+
+
+def max_in_flight_of_order(order: Sequence[Compute]) -> int:
+    """The most microbatches a rank holds at once, from forward to whole backward or weight gradient."""
+    cells = ComputeColumns.of(order)
+    one_each = [StageMemory(saved=1, weight_gradient_saved=1)] * (int(cells.stages.max(initial=-1)) + 1)
+    return int(microbatch_bytes(cells, one_each).max(initial=0))
+
+
+def in_flight(instructions: InstructionColumns) -> Ints:
+    """After each instruction of a rank, the pairs of stage and microbatch between forward and free."""
+    begun, freed = (instructions.ops == OP_CODE[op] for op in (Op.FORWARD, Op.FREE))
+    begun = begun & (instructions.segments <= 0)
+    pairs: Ints = np.cumsum(begun.astype(np.int64) - freed)
+    return pairs
+
+
+def peak_in_flight(program: Program) -> int:
+    """The most pairs of stage and microbatch that a rank holds at once, from forward to free."""
+    (columns,) = with_shared_links([program])
+    return int(in_flight(columns).max(initial=0))
+
+
+def rank_memory(plan: Plan, program: Program) -> RankMemory:
+    """What a rank holds while each instruction runs: the one account of the house.
+
+    * A phase that consists of several functions holds what each of them does, one after the other, also where
+      one instruction runs them all.
+    * Buffers for what a microbatch receives stay from step to step, one for each slot.
+    * What is sent stays until the message after the next one of its link and peer, even if it was saved as
+      well and that is over.
+    * Sums of gradients begin with the first gradients, and end with the update, if the program has one. They
+      are there from the start where replicas add them up in memory that travels. ``.grad`` is None before.
+    """
+    account = _Account(plan, program)
+    account.count_static()
+    account.count_computes()
+    account.count_offloads()
+    account.count_gradients()
+    account.count_messages()
+    account.count_results()
+    account.count_collectives()
+    account.count_prepared()
+    return account.result()
+
+
+def _whole_bytes(bucket: Bucket) -> float:
+    return sum(value_bytes(value, {}) for value in bucket.parameters)
+
+
+def _sums_by_segment(memory: StageMemory) -> list[float]:
+    """The sums of gradients of a stage by the segment of its backward, or weight half, that makes them."""
+    segments = [segment for phase in GRADIENT_PHASES for segment in memory.segments.get(phase, ())]
+    made = [segment.gradients for segment in segments] or [0.0]
+    made[0] += memory.gradients - sum(made)
+    return made
+
+
+@dataclass
+class _Account:
+    """Bytes by kind: those of the whole step, and how they grow as instructions start and end.
+
+    ``columns`` are the instructions segment by segment, and ``numbers`` those that the segments belong to.
+    ``host`` is how the bytes of the host grow as instructions start.
+    """
+
+    plan: Plan
+    program: Program
+    static: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MEMORY_CATEGORIES, 0.0))
+    starts: dict[str, Floats] = field(default_factory=dict)
+    ends: dict[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.own = stages_on(self.plan.placement, self.program.rank)
+        self.stages = [stage.cost.memory for stage in self.plan.stages]
+        whole = InstructionColumns.of(self.program.instructions, self.plan.links)
+        self.columns, self.numbers = split_into_segments(whole, self.plan.segments)
+        self.host: Floats = np.zeros(len(self.columns) + 1)
+
+    def count_static(self) -> None:
+        rows = self.plan.num_microbatches
+        for stage in (self.stages[each] for each in self.own):
+            self.static["parameters"] += stage.weights
+            self.static["buffers"] += stage.buffers
+            self.static["optimizer"] += stage.state
+            self.static["versions"] += stage.versions
+            self.static["precomputed"] += stage.precomputed
+            self.static["inputs"] += stage.inputs * rows
+
+    def count_computes(self) -> None:
+        columns, computes = self.columns, np.flatnonzero(self.columns.is_compute)
+        phases = columns.phases[computes]
+        starts, ends, transient = (table[phases, columns.stages[computes]] for table in _tables(self.stages))
+        for stage in self.own:
+            for phase, segments in self.stages[stage].segments.items():
+                of_phase = (phases == PHASE_CODE[phase]) & (columns.stages[computes] == stage)
+                for number, segment in enumerate(segments):
+                    own = of_phase & (columns.segments[computes] == number)
+                    starts[own], ends[own], transient[own] = 0.0, segment.growth, segment.transient
+        self.grow("saved", computes, starts, ends)
+        self.grow("running", computes, transient, -transient)
+        for stage in self.own:
+            scratch, updates = self.stages[stage].update, self._at(Op.UPDATE, stage)
+            self.grow("running", updates, scratch, -scratch)
+
+    def count_offloads(self) -> None:
+        """What is offloaded from the end of the compute behind an offload to the prefetch."""
+        for stage in self.own:
+            if not (amount := self.stages[stage].offloaded):
+                continue
+            offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
+            beside = self.numbers[next_computes(self.columns, offloads)]
+            self.grow("saved", np.searchsorted(self.numbers, beside, "right") - 1, 0.0, -amount)
+            self.grow("saved", prefetches, amount, 0.0)
+            np.add.at(self.host, offloads, amount)
+            np.add.at(self.host, prefetches + 1, -amount)
+
+    def count_gradients(self) -> None:
+        """Sums of gradients, from the first gradients after they were taken until they are taken.
+
+        ``.grad`` is None when a step begins, so that sums become it and nothing is held twice. What travels
+        without sharding stays from step to step.
+        """
+        sync_spec = self.plan.sync_spec
+        for stage in self.own:
+            if sync_spec.stream:
+                self.static["gradients"] += self.stages[stage].gradients
+                continue
+            others = _sums_by_segment(self.stages[stage])
+            for number in sync_spec.buckets_of(stage):
+                bucket, num_bytes = sync_spec.buckets[number], _whole_bytes(sync_spec.buckets[number])
+                others[bucket.segment] -= num_bytes
+                if sync_spec.shard:
+                    taken = self._at(Op.REDUCE_GRAD, stage, number)
+                    self._sum_until(taken, num_bytes, stage, bucket.segment)
+                else:
+                    self.static["gradients"] += num_bytes
+            if sync_spec.buckets_of(stage):
+                others[0] -= (in_transit := sum(others) - self._lent_gradients(stage))
+                self.static["gradients"] += in_transit
+            for segment, num_bytes in enumerate(others):
+                self._sum_until(self._at(Op.UPDATE, stage), num_bytes, stage, segment)
+
+    def _lent_gradients(self, stage: int) -> float:
+        """Sums of gradients that a stage brings home to others, whose weights it has used."""
+        links = (link for link in self.plan.links if link.payload is Payload.WEIGHT_GRADIENT)
+        return sum(value_bytes(v, {}) for link in links if link.source == stage for v in link.values)
+
+    def _sum_until(self, taken: Ints, amount: float, stage: int, segment: int) -> None:
+        """Sums that begin with the first gradients of a segment, each time after they were taken.
+
+        Those that gradients are made in begin before.
+        """
+        columns, of_stage = self.columns, self.columns.stages == stage
+        of_segment = (columns.segments < 0) | (columns.segments == segment)
+        made = np.flatnonzero(of_stage & of_segment & np.isin(columns.ops, _MAKING_GRADIENTS))
+        rounds, first = np.unique(np.searchsorted(taken, made), return_index=True)
+        memory = self.stages[stage]
+        early = (
+            amount * memory.accumulated_in_place / memory.gradients if memory.accumulated_in_place else 0.0
+        )
+        self.grow("gradients", made[first], early, amount - early)
+        self.grow("gradients", taken[rounds[rounds < taken.size]], 0.0, -amount)
+
+    def count_messages(self) -> None:
+        columns, links = self.columns, self.plan.links
+        sends, moves, receives = (
+            np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
+        )
+        own = np.array(self.plan.link_sender_bytes)
+        keys = columns.link_numbers[sends] * np.int64(self.plan.num_ranks) + columns.peers[sends]
+        order = np.argsort(keys, kind="stable")
+        sends, keys = sends[order], keys[order]
+        same = keys[NUM_SENDS_IN_TRANSIT:] == keys[:-NUM_SENDS_IN_TRANSIT]
+        self.grow("sent", sends, own[columns.link_numbers[sends]], 0.0)
+        gone = own[columns.link_numbers[sends[:-NUM_SENDS_IN_TRANSIT][same]]]
+        self.grow("sent", sends[NUM_SENDS_IN_TRANSIT:][same], -gone, 0.0)
+        replaced = np.full(len(sends), len(columns))
+        replaced[: same.size][same] = sends[NUM_SENDS_IN_TRANSIT:][same]
+        self._outlive_saved(sends, replaced)
+        for number in np.unique(columns.link_numbers[moves]):
+            moved = moves[columns.link_numbers[moves] == number]
+            reader = OP_CODE[Op(self.plan.link_reader_phases[number])]
+            reads = np.flatnonzero((columns.ops == reader) & (columns.stages == links[number].target))
+            last = np.zeros(int(columns.microbatches.max()) + 1, np.int64)
+            last[columns.microbatches[reads]] = reads
+            self.grow("received", moved, own[number], 0.0)
+            self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
+        once = receives[columns.slots[receives] < 0]
+        for number in np.unique(columns.link_numbers[once]).tolist():
+            own_once = once[columns.link_numbers[once] == number]
+            self.grow("received", own_once, self._bytes_once(number), 0.0)
+        slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
+        sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
+        self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
+
+    def _outlive_saved(self, sends: Ints, replaced: Ints) -> None:
+        """What is sent of what a stage saves, from when that is let go of until its send is ``replaced``."""
+        columns, end = self.columns, len(self.columns)
+        for number in np.unique(columns.link_numbers[sends]).tolist():
+            link, amount = self.plan.links[number], self.plan.link_saved_bytes[number]
+            if not amount or link.payload not in _FREEING:
+                continue
+            frees = np.isin(columns.ops, _FREEING[link.payload]) & (columns.stages == link.source)
+            freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
+            freed[columns.microbatches[frees][::-1]] = np.flatnonzero(frees)[::-1]
+            of_link = columns.link_numbers[sends] == number
+            saved_until, sent_until = freed[columns.microbatches[sends[of_link]]], replaced[of_link]
+            outlives = saved_until < sent_until
+            self.grow("sent", saved_until[outlives], amount, 0.0)
+            self.grow("sent", sent_until[outlives & (sent_until < end)], -amount, 0.0)
+
+    def count_results(self) -> None:
+        """Results of microbatches, which are kept until they are joined."""
+        for link in self.plan.links:
+            if link.payload is Payload.RESULT and link.source in self.own:
+                made = self._at(Op.FORWARD, link.source)
+                made = made[self.columns.segments[made] <= 0]
+                amount = sum(value_bytes(value, self.plan.sizes) for value in link.values)
+                self.grow("results", made, 0.0, amount)
+
+    def _bytes_once(self, number: int) -> float:
+        """What is received once a step. A borrowed weight counts as one of the stage's parameters."""
+        link, rows = self.plan.links[number], self.plan.microbatch_size * self.plan.num_microbatches
+        if link.payload is Payload.WEIGHT:
+            return 0.0
+        return sum(value_bytes(value, {**self.plan.sizes, "b": rows}) for value in link.values)
+
+    def count_collectives(self) -> None:
+        sync_spec = self.plan.sync_spec
+        for stage in self.own:
+            for number in sync_spec.buckets_of(stage) if sync_spec.shard else ():
+                bucket = sync_spec.buckets[number]
+                reduces = self._at(Op.REDUCE_GRAD, stage, number)
+                updates = self._at(Op.UPDATE, stage)
+                self.grow("in_transit", reduces, bucket.in_transit_bytes, 0.0)
+                self.grow("in_transit", reduces[1:], -bucket.in_transit_bytes, 0.0)
+                self.grow("gradients", reduces[:2], bucket.shard_bytes, 0.0)
+                self.grow("in_transit", updates[:1], -bucket.in_transit_bytes, 0.0)
+                self.grow("gradients", updates[:1], 0.0, -bucket.shard_bytes * min(reduces.size, 2))
+                if sync_spec.reshards_after_use(bucket):
+                    self.grow("in_transit", self._at(Op.UNSHARD, stage, number), bucket.unsharded_bytes, 0.0)
+                    self.grow("in_transit", self._at(Op.RESHARD, stage, number), 0.0, -bucket.unsharded_bytes)
+
+    def count_prepared(self) -> None:
+        """Where weights are gathered for use, what is made of them goes when they are let go of."""
+        sync_spec = self.plan.sync_spec
+        for stage in self.own:
+            gathered = [
+                n for n in sync_spec.buckets_of(stage) if sync_spec.reshards_after_use(sync_spec.buckets[n])
+            ]
+            gone = np.sort(np.concatenate([self._at(Op.RESHARD, stage, n) for n in gathered] or [_NOWHERE]))
+            amount = self.stages[stage].precomputed
+            if amount and gone.size:
+                self.static["precomputed"] -= amount
+                uses = np.flatnonzero(self.columns.is_compute & (self.columns.stages == stage))
+                rounds, first = np.unique(np.searchsorted(gone, uses), return_index=True)
+                self.grow("precomputed", uses[first], amount, 0.0)
+                self.grow("precomputed", gone[rounds[rounds < gone.size]], 0.0, -amount)
+
+    def _at(self, op: Op, stage: int, bucket: int = -1) -> Ints:
+        columns = self.columns
+        found = (columns.ops == OP_CODE[op]) & (columns.stages == stage)
+        chosen: Ints = np.flatnonzero(found & (columns.buckets == bucket) if bucket >= 0 else found)
+        return chosen
+
+    def grow(self, kind: str, positions: Ints, start: Floats | float, end: Floats | float) -> None:
+        """Let a kind grow by ``start`` as the instructions at ``positions`` start, by ``end`` as they end."""
+        for growths, amount in ((self.starts, start), (self.ends, end)):
+            np.add.at(growths.setdefault(kind, np.zeros(len(self.columns))), positions, amount)
+
+    def result(self) -> RankMemory:
+        size = len(self.columns)
+        if not size:
+            return RankMemory(self.program.rank, self.static)
+        while_running = {
+            kind: self.static[kind] + np.cumsum(starts + self.ends[kind]) - self.ends[kind]
+            for kind, starts in self.starts.items()
+        }
+        base = sum(amount for kind, amount in self.static.items() if kind not in while_running)
+        most = base + sum(while_running.values(), np.zeros(size))
+        peak = int(most.argmax())
+        bytes_by_category = self.static | {
+            kind: float(amounts[peak]) for kind, amounts in while_running.items()
+        }
+        after = most + sum(self.ends.values(), np.zeros(size))
+        pairs = int(in_flight(self.columns)[peak])
+        host = float(np.cumsum(self.host).max()) + sum(self.stages[stage].host for stage in self.own)
+        firsts = np.flatnonzero(np.diff(self.numbers, prepend=-1))
+        highest, at_last = np.maximum.reduceat(most, firsts), after[np.append(firsts[1:], size) - 1]
+        number = int(self.numbers[peak])
+        return RankMemory(self.program.rank, bytes_by_category, number, pairs, host, highest, at_last)

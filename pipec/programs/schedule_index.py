@@ -1,0 +1,154 @@
+"""The computes of a schedule by position: where each runs on its rank. Misplaced ones are refused.
+
+A compute that is run segment by segment takes as many positions as it has segments.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipec.errors import VerifyError
+from pipec.ir import NO_SYNC, Link, ModelCollectives, Phase, Schedule, SegmentCounts, SyncSpec
+from pipec.ir.columns import PHASES, ComputeColumns, Ints, ranks_by_microbatch
+from pipec.programs.compute_segments import segment_counts
+from pipec.programs.counterexample import counterexample
+
+
+class ScheduleIndex:
+    """The cells of a schedule, numbered rank by rank, and the positions of each rank's from 1.
+
+    A compute that ``sync_spec`` splits into ``segments``, to run something between them, is listed once for
+    each. ``counts[rank]`` has for each of a rank's computes how often it is listed, and ``segments[rank]``
+    which segment it is, or -1 for a whole one. ``firsts`` and ``lasts`` have the positions at [phase, stage,
+    microbatch], or 0.
+
+    Raises:
+        VerifyError: a cell names a stage or microbatch that the schedule does not have, is on a rank that
+            does not hold its stage, or stands twice.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        sync_spec: SyncSpec = NO_SYNC,
+        segments: SegmentCounts | None = None,
+        model_collectives: ModelCollectives | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.cells = [ComputeColumns.of(order) for order in schedule.orders]
+        self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
+        for rank, cells in enumerate(self.cells):
+            self._check_place(rank, cells)
+        self._check_once()
+        counts = [
+            segment_counts(cells, sync_spec, segments or {}, model_collectives or {}) for cells in self.cells
+        ]
+        self.cells = [cells.repeated(each) for cells, each in zip(self.cells, counts, strict=True)]
+        self.counts = [each.repeat(each) for each in counts]
+        self.segments = [np.where(each.repeat(each) > 1, _places(each), -1) for each in counts]
+        self.first_tasks: list[int] = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
+        self.lasts = self._positions(first=False)
+        in_parts = any((each > 1).any() for each in counts)
+        self.firsts = self._positions(first=True) if in_parts else self.lasts
+
+    @property
+    def num_cells(self) -> int:
+        return self.first_tasks[-1]
+
+    def length(self, rank: int) -> int:
+        return len(self.cells[rank])
+
+    def cell_numbers(self, rank: int, positions: Ints) -> Ints:
+        """The numbers of the cells at these positions of a rank."""
+        return positions + (self.first_tasks[rank] - 1)
+
+    def positions_of(self, link: Link, phases: Sequence[Phase], stage: int) -> Ints:
+        """For each microbatch, the position of the first of ``phases`` that a stage of ``link`` runs.
+
+        What makes a message is over with its last segment, and what reads one begins with its first.
+        """
+        positions = self.lasts if stage == link.source else self.firsts
+        found: Ints = np.zeros(self.schedule.num_microbatches, np.int32)
+        for phase in phases:
+            found = np.where(found, found, positions[PHASES.index(phase), stage])
+        if missing := np.flatnonzero(found == 0).tolist():
+            names = ", ".join(value.name for value in link.values)
+            rank = int(self.ranks[stage, missing[0]])
+            raise VerifyError(
+                f"schedule {self.schedule.name!r} never runs {' or '.join(phases)} of stage {stage}, "
+                f"microbatch {missing[0]}, but {names} from stage {link.source} to stage {link.target} needs "
+                f"it; add the cell to rank {rank} or leave out the link\n"
+                + self._counterexample({rank: self._last_of(stage, missing[0])})
+            )
+        return found
+
+    def explain_stuck(self, cells: Ints) -> str:
+        """What to say of cells that wait for each other, at most one of each rank."""
+        ranks = np.searchsorted(self.first_tasks, cells, "right") - 1
+        marked = {
+            rank: cell - self.first_tasks[rank]
+            for rank, cell in zip(ranks.tolist(), cells.tolist(), strict=True)
+        }
+        stuck = []
+        for rank, place in marked.items():
+            cell = self.cells[rank][place]
+            stuck.append(f"rank {rank} at {cell.phase} {cell.stage} of mb {cell.microbatch}")
+        return (
+            f"schedule {self.schedule.name!r} cannot finish: these cells wait for each other: "
+            f"{'; '.join(stuck)}; order each rank's cells so that every value is made before it is read\n"
+            + self._counterexample(marked)
+        )
+
+    def _positions(self, *, first: bool) -> Ints:
+        shape = (len(PHASES), self.schedule.num_stages, self.schedule.num_microbatches)
+        found = np.zeros(shape, np.int32)
+        for cells, segments, counts in zip(self.cells, self.segments, self.counts, strict=True):
+            own = np.flatnonzero((segments <= 0) if first else (segments < 0) | (segments == counts - 1))
+            found[cells.phases[own], cells.stages[own], cells.microbatches[own]] = own + 1
+        return found
+
+    def _check_once(self) -> None:
+        """Refuse a cell that stands twice: of a table of places, the later ones take the entry."""
+        schedule = self.schedule
+        places = np.empty((len(PHASES), schedule.num_stages, schedule.num_microbatches), np.int32)
+        for rank, cells in enumerate(self.cells):
+            own, at = np.arange(len(cells)), (cells.phases, cells.stages, cells.microbatches)
+            places[at] = own
+            for again in places[at][places[at] != own].tolist()[:1]:
+                raise VerifyError(self._complaint(rank, again, "and once more; expected it once"))
+
+    def _check_place(self, rank: int, cells: ComputeColumns) -> None:
+        schedule = self.schedule
+        known = (cells.stages >= 0) & (cells.stages < schedule.num_stages)
+        known &= (cells.microbatches >= 0) & (cells.microbatches < schedule.num_microbatches)
+        at = np.where(known, cells.stages, 0), np.where(known, cells.microbatches, 0)
+        here = self.ranks[at] == rank
+        for place in np.flatnonzero(~(known & here)).tolist()[:1]:
+            cell = cells[place]
+            if not known[place]:
+                stages, microbatches = schedule.num_stages, schedule.num_microbatches
+                expected = f"stages 0 to {stages - 1} and microbatches 0 to {microbatches - 1}"
+            else:
+                expected = f"it on rank {self.ranks[cell.stage, cell.microbatch]}, which holds that stage"
+            raise VerifyError(self._complaint(rank, place, f"expected {expected}"))
+
+    def _complaint(self, rank: int, place: int, text: str) -> str:
+        cell = self.cells[rank][place]
+        return (
+            f"schedule {self.schedule.name!r} runs {cell.phase} of stage {cell.stage}, microbatch "
+            f"{cell.microbatch} on rank {rank}; {text}\n" + self._counterexample({rank: place})
+        )
+
+    def _last_of(self, stage: int, microbatch: int) -> int:
+        """The place of the last cell of a stage and microbatch, or of the last of its rank."""
+        last = int(self.lasts[:, stage, microbatch].max())
+        return (last or self.length(int(self.ranks[stage, microbatch]))) - 1
+
+    def _counterexample(self, marked: dict[int, int]) -> str:
+        return counterexample(self.cells, self.schedule.placement, marked)
+
+
+def _places(counts: Ints) -> Ints:
+    """The places of things that stand so often among those of their kind: 2 3 1 -> 0 1 0 1 2 0."""
+    first: Ints = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int32) - first.repeat(counts).astype(np.int32)

@@ -1,0 +1,46 @@
+"""Values that several stages of a rank read: the first of them receives it, and hands it on to the others."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from pipec.ir import Link, Phase
+from pipec.ir.columns import PHASE_CODE, ComputeColumns
+
+_READING = ([Phase.FORWARD], 1), ([Phase.BACKWARD, Phase.BACKWARD_INPUT], -1)
+"""The phases that read messages, and in which direction a microbatch runs through the stages then."""
+
+
+def runs_stages_in_order(orders: Iterable[ComputeColumns]) -> bool:
+    """Whether ranks run a microbatch's forwards in the order of its stages, and the backwards in reverse.
+
+    Then the first stage that reads a value can hand it on. Stages that form a chain cannot run otherwise.
+    """
+    return all(_is_in_order(cells, phases, way) for cells in orders for phases, way in _READING)
+
+
+def _is_in_order(cells: ComputeColumns, phases: Sequence[Phase], way: int) -> bool:
+    own = np.flatnonzero(np.isin(cells.phases, [PHASE_CODE[phase] for phase in phases]))
+    order = own[np.lexsort((cells.stages[own] * way, cells.microbatches[own]))]
+    same = np.diff(cells.microbatches[order]) == 0
+    return bool((np.diff(order)[same] > 0).all())
+
+
+def holding_stages(links: Sequence[Link]) -> Mapping[int, Sequence[int]]:
+    """The stages that hold the values of a link, by its number, where its target hands them on."""
+    handed: dict[tuple[int, str], list[int]] = {}
+    for link in links:
+        for value in link.values if link.payload.feeds_compute else ():
+            handed.setdefault((link.source, value.name), []).append(link.target)
+    found = {}
+    for number, link in enumerate(links):
+        stages = {(link.target, value.name) for value in link.values if link.payload.feeds_compute}
+        pending = list(stages)
+        while pending:
+            stage, name = pending.pop()
+            reached = {(target, name) for target in handed.get((stage, name), ())} - stages
+            stages |= reached
+            pending += reached
+        if len({stage for stage, _ in stages}) > 1:
+            found[number] = sorted({stage for stage, _ in stages})
+    return found

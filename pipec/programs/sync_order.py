@@ -1,0 +1,180 @@
+"""Collectives and updates: at which position of each rank's program they stand.
+
+All ranks of a collective start it, and none gets past it before the last one has come. So all collectives of
+a step are put into one order, by the time in the unit order of ``lower`` at which the last of its ranks is
+ready, and each stands before the cell that its rank runs at that time. Whatever a rank waits for therefore
+comes before in one order over all ranks, and any two ranks start their common collectives in the same order.
+
+Where parameters are sharded, they are gathered before the forwards of their stage and again before its
+backwards, each time one cell ahead, and let go of behind. If the second gathering would begin before the
+forwards of some replica have ended, they stay from the first forward to the last backward.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.ir import GRADIENT_PHASES, Bucket, Link, Op, Payload, Phase, SyncSpec
+from pipec.ir.columns import PHASES, Floats, Ints
+from pipec.programs.schedule_index import ScheduleIndex
+
+_GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
+_BACKWARDS = [PHASES.index(phase) for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)]
+_FORWARD = [PHASES.index(Phase.FORWARD)]
+
+
+@dataclass(frozen=True)
+class SyncOp:
+    """An op of several ranks, or of one, and its position on each of them: that of the cell behind it.
+
+    Where steps follow each other without a flush, it is for a round that begins with ``microbatch``, and an
+    update makes ``version``.
+    """
+
+    op: Op
+    positions: dict[int, int]
+    stage: int = -1
+    bucket: int = -1
+    microbatch: int = -1
+    version: int = -1
+
+
+@dataclass(frozen=True)
+class SyncOrder:
+    """The computes and times that decide where the instructions of ``sync_spec`` are placed.
+
+    ``ends[rank]`` has the time at which each position of a rank ends, from the start of its program to its
+    end, as in the unit order.
+    """
+
+    index: ScheduleIndex
+    ends: Sequence[Floats]
+    links: Sequence[Link]
+    sync_spec: SyncSpec
+
+    def all(self) -> list[SyncOp]:
+        """Every collective and update, in the order in which the ranks come to them."""
+        timed = [*self._averages(), *self._reduces(), *self._norm(), *self._updates(), *self._gathers()]
+        return [sync_op for _, sync_op in sorted(timed, key=lambda pair: pair[0])]
+
+    def _averages(self) -> Iterator[tuple[float, SyncOp]]:
+        for stage in self.sync_spec.buffer_sync_stages:
+            ready = self._last(stage, _FORWARD)
+            yield self._collective(Op.AVERAGE_BUFFERS, ready, stage)
+
+    def _reduces(self) -> Iterator[tuple[float, SyncOp]]:
+        for number, bucket in enumerate(self.sync_spec.buckets):
+            for ready in self._rounds(bucket):
+                yield self._collective(Op.REDUCE_GRAD, ready, bucket.stage, number)
+
+    def _rounds(self, bucket: Bucket) -> Iterator[dict[int, int]]:
+        """By rank, the positions behind which gradients of a bucket are there: of each round, or of all."""
+        if not self.sync_spec.reduces_every_round(bucket):
+            yield self._ready(bucket)
+            return
+        replicas = len(self._ranks(bucket.stage))
+        for over in range(replicas, self.index.schedule.num_microbatches + replicas, replicas):
+            yield self._complete(bucket, over)
+
+    def _norm(self) -> Iterator[tuple[float, SyncOp]]:
+        if self.sync_spec.has_grad_norm:
+            yield self._collective(Op.GRAD_NORM, {rank: self._over(rank) for rank in range(len(self.ends))})
+
+    def _updates(self) -> Iterator[tuple[float, SyncOp]]:
+        for stage in self._updated():
+            ready = self._last(stage, _GRADIENTS)
+            if self.sync_spec.has_grad_norm or self._brought_home(stage):
+                ready = {rank: self._over(rank) for rank in ready}
+            buckets = (self.sync_spec.buckets[number] for number in self.sync_spec.buckets_of(stage))
+            reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]
+            for rank, position in ready.items():
+                time = max([float(self.ends[rank][position]), *reduced])
+                yield time, self._at(time, Op.UPDATE, [rank], stage)
+
+    def _gathers(self) -> Iterator[tuple[float, SyncOp]]:
+        for number, bucket in enumerate(self.sync_spec.buckets if self.sync_spec.shard else ()):
+            if self.sync_spec.reshards_after_use(bucket):
+                yield from self._around_uses(number, bucket)
+            else:
+                last = {rank: self._over(rank) + 2 for rank in self._ranks(bucket.stage)}
+                yield float("inf"), SyncOp(Op.UNSHARD, last, bucket.stage, number)
+
+    def _around_uses(self, number: int, bucket: Bucket) -> Iterator[tuple[float, SyncOp]]:
+        """Gather a bucket one cell ahead of its first use, and let go of it after the last one."""
+        for firsts, lasts in self._uses(bucket.stage):
+            time = self._ahead_of(firsts)
+            yield time, self._at(time, Op.UNSHARD, firsts, bucket.stage, number)
+            for rank, last in lasts.items():
+                yield self._time(lasts), SyncOp(Op.RESHARD, {rank: last}, bucket.stage, number)
+
+    def _uses(self, stage: int) -> list[tuple[dict[int, int], dict[int, int]]]:
+        """The first and last positions, by rank, between which the parameters of a stage are there."""
+        forwards = self._first(stage, _FORWARD), self._last(stage, _FORWARD)
+        backwards = self._first(stage, _BACKWARDS), self._last(stage, [*_BACKWARDS, *_GRADIENTS])
+        again = self._at(self._ahead_of(backwards[0]), Op.UNSHARD, backwards[0]).positions
+        if all(again[rank] > last for rank, last in forwards[1].items()):
+            return [forwards, backwards]
+        return [(forwards[0], backwards[1])]
+
+    def _ahead_of(self, firsts: Mapping[int, int]) -> float:
+        """The time one cell before the first of these cells of several ranks."""
+        return min(float(self.ends[rank][max(first - 2, 0)]) for rank, first in firsts.items())
+
+    def _collective(
+        self, op: Op, ready: Mapping[int, int], stage: int = -1, bucket: int = -1
+    ) -> tuple[float, SyncOp]:
+        """The collective of ranks at the time when all have come to their positions ``ready``."""
+        time = self._time(ready)
+        return time, self._at(time, op, ready, stage, bucket)
+
+    def _time(self, ready: Mapping[int, int]) -> float:
+        return max(float(self.ends[rank][position]) for rank, position in ready.items())
+
+    def _at(self, time: float, op: Op, ranks: Iterable[int], stage: int = -1, bucket: int = -1) -> SyncOp:
+        reached = {rank: int(np.searchsorted(self.ends[rank], time, "right")) for rank in ranks}
+        return SyncOp(op, reached, stage, bucket)
+
+    def _ready(self, bucket: Bucket) -> dict[int, int]:
+        """By rank, the position behind which the gradients of a bucket are there."""
+        if bucket.is_tied:
+            return {rank: self._over(rank) for rank in self._ranks(bucket.stage)}
+        return self._complete(bucket)
+
+    def _complete(self, bucket: Bucket, before: int | None = None) -> dict[int, int]:
+        """As ``_last``, but of the segment of the last backward that completes a bucket, by rank."""
+        found = self._last(bucket.stage, _GRADIENTS, before)
+        segments = {rank: int(self.index.segments[rank][last - 1]) for rank, last in found.items()}
+        return {rank: last - max(segments[rank] - bucket.segment, 0) for rank, last in found.items()}
+
+    def _updated(self) -> range:
+        return range(self.index.schedule.num_stages if self.sync_spec.updates else 0)
+
+    def _ranks(self, stage: int) -> tuple[int, ...]:
+        return self.index.schedule.placement[stage]
+
+    def _over(self, rank: int) -> int:
+        """The position after the last cell of a rank."""
+        return len(self.ends[rank]) - 1
+
+    def _brought_home(self, stage: int) -> set[str]:
+        """The parameters of which other stages bring gradients when their ranks have computed everything."""
+        links = (link for link in self.links if link.payload is Payload.WEIGHT_GRADIENT)
+        return {value.name for link in links if link.target == stage for value in link.values}
+
+    def _first(self, stage: int, phases: Sequence[int]) -> dict[int, int]:
+        own = self._own(self.index.firsts, stage, phases)
+        return {rank: int(positions[positions > 0].min()) for rank, positions in own}
+
+    def _last(self, stage: int, phases: Sequence[int], before: int | None = None) -> dict[int, int]:
+        """The last positions, of microbatches before this one if it is given."""
+        own = self._own(self.index.lasts, stage, phases, before)
+        return {rank: int(positions.max()) for rank, positions in own}
+
+    def _own(
+        self, positions: Ints, stage: int, phases: Sequence[int], before: int | None = None
+    ) -> Iterator[tuple[int, Ints]]:
+        """The ``positions`` of these phases of a stage on each of its ranks; 0 stands for none."""
+        of_stage = positions[phases, stage, :before]
+        for rank in self._ranks(stage):
+            yield rank, of_stage[:, self.index.ranks[stage][:before] == rank]

@@ -1,0 +1,67 @@
+"""Whether a sync spec fits its stages and links: what it names exists, and nothing is left out."""
+
+from collections.abc import Iterator, Sequence
+
+from pipec.ir import GRADIENT_PHASES, Bucket, Link, Payload, Placement, Plan, SegmentCounts, SyncSpec
+from pipec.ir.text_format import format_link
+
+
+def violations(
+    sync_spec: SyncSpec, placement: Placement, links: Sequence[Link], segments: SegmentCounts
+) -> Iterator[str]:
+    """What is wrong with a sync spec for stages on these ranks, whatever their programs are."""
+    if (sync_spec.clips or sync_spec.shard) and not sync_spec.updates:
+        yield "the step clips gradients or shards state, but it updates nothing; expected an optimizer in it"
+    replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
+    named = [("averages buffers of", stage) for stage in sync_spec.buffer_sync_stages]
+    named += [(f"has bucket {k} of", bucket.stage) for k, bucket in enumerate(sync_spec.buckets)]
+    for what, stage in named:
+        if stage not in replicated:
+            yield f"the step {what} stage {stage}; expected a stage with several replicas: {replicated}"
+    yield from _in_no_segment(sync_spec.buckets, segments)
+    yield from _summed_twice(sync_spec.buckets)
+    yield from _wrongly_tied(sync_spec, links)
+
+
+def _in_no_segment(buckets: Sequence[Bucket], segments: SegmentCounts) -> Iterator[str]:
+    for number, bucket in enumerate(buckets):
+        most = max(segments.get((bucket.stage, phase), 1) for phase in GRADIENT_PHASES)
+        if not 0 <= bucket.segment < most:
+            last = f"bucket {number} is complete after segment {bucket.segment}"
+            yield f"{last}; stage {bucket.stage} has {most}"
+
+
+def _summed_twice(buckets: Sequence[Bucket]) -> Iterator[str]:
+    first: dict[tuple[int, str], int] = {}
+    for number, bucket in enumerate(buckets):
+        if not bucket.parameters:
+            yield f"bucket {number} of stage {bucket.stage} has no parameters; expected at least one"
+        for name in bucket.names:
+            if (earlier := first.setdefault((bucket.stage, name), number)) != number:
+                yield f"{name} of stage {bucket.stage} is in buckets {earlier} and {number}; expected one"
+
+
+def _wrongly_tied(sync_spec: SyncSpec, links: Sequence[Link]) -> Iterator[str]:
+    """Tied weights stay whole, and are summed when other stages have brought their gradients."""
+    for link in links:
+        for value in link.values if link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) else ():
+            owner = link.source if link.payload is Payload.WEIGHT else link.target
+            for number in sync_spec.buckets_of(owner):
+                if value.name in sync_spec.buckets[number].names and not sync_spec.buckets[number].is_tied:
+                    yield f"bucket {number} is not tied, but {format_link(link)} shares {value.name}"
+
+
+def stage_violations(plan: Plan) -> Iterator[str]:
+    """What is wrong with the sync spec of a plan, given the tensors of its stages."""
+    for number, bucket in enumerate(plan.sync_spec.buckets):
+        stage = plan.stages[bucket.stage] if 0 <= bucket.stage < len(plan.stages) else None
+        own = {*stage.parameters} - {*stage.borrowed_parameters} if stage else set()
+        if foreign := sorted({*bucket.names} - own):
+            names = ", ".join(foreign)
+            yield f"bucket {number} has {names}; expected parameters that stage {bucket.stage} owns"
+    changing = [
+        stage.index for stage in plan.stages if stage.updated_buffers and len(plan.placement[stage.index]) > 1
+    ]
+    if sorted(plan.sync_spec.buffer_sync_stages) != changing:
+        found = list(plan.sync_spec.buffer_sync_stages)
+        yield f"the step averages buffers of stages {found}; expected those that change some: {changing}"

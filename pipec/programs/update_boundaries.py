@@ -1,0 +1,132 @@
+"""Where steps follow each other without a flush: what stands at the end of each round of a stage.
+
+The replicas of a stage sum the gradients of a round as soon as the last of them has made its own. Each makes
+its update directly before it first reads the version that comes of it, or completes the gradients of the next
+round, so that the sum has until then to travel. A stage on one rank has nothing to sum, and updates at once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.ir import GRADIENT_PHASES, Op, Phase, Schedule, SyncSpec, replica_counts
+from pipec.ir.columns import PHASE_CODE, PHASES, Floats, Ints
+from pipec.programs.schedule_index import ScheduleIndex
+from pipec.programs.sync_order import SyncOp
+
+_GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
+
+
+def read_versions(schedule: Schedule) -> Ints:
+    """At [stage, microbatch], the version of the weights that its computes read; -1 without a stream."""
+    shape = schedule.num_stages, schedule.num_microbatches
+    if schedule.stream is None:
+        return np.full(shape, -1, np.int32)
+    replicas = replica_counts(schedule.placement)
+    rows = [
+        [schedule.stream.version(each, stage, replicas) for each in range(shape[1])]
+        for stage in range(shape[0])
+    ]
+    return np.array(rows, np.int32).reshape(shape)
+
+
+@dataclass(frozen=True)
+class UpdateBoundary:
+    """The end of a round of ``stage`` that begins with microbatch ``first`` and makes ``version``.
+
+    ``ready`` has by rank the position of the last cell that makes gradients of the round, ``following`` that
+    of the first one of the next round and ``next_ready`` that of its last one, and ``readers`` that of the
+    first cell that reads the new version.
+    """
+
+    stage: int
+    first: int
+    version: int
+    ready: Mapping[int, int]
+    following: Mapping[int, int]
+    next_ready: Mapping[int, int]
+    readers: Mapping[int, int]
+
+
+def update_boundaries(index: ScheduleIndex) -> list[UpdateBoundary]:
+    """The ends of all rounds of a schedule, by stage; none without a stream."""
+    return [each for stage in range(index.schedule.num_stages) for each in _of_stage(index, stage)]
+
+
+def _of_stage(index: ScheduleIndex, stage: int) -> Iterator[UpdateBoundary]:
+    schedule = index.schedule
+    if schedule.stream is None:
+        return
+    count = schedule.stream.microbatches_per_update(stage, replica_counts(schedule.placement))
+    begins, ends = (of[_GRADIENTS, stage].max(axis=0) for of in (index.firsts, index.lasts))
+    forwards, versions = index.firsts[PHASE_CODE[Phase.FORWARD], stage], read_versions(schedule)[stage]
+    for version, first in enumerate(range(0, schedule.num_microbatches, count), start=1):
+        own, following = (slice(first + turn * count, first + (turn + 1) * count) for turn in (0, 1))
+        reading = slice(*np.searchsorted(versions, [version, version + 1]).tolist())
+        yield UpdateBoundary(
+            stage,
+            first,
+            version,
+            _by_rank(index, stage, own, ends, max),
+            _by_rank(index, stage, following, begins, min),
+            _by_rank(index, stage, following, ends, max),
+            _by_rank(index, stage, reading, forwards, min),
+        )
+
+
+def _by_rank(
+    index: ScheduleIndex, stage: int, microbatches: slice, positions: Ints, choose: Callable[[int, int], int]
+) -> dict[int, int]:
+    """The first or last of the ``positions`` of these microbatches on each rank that runs some."""
+    found: dict[int, int] = {}
+    ranks = index.ranks[stage, microbatches].tolist()
+    for rank, position in zip(ranks, positions[microbatches].tolist(), strict=True):
+        found[rank] = choose(found.get(rank, position), position)
+    return found
+
+
+def version_reads(index: ScheduleIndex, ends: Sequence[UpdateBoundary]) -> tuple[Ints, Ints]:
+    """Computes that wait for the sum of a round, each with a cell on another rank that makes gradients of it.
+
+    They are those that read the new version, and those that make the gradients of the next round.
+    """
+    pairs = [
+        (index.first_tasks[rank] + reader - 1, index.first_tasks[other] + made - 1)
+        for each in ends
+        for waiting in (each.following, each.readers)
+        for rank, reader in waiting.items()
+        for other, made in each.ready.items()
+        if other != rank
+    ]
+    readers, producers = np.array(pairs, np.int32).reshape(-1, 2).T
+    return readers, producers
+
+
+def round_collectives(
+    schedule: Schedule, ends: Sequence[UpdateBoundary], times: Sequence[Floats], sync_spec: SyncSpec
+) -> tuple[list[tuple[float, SyncOp]], list[SyncOp]]:
+    """The sums of all rounds, each with the time at which the last rank has made its gradients; and updates.
+
+    With the sums are those updates of replicas that no cell waits for. ``times[rank]`` are those at which the
+    positions of a rank end in the unit order.
+    """
+    sums: list[tuple[float, SyncOp]] = []
+    updates: list[SyncOp] = []
+    for each in ends:
+        ranks = schedule.placement[each.stage]
+        over = max(float(times[rank][position]) for rank, position in each.ready.items())
+        reached = {rank: int(np.searchsorted(times[rank], over, "right")) for rank in ranks}
+        for number in sync_spec.buckets_of(each.stage):
+            sums.append((over, SyncOp(Op.REDUCE_GRAD, reached, each.stage, number, each.first)))
+        for rank in ranks:
+            awaiting = [of[rank] for of in (each.readers, each.next_ready) if rank in of]
+            if len(ranks) == 1:
+                awaiting = [each.ready[rank] + 1]
+            position = min(awaiting, default=reached[rank])
+            update = SyncOp(Op.UPDATE, {rank: position}, each.stage, -1, each.first, each.version)
+            if awaiting:
+                updates.append(update)
+            else:
+                sums.append((over, update))
+    return sorted(sums, key=lambda pair: pair[0]), updates

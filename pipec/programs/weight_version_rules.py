@@ -1,0 +1,216 @@
+"""Where steps follow each other without a flush: the versions that computes read, and the updates in between.
+
+Every stage updates as soon as the gradients of a round, or of a mini-batch, are summed. ``RULES`` prove of a
+program, whatever made it, that each microbatch finds the version that ``Stream`` says, forward and backward
+the same one; that sums and updates come in the order of mini-batches, alike on all replicas; and that no
+stage ever needs more versions than it may hold.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from pipec.ir import (
+    GRADIENT_PHASES,
+    Instruction,
+    Op,
+    Payload,
+    Stream,
+    VersionPolicy,
+    replica_counts,
+    stages_on,
+)
+from pipec.ir.columns import OP_CODE
+from pipec.programs.program_index import COMPUTES, ProgramIndex
+from pipec.programs.violation import Violation
+
+OPS = (Op.REDUCE_GRAD, Op.UPDATE)
+"""What stands at the end of each round."""
+
+
+def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with the fields of a sum or an update of a stream."""
+    op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
+    if stage not in stages_on(step.placement, rank) or not 0 <= microbatch < step.num_microbatches:
+        expected = f"a stage of this rank, and a microbatch below {step.num_microbatches}"
+        yield f"{op} names stage {stage}, microbatch {microbatch}; expected {expected}"
+    if instruction.link or not instruction.peer == instruction.slot == instruction.segment == -1:
+        yield f"{op} carries a link, peer, slot or segment; expected none"
+    buckets = step.sync_spec.buckets_of(stage) if op is Op.REDUCE_GRAD else [-1]
+    if instruction.bucket not in buckets:
+        some = ", ".join(map(str, buckets)) or "none, as the stage has no replicas"
+        yield f"{op} of stage {stage} names bucket {instruction.bucket}; expected {some}"
+
+
+def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
+    """Each compute reads the version that the stream says, and so does its backward. Others read none."""
+    stream = step.sync_spec.stream
+    for rank, columns in enumerate(step.columns):
+        others = ~columns.is_compute & ((columns.ops != OP_CODE[Op.UPDATE]) | (stream is None))
+        for number in np.flatnonzero(others & (columns.versions != -1)).tolist()[:1]:
+            op, version = columns[number].op, columns.versions[number]
+            yield Violation((rank, number), f"{op} names version {version}; expected none")
+        computes = np.flatnonzero(columns.is_compute)
+        if stream is None:
+            expected = np.full(computes.size, -1)
+        else:
+            replicas = replica_counts(step.placement)
+            pairs = zip(
+                columns.microbatches[computes].tolist(), columns.stages[computes].tolist(), strict=True
+            )
+            expected = np.array([stream.version(*pair, replicas) for pair in pairs], np.int64)
+        wrong = computes[columns.versions[computes] != expected]
+        for number in wrong.tolist()[:1]:
+            right = int(expected[computes == number][0])
+            found = f"reads version {columns.versions[number]}; expected {right}"
+            where = f"stage {columns.stages[number]}, microbatch {columns.microbatches[number]}"
+            yield Violation((rank, number), f"{columns[number].op} of {where} {found}")
+
+
+def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
+    """A stage makes version after version, each behind the sums of its round, and these behind its gradients.
+
+    The replicas of a stage all do the same, those without a microbatch in the last round as well.
+    """
+    stream = step.sync_spec.stream
+    if stream is None:
+        return
+    replicas = replica_counts(step.placement)
+    for stage, ranks in enumerate(step.placement):
+        size = stream.microbatches_per_update(stage, replicas)
+        for rank in ranks:
+            faults = [*_not_round_by_round(step, rank, stage, size)]
+            yield from faults or _not_behind_its_gradients(step, rank, stage, size)
+
+
+def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
+    """The updates and sums of a stage that are not there once for each round, in order."""
+    columns, count = step.columns[rank], -(-step.num_microbatches // size)
+    for op, bucket in [
+        (Op.UPDATE, -1),
+        *((Op.REDUCE_GRAD, each) for each in step.sync_spec.buckets_of(stage)),
+    ]:
+        numbers = _numbers(step, rank, stage, op, bucket)
+        what = (
+            f"stage {stage} is updated" if op is Op.UPDATE else f"bucket {bucket} of stage {stage} is summed"
+        )
+        if len(numbers) != count:
+            site = step.probable_site(numbers, rank, stage, -1)
+            yield Violation(site, f"{what} {len(numbers)} times; expected {count}")
+            return
+        for made, number in enumerate(numbers, start=1):
+            if op is Op.UPDATE and columns.versions[number] != made:
+                message = f"update of stage {stage} makes version {columns.versions[number]}; expected {made}"
+                yield Violation((rank, number), message)
+            if columns.microbatches[number] != (made - 1) * size:
+                found = f"names microbatch {columns.microbatches[number]}; expected {(made - 1) * size}"
+                yield Violation((rank, number), f"{op} {made} of stage {stage} {found}")
+
+
+def _not_behind_its_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
+    """Updates that do not use the gradients of their own round, and of no other."""
+    updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.sync_spec.buckets_of(stage)
+    for bucket in buckets:
+        sums = _numbers(step, rank, stage, Op.REDUCE_GRAD, bucket)
+        yield from _uses_others(step, rank, stage, size, sums)
+        for version, (summed, updated) in enumerate(zip(sums, updates, strict=True), start=1):
+            if updated < summed:
+                what = f"version {version} of stage {stage} is made before bucket {bucket} is summed"
+                yield Violation((rank, updated), f"{what} for it at {summed}")
+            if version < len(sums) and sums[version] < updated:
+                what = f"bucket {bucket} of stage {stage} is summed for version {version + 1}"
+                yield Violation(
+                    (rank, sums[version]), f"{what} before version {version} is made at {updated}"
+                )
+    if not buckets:
+        yield from _uses_others(step, rank, stage, size, updates)
+
+
+def _uses_others(
+    step: ProgramIndex, rank: int, stage: int, size: int, numbers: Sequence[int]
+) -> Iterator[Violation]:
+    """Gradients that are not made between what uses those of the round before and what uses theirs."""
+    codes = [OP_CODE[Op(phase)] for phase in GRADIENT_PHASES]
+    made, begun = (table[codes, stage].max(axis=0) for table in (step.numbers, step.begins))
+    for microbatch in np.flatnonzero(step.ranks[stage] == rank).tolist():
+        each = microbatch // size
+        if not (numbers[each - 1] if each else -1) < begun[microbatch] <= made[microbatch] < numbers[each]:
+            found = f"the gradients of stage {stage}, microbatch {microbatch}, are made at {made[microbatch]}"
+            yield Violation((rank, numbers[each]), f"{found}, but belong into version {each + 1}")
+
+
+def _numbers(step: ProgramIndex, rank: int, stage: int, op: Op, bucket: int = -1) -> list[int]:
+    """The numbers of such instructions of a stage."""
+    columns = step.columns[rank]
+    own = (columns.ops == OP_CODE[op]) & (columns.stages == stage) & (columns.buckets == bucket)
+    found: list[int] = np.flatnonzero(own).tolist()
+    return found
+
+
+def versions_available(step: ProgramIndex) -> Iterator[Violation]:
+    """A version is made before it is read, and a stage never needs more of them than it may hold."""
+    stream = step.sync_spec.stream
+    if stream is None:
+        return
+    replicas = replica_counts(step.placement)
+    for rank, stage in [(rank, stage) for stage, ranks in enumerate(step.placement) for rank in ranks]:
+        columns, numbers = step.columns[rank], _numbers(step, rank, stage, Op.UPDATE)
+        own = np.flatnonzero(np.isin(columns.ops, _COMPUTES) & (columns.stages == stage))
+        read = columns.versions[own]
+        made = np.searchsorted(numbers, own)
+        for place in np.flatnonzero(read > made).tolist()[:1]:
+            message = f"reads version {read[place]} of stage {stage}, which is not made yet"
+            yield Violation((rank, int(own[place])), message)
+        needed = np.minimum.accumulate(read[::-1])[::-1]  # the oldest that is read from here on
+        most = stream.max_live_versions(stage, replicas)
+        for place in np.flatnonzero(made - needed + 1 > most).tolist()[:1]:
+            live = int(made[place] - needed[place] + 1)
+            message = f"stage {stage} holds {live} versions of its weights here; expected at most {most}"
+            yield Violation((rank, int(own[place])), message)
+
+
+_COMPUTES = [OP_CODE[op] for op in COMPUTES]
+
+
+def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
+    """What the rules of versions are not made for."""
+    stream, sync_spec = step.sync_spec.stream, step.sync_spec
+    if stream is None:
+        return
+    if step.num_microbatches % stream.microbatches:
+        whole = f"mini-batches of {stream.microbatches} microbatches"
+        yield Violation(None, f"{step.num_microbatches} microbatches are no whole number of {whole}")
+    if sync_spec.shard or sync_spec.buffer_sync_stages:
+        yield Violation(None, "replicas share state or buffers, for which streams have no rules of versions")
+    if any(link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) for link in step.links):
+        yield Violation(None, "stages share tied weights, for which streams have no rule of versions")
+    yield from _unsupported(stream, replica_counts(step.placement))
+
+
+def _unsupported(stream: Stream, replicas: Sequence[int]) -> Iterator[Violation]:
+    """Numbers of replicas and microbatches that versions are not for."""
+    most = max(replicas)
+    if stream.versions is not VersionPolicy.DOUBLE:
+        if stream.microbatches != 1:
+            found = f"a mini-batch has {stream.microbatches} microbatches"
+            yield Violation(None, f"{found}; versions that are {stream.versions} need 1")
+        if stream.versions is VersionPolicy.VERTICAL and most > 1:
+            yield Violation(
+                None, f"a stage has {most} replicas; vertical sync has no rule of versions for them"
+            )
+    elif min(replicas) != most or stream.microbatches % most:
+        found = f"{stream.microbatches} microbatches of a mini-batch for {replicas} replicas of the stages"
+        yield Violation(
+            None, f"{found}; two versions need as many microbatches for each replica of each stage"
+        )
+    elif stream.microbatches < len(replicas) * most:
+        found = f"a mini-batch has {stream.microbatches} microbatches"
+        yield Violation(None, f"{found}; two versions need {len(replicas) * most}")
+
+
+RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
+    asynchronous_supported,
+    versions_as_specified,
+    updates_in_order,
+    versions_available,
+)

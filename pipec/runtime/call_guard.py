@@ -1,0 +1,81 @@
+"""One call of a pipeline at a time: a call on a second thread is refused before it changes anything.
+
+If it waited for the first one, it might wait for ever: the iterator of a stream is read on a thread for which
+the call waits. And threads would come in another order on each rank.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from pipec.errors import InputError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class CallGuard:
+    """The call that runs, before those that it makes itself on its thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._running = list[str]()
+
+    def begin(self, method: str) -> None:
+        """Begin a call. Raises InputError while another one runs on another thread."""
+        if not self._lock.acquire(blocking=False):
+            self._refuse(method)
+        self._running.append(method)
+
+    def end(self) -> None:
+        """End the call that was begun last."""
+        self._running.pop()
+        self._lock.release()
+
+    def _refuse(self, method: str) -> None:
+        if os.getpid() == self._process:
+            thread, running = threading.current_thread().name, next(iter(self._running), "another call")
+            raise InputError(
+                f"{method} was called on thread {thread!r} while {running} ran on another thread. A pipeline "
+                "makes one call at a time, and this one changed nothing; make all calls on one thread, or "
+                "hold a lock of your own around each of them"
+            )
+        self._lock, self._process = threading.RLock(), os.getpid()  # in a fork, which has not that thread
+        self._running.clear()
+        self._lock.acquire()
+
+
+def exclusive_call(method: Method) -> Method:
+    """Refuse a method of a pipeline while another call runs on another thread."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._call_guard.begin(name)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._call_guard.end()
+
+    return cast(Method, call)
+
+
+class LossIterator(Iterator[Tensor]):
+    """The losses of a stream. To ask for the next one is a call."""
+
+    def __init__(self, calls: CallGuard, losses: Generator[Tensor]) -> None:
+        self._call_guard, self._losses = calls, losses
+
+    def __next__(self) -> Tensor:
+        self._call_guard.begin("stream")
+        try:
+            return next(self._losses)
+        finally:
+            self._call_guard.end()
+
+    def close(self) -> None:
+        """Leave the stream, as the end of a loop does."""
+        self._losses.close()

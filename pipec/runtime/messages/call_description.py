@@ -1,0 +1,194 @@
+"""What a rank was given, in a few words and digests that are the same wherever the same was given."""
+
+import ctypes
+import functools
+import hashlib
+import re
+import types
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+CallDescription = dict[str, str]
+"""What one rank holds, by the name that a person would call it."""
+
+
+def describe_leaf(leaf: object, values: bool = True) -> str:
+    """The type of an argument and, if it is a tensor, its shape and with ``values`` a digest of those."""
+    if isinstance(leaf, Tensor):
+        return f"{describe_tensor(leaf)}, values {sampled_digest(leaf)}" if values else describe_tensor(leaf)
+    return _identity(leaf)
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return kind if tensor.is_contiguous() else f"{kind} with strides {list(tensor.stride())}"
+
+
+def describe_argument(value: object) -> str:
+    """What an argument of ``compile`` is, the same in every process that was given the same.
+
+    A file is its contents, a function its name, its code and the values that it reads. Of other
+    objects it is what they print, without addresses.
+    """
+    if isinstance(value, Path) and value.is_file():
+        return f"{value} ({hashlib.sha256(value.read_bytes()).hexdigest()[:8]})"
+    return _identity(value)
+
+
+def _identity(value: object, depth: int = 4) -> str:
+    if isinstance(value, Tensor):
+        return describe_leaf(value)
+    if depth and isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.items()]
+        return f"partial({', '.join(_identity(part, depth - 1) for part in parts)})"
+    if depth and isinstance(value, types.MethodType):
+        return f"{_identity(value.__self__, depth - 1)}.{_identity(value.__func__, depth - 1)}"
+    if depth and isinstance(value, types.FunctionType):
+        return _function(value, depth)
+    if isinstance(value, nn.Module):
+        return _module(value)
+    if isinstance(value, set | frozenset):  # whose order is another in every process
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    return _short(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
+
+
+def _module(module: nn.Module) -> str:
+    plain = [
+        f"{name}={value}"
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float | str)
+    ]
+    held = [f"{name} {describe_leaf(tensor)}" for name, tensor in module.state_dict().items()]
+    return _short(" ".join([repr(module), *plain, *held]))
+
+
+def _function(function: types.FunctionType, depth: int) -> str:
+    """Its name, and a digest of its code and of the numbers, tensors and functions that the code reads.
+
+    Other objects that it reads, such as a device, may be other ones in each process.
+    """
+    code = function.__code__
+    found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    read: list[object] = [value for value in found if isinstance(value, _READ)]
+    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    values = [_identity(value, depth - 1) for value in read]
+    digest = hashlib.sha256("\n".join([_code(code), *values]).encode()).hexdigest()[:8]
+    return f"{function.__module__}.{function.__qualname__} ({digest})"
+
+
+_READ = (int, float, complex, Tensor, nn.Module, types.FunctionType, functools.partial)
+
+
+def _code(code: types.CodeType) -> str:
+    consts = [_code(x) if isinstance(x, types.CodeType) else _identity(x, 0) for x in code.co_consts]
+    return repr((code.co_code, code.co_names, consts))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _short(text: str) -> str:
+    """The text itself; if it is long, its beginning and a digest of the whole."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+_MOST_CHARACTERS = 80
+
+
+def describe_differences(every: Sequence[CallDescription], ranks: Sequence[int] | None = None) -> str:
+    """A line for each fact that the ranks do not share: ``x: float32[8] on rank 0; float32[4] on rank 1``.
+
+    The descriptions are those of ``ranks``, if they are not of all.
+    """
+    lines = []
+    for name in dict.fromkeys(name for call_description in every for name in call_description):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, call_description in zip(ranks or range(len(every)), every, strict=True):
+            holders[call_description.get(name, "absent")].append(rank)
+        if len(holders) > 1:
+            held = "; ".join(f"{fact} on {format_ranks(who)}" for fact, who in holders.items())
+            lines.append(f"  {name}: {held}")
+    rest = len(lines) - _MOST_LINES
+    return "\n".join(lines[:_MOST_LINES] + ([f"  and {rest} more"] if rest > 0 else []))
+
+
+_MOST_LINES = 8
+
+
+def format_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def sampled_digest(tensor: Tensor) -> str:
+    """A digest of a tensor's values: of all of them up to 64 kB, else of 4,096 that lie evenly in memory.
+
+    Two large tensors that differ in a few elements alone may therefore have the same. Of a tensor on a GPU,
+    the host waits for these few values.
+    """
+    if tensor.is_meta:
+        return "none"
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes <= _HASHED_WHOLE and _is_plain(tensor):
+        memory = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr()) if num_bytes else b""
+        return f"{zlib.crc32(memory):08x}"
+    flat = flat_memory(tensor)
+    if num_bytes > _HASHED_WHOLE:
+        flat = flat[_samples(flat.numel(), flat.device)]
+    return f"{zlib.crc32(flat.cpu().view(torch.uint8).numpy().data):08x}"
+
+
+_HASHED_WHOLE, _NUM_SAMPLES = 2**16, 4096
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the elements lie in order, as they are, in memory that the host reads without asking torch."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _samples(count: int, device: torch.device) -> Tensor:
+    """The positions of as many elements as are looked at, evenly among ``count``."""
+    return torch.arange(_NUM_SAMPLES, device=device) * (count - 1) // (_NUM_SAMPLES - 1)
+
+
+def full_digest(tensor: Tensor) -> str:
+    """As ``sampled_digest``, with the sum over all of the memory: every change of one element shows."""
+    if tensor.is_meta:
+        return ""
+    flat = flat_memory(tensor)
+    integers = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    total = integers.view(_INTEGERS[integers.element_size()]).sum(dtype=torch.int64)
+    return f"{describe_tensor(tensor)} {sampled_digest(tensor)} {int(total):x}"
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def flat_memory(tensor: Tensor) -> Tensor:
+    """The elements of a tensor without gaps, in the order of its memory, as a view where that can be."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    order = sorted(range(plain.ndim), key=plain.stride, reverse=True)
+    return plain.permute(order).reshape(-1)

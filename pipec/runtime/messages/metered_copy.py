@@ -1,0 +1,94 @@
+"""Messages between ranks of one process as those of several have them, while memory is measured.
+
+Ranks of one process hand tensors over by reference. That is nobody's memory in particular: so as long as a
+meter counts, a message is copied into a buffer of its reader's, and its sender keeps it as gloo does.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Instruction, Sizes
+from pipec.runtime.memory.meter import current_memory_meter, uncounted
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT
+from pipec.runtime.messages.message_buffers import (
+    MessageMemory,
+    ReceiveBuffer,
+    link_values,
+    make_receive_buffers,
+)
+from pipec.runtime.messages.message_layout import MessageLayout, MessageLayouts
+
+Send = Callable[[Sequence[Tensor], Sizes], None]
+
+
+class Mailbox(Protocol):
+    """The messages of one link for one rank."""
+
+    def post(self, sizes: Sizes) -> None: ...
+
+    def wait(self) -> Sequence[Tensor]: ...
+
+
+def metered_send(send: Send, key: object) -> Send:
+    """``send``, which keeps what it has sent of a link to a peer if that is measured."""
+
+    def send_apart(tensors: Sequence[Tensor], sizes: Sizes) -> None:
+        if meter := current_memory_meter():
+            in_transit = meter.kept.setdefault(key, deque(maxlen=MAX_IN_TRANSIT))
+            in_transit.append([tensor.contiguous() for tensor in tensors])
+            with uncounted():
+                tensors = [tensor.clone() for tensor in tensors]
+        send(tensors, sizes)
+
+    return send_apart
+
+
+class MeteredReceiver:
+    """A receive instruction, whose messages arrive in ``mailbox``."""
+
+    def __init__(self, mailbox: Mailbox, instruction: Instruction, device: torch.device) -> None:
+        assert instruction.link is not None
+        self._mailbox = mailbox
+        self._key = instruction.link, instruction.peer, instruction.slot
+        self._make = functools.partial(make_receive_buffers, instruction, device)
+        self._message_layouts = MessageLayouts(instruction.link)
+        self._into: Sequence[Tensor] = ()
+        self._sizes: Sizes | None = None
+
+    def held(self) -> list[Tensor]:
+        """The memory that would have stayed since the last message, while a meter counts."""
+        if self._sizes is None or not current_memory_meter():
+            return []
+        with uncounted():
+            self._memory(self._sizes)
+        return [memory for buffer in self._buffers() for memory in buffer.held()]
+
+    def post(self, sizes: Sizes) -> None:
+        self._mailbox.post(sizes)
+        self._sizes = sizes
+        if current_memory_meter():
+            self._into = link_values(self._memory(sizes))
+
+    def wait(self) -> Sequence[Tensor]:
+        arrived = self._mailbox.wait()
+        into, self._into = self._into, ()
+        return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived
+
+    def _buffers(self) -> Sequence[ReceiveBuffer]:
+        """Those of the slot, for as long as the meter counts."""
+        meter = current_memory_meter()
+        assert meter is not None, "messages have no memory of their own unless it is measured"
+        if self._key not in meter.kept:
+            meter.kept[self._key] = self._make()
+        return cast("Sequence[ReceiveBuffer]", meter.kept[self._key])
+
+    def _memory(self, sizes: Sizes) -> list[tuple[MessageLayout, MessageMemory]]:
+        filled = zip(self._message_layouts.of(sizes), self._buffers(), strict=False)
+        return [
+            (message_layout, buffer.memory(message_layout.num_bytes)) for message_layout, buffer in filled
+        ]

@@ -1,0 +1,270 @@
+"""A tree of modules that holds tensors of a model under their original names, and none of its code."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from pipec.errors import InputError
+from pipec.ir import Plan
+from pipec.runtime.messages.call_description import format_names
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The tensors of a model by FQN. ``canonical`` maps each name of a tied tensor to its first name."""
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    persistent: frozenset[str]
+    canonical: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelTensors":
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        first: dict[int, str] = {}
+        canonical = {fqn: first.setdefault(id(t), fqn) for fqn, t in {**parameters, **buffers}.items()}
+        persistent = frozenset(model.state_dict(keep_vars=True)) & buffers.keys()
+        return cls(parameters, buffers, frozenset(persistent), canonical)
+
+    def unique_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, under its first name."""
+        return {fqn: x for fqn, x in self.parameters.items() if self.canonical[fqn] == fqn}
+
+    def unique(self) -> dict[str, Tensor]:
+        """Every tensor once, under its first name."""
+        every: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        return {fqn: tensor for fqn, tensor in every.items() if self.canonical[fqn] == fqn}
+
+    def refuse_shared_memory(self) -> None:
+        """Raise InputError if a trained parameter shares memory with another tensor.
+
+        Eager torch finds in each what is written to the other. On two stages they would go separate ways.
+        """
+        end, end_of_trained, last = 0, 0, ""
+        for start, stop, fqn, trained in sorted(_spans(self.unique())):
+            if start < (end if trained else end_of_trained):
+                raise InputError(
+                    f"{last} and {fqn} share memory without being one parameter, and stages would train "
+                    "them apart; make them one, as in model.b.weight = model.a.weight, or give one its own "
+                    "memory, as in model.b.weight.data = model.b.weight.data.clone()"
+                )
+            last = fqn if stop > end else last
+            end, end_of_trained = max(end, stop), max(end_of_trained, stop * trained)
+
+    def select(self, fqns: Collection[str]) -> "ModelTensors":
+        """Those of these names."""
+        return replace(
+            self,
+            parameters={fqn: x for fqn, x in self.parameters.items() if fqn in fqns},
+            buffers={fqn: x for fqn, x in self.buffers.items() if fqn in fqns},
+        )
+
+    def names_differing(self, other: "ModelTensors") -> list[str]:
+        """The names under which two models do not have the same object."""
+        mine, theirs = {**self.parameters, **self.buffers}, {**other.parameters, **other.buffers}
+        return [fqn for fqn in {**mine, **theirs} if mine.get(fqn) is not theirs.get(fqn)]
+
+    def requires_grad_flags(self) -> tuple[bool, ...]:
+        """Which parameters have requires_grad set."""
+        return tuple([parameter.requires_grad for parameter in self.parameters.values()])
+
+    def set_requires_grad(self, flags: Iterable[bool]) -> None:
+        """Set requires_grad of the parameters."""
+        for parameter, flag in zip(self.parameters.values(), flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+    def with_replaced(self, others: Mapping[str, Tensor]) -> "ModelTensors":
+        """The same with other objects under some names."""
+        parameters = {fqn: others.get(fqn, tensor) for fqn, tensor in self.parameters.items()}
+        buffers = {fqn: others.get(fqn, tensor) for fqn, tensor in self.buffers.items()}
+        return replace(self, parameters=parameters, buffers=buffers)  # type: ignore[arg-type]
+
+
+def _spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, str, bool]]:
+    """The addresses from and up to which the elements of each tensor lie, and whether it is trained."""
+    for fqn, tensor in tensors.items():
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((size - 1) * stride for size, stride in steps)
+            start = tensor.data_ptr()
+            yield start, start + length * tensor.element_size(), fqn, tensor.requires_grad
+
+
+def register_tensors(module: nn.Module, tensors: ModelTensors) -> None:
+    """Register the very objects in ``module``. The names of a tied tensor share one."""
+    for fqn, parameter in tensors.parameters.items():
+        owner, leaf = _owner(module, fqn)
+        owner._parameters[leaf] = parameter
+    for fqn, buffer in tensors.buffers.items():
+        owner, leaf = _owner(module, fqn)
+        owner._buffers[leaf] = buffer
+        if fqn not in tensors.persistent:
+            owner._non_persistent_buffers_set.add(leaf)
+
+
+def unregister_tensors(module: nn.Module, fqns: Iterable[str]) -> None:
+    """Take these tensors out of ``module``."""
+    for fqn in fqns:
+        owner, leaf = _owner(module, fqn)
+        owner._parameters.pop(leaf, None)
+        owner._buffers.pop(leaf, None)
+
+
+def restore_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let ``model`` have these very objects under their names, where it has others."""
+    for fqn, tensor in tensors.items():
+        owner, leaf = _owner(model, fqn)
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[leaf] = tensor
+        else:
+            owner._buffers[leaf] = tensor
+
+
+@torch.no_grad()
+def fill_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write values into the tensors of ``model``. Those that were emptied get memory again.
+
+    Raises:
+        InputError: the model has no tensor of a name, or one of another shape, or on meta.
+    """
+    tensors = ModelTensors.of(model)
+    there: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
+    for fqn, value in values.items():
+        tensor = there.get(fqn)
+        if tensor is not None and not tensor.is_meta and tensor.shape == value.shape:
+            tensor.copy_(value)
+        elif tensor is not None and not tensor.is_meta and tensor.shape == (0,):
+            tensor.data = value.to(tensor.device)
+        else:
+            found = "no such tensor" if tensor is None else f"{list(tensor.shape)} on {tensor.device}"
+            raise InputError(
+                f"the model to gather into has {found} as {fqn}; expected {list(value.shape)} with memory: "
+                "pass the model that was compiled or one made as it was, after to_empty(...) if it is on meta"
+            )
+
+
+@dataclass
+class EmptiedTensors:
+    """The shapes of the model's tensors that hold no memory in this process, at least between steps.
+
+    They live in other processes, or are sharded. Some may be whole for a while.
+    """
+
+    layouts: dict[str, tuple[torch.Size, tuple[int, ...]]] = field(default_factory=dict)
+
+    def empty(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give back the memory of these tensors, which stay the objects they are, and of their gradients.
+
+        An empty gradient stays: it shows that there is one in shares.
+        """
+        for fqn, tensor in tensors.items():
+            self.layouts.setdefault(fqn, (tensor.shape, tensor.stride()))
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            if tensor.grad is not None and tensor.grad.numel():
+                tensor.grad = None
+
+    def convert(self, tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> None:
+        """Let those of these that are empty now have the types that ``function`` gives to tensors."""
+        for tensor in self._empty_now(tensors).values():
+            empty = function(tensor.data)
+            if empty.device == tensor.device:
+                tensor.data = empty
+
+    def shapes(self, tensors: Mapping[str, Tensor]) -> dict[int, torch.Size]:
+        """By ``id``, the shapes that the emptied ones of these tensors have in the whole model."""
+        return {id(tensors[fqn]): shape for fqn, (shape, _) in self.layouts.items()}
+
+    def shape(self, fqn: str, tensor: Tensor) -> torch.Size:
+        """The shape that the tensor of this name has in the whole model."""
+        return self.layouts[fqn][0] if fqn in self.layouts else tensor.shape
+
+    @contextlib.contextmanager
+    def materialized(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Give those that are empty now their shapes and undefined values, to be captured; then empty them.
+
+        They are on the CPU, where memory that nobody touches takes no room, or stay on meta.
+        """
+        gone = self._empty_now(tensors)
+        empty = {fqn: tensor.data for fqn, tensor in gone.items()}
+        for fqn, tensor in gone.items():
+            shape, stride = self.layouts[fqn]
+            device = tensor.device if tensor.is_meta else "cpu"
+            tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+        try:
+            yield
+        finally:
+            for fqn, tensor in gone.items():
+                tensor.data = empty[fqn]
+
+    def _empty_now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        there = {fqn: tensor for fqn, tensor in tensors.items() if fqn in self.layouts}
+        return {fqn: tensor for fqn, tensor in there.items() if tensor.shape != self.layouts[fqn][0]}
+
+
+@dataclass
+class UninitializedTensors:
+    """The tensors that ``to_empty`` gave memory, by FQN, with the version that each had then.
+
+    A value given in place makes another version. One given through ``.data`` does not, but overwrites the
+    bytes of ones that mark the first element.
+    """
+
+    marked: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def mark(self, tensors: Mapping[str, Tensor]) -> None:
+        """Note that these have no values yet."""
+        for fqn, tensor in tensors.items():
+            if tensor.numel() and not tensor.is_meta:
+                _first_bytes(tensor).fill_(_MARK)
+                self.marked[fqn] = tensor, tensor._version
+
+    def of(self, copies: Mapping[str, Tensor]) -> "UninitializedTensors":
+        """What is noted of these copies of the tensors."""
+        return UninitializedTensors({fqn: (copies[fqn], copies[fqn]._version) for fqn in self.marked})
+
+    def refuse(self, held: Mapping[str, Tensor], plan: Plan) -> None:
+        """Raise InputError if a stage reads a tensor that still has no value."""
+        self.marked = {
+            fqn: (tensor, version)
+            for fqn, (tensor, version) in self.marked.items()
+            if held.get(fqn) is tensor and tensor._version == version and _is_marked(tensor)
+        }
+        if names := [value.name for value in (*plan.parameters, *plan.buffers) if value.name in self.marked]:
+            raise InputError(
+                f"nothing was written to {format_names(names)} since to_empty(...) made memory for it. Call "
+                "load_state_dict(...) on the pipeline. A buffer with persistent=False is in no state dict: "
+                "make the module that computes it outside of torch.device('meta') before you compile, and it "
+                "keeps its values; or write into pipe.get_buffer(...)"
+            )
+
+
+_MARK = 255
+
+
+def _first_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_strided((1,), (1,)).view(torch.uint8)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    return bool(tensor.numel() and (_first_bytes(tensor) == _MARK).all())
+
+
+def _owner(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor, and the tensor's name there. Modules on the way to it are made.
+
+    They are written into the registry and not set as attributes: a model may have a child called ``step`` or
+    ``plan``, and the attributes of that name belong to the pipeline.
+    """
+    *path, leaf = fqn.split(".")
+    for name in path:
+        child = module._modules.get(name)
+        if child is None:
+            child = module._modules[name] = nn.Module()
+        module = child
+    return module, leaf

@@ -1,0 +1,79 @@
+"""The state of optimizers in host memory: copied to the device for an update, and back behind it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipec.runtime.memory.meter import uncounted
+
+
+class OffloadedState:
+    """Keeps the state of tensors of parameters that are ``named``, by their ids, on the host.
+
+    What an optimizer keeps on the host by itself, such as the number of steps of a GPU's parameter, stays so.
+    """
+
+    def __init__(self, named: Mapping[int, str]) -> None:
+        self._named = named
+        self._hosts: dict[tuple[str, str], Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What waits on the host."""
+        return sum(host.untyped_storage().nbytes() for host in self._hosts.values())
+
+    def is_offloaded(self, tensor: Tensor) -> bool:
+        return any(host is tensor for host in self._hosts.values())
+
+    @contextlib.contextmanager
+    def on_device(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Let the state be where its parameters are inside a ``with``."""
+        for optimizer, parameter, key, value in _entries(optimizers):
+            if value is self._hosts.get(self._key(parameter, key)):
+                optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+        try:
+            yield
+        finally:
+            self.offload_state(optimizers)
+
+    def offload_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Copy to the host what is where its parameter is."""
+        for optimizer, parameter, key, value in _entries(optimizers):
+            name = self._key(parameter, key)
+            if value.device == parameter.device and value is not self._hosts.get(name):
+                optimizer.state[parameter][key] = self._copied(name, value)
+
+    def _copied(self, name: tuple[str, str], value: Tensor) -> Tensor:
+        """A copy on the host, in the memory of the one before if that is like it."""
+        host = self._hosts.get(name)
+        if host is None or (host.shape, host.dtype, host.stride()) != (
+            value.shape,
+            value.dtype,
+            value.stride(),
+        ):
+            with uncounted():
+                host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+            self._hosts[name] = host
+        return host.copy_(value)
+
+    def _key(self, parameter: Tensor, key: str) -> tuple[str, str]:
+        return self._named.get(id(parameter), ""), key
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _entries(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Tensor, str, Tensor]]:
+    """The tensors of the state, each with its optimizer, its parameter and its name."""
+    return [
+        (optimizer, parameter, key, value)
+        for optimizer in optimizers
+        for parameter, entries in optimizer.state.items()
+        if isinstance(parameter, Tensor)
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    ]

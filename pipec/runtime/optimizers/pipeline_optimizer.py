@@ -1,0 +1,239 @@
+"""What ``pipe.optimizer`` is: an optimizer of the whole model, which those of all ranks and stages follow."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipec.errors import InputError
+from pipec.ir import ParameterShard
+from pipec.runtime.messages.call_description import CallDescription
+from pipec.runtime.optimizers.factory import (
+    Factory,
+    call_factory,
+    dummy_parameter,
+    group_names,
+    hyperparameters,
+    is_elementwise,
+)
+from pipec.runtime.optimizers.stage_optimizer import StageOptimizer
+from pipec.runtime.optimizers.state_shards import ParameterState, StateShard, concatenated_state_dict, merge
+
+GatherStates = Callable[[list[StateShard]], Sequence[list[StateShard]]]
+"""Takes what this process keeps and returns what each process keeps. Every process calls it."""
+
+
+class PipelineOptimizer(Optimizer):
+    """The parameter groups and the state of the whole model's optimizer, wherever its updates are made.
+
+    ``param_groups`` are those that ``factory`` makes of the whole model. What is written there, by an LR
+    scheduler or by hand, holds from the next update on. ``state_dict`` is that of the optimizer of the
+    unsplit model, and either may load the other's. ``elementwise`` has the names of those parameters that may
+    be updated in pieces, ``kinds`` the class of each group's optimizer. ``parameters`` are those of the whole
+    model, in its order and with their shapes; those without memory here may be on meta.
+    ``before_state_access`` is called before the state is read or replaced.
+
+    Raises:
+        InputError: the factory does not make an optimizer of these parameters.
+    """
+
+    def __init__(self, factory: Factory, parameters: Mapping[str, Tensor]) -> None:
+        self._factory = factory
+        self._whole = {name: dummy_parameter(parameter) for name, parameter in parameters.items()}
+        made = call_factory(factory, self._whole)
+        self.kinds = [type(each).__name__ for each in made for _ in each.param_groups]
+        self.elementwise = frozenset(
+            name
+            for each in made
+            if is_elementwise(each)
+            for names in group_names(each, self._whole)
+            for name in names
+        )
+        self._stages: list[StageOptimizer] = []
+        self._gather: GatherStates | None = None
+        self._loaded: dict[str, ParameterState] = {}
+        self.before_state_access: Callable[[], None] = _nothing
+        self._open = True
+        super().__init__(_whole_groups(made, self._whole, parameters), _shared_defaults(made))
+        self._open = False
+
+    def for_stage(self, owned: Mapping[ParameterShard, Tensor], on_host: bool = False) -> StageOptimizer:
+        """The optimizer of what this rank updates of a stage; see ``StageOptimizer``."""
+        return StageOptimizer(self, self._factory, self._whole, owned, on_host)
+
+    def attach(
+        self, stages: Sequence[StageOptimizer], parameters: Mapping[str, nn.Parameter], gather: GatherStates
+    ) -> None:
+        """Let these stages of this process hold the state: that of those before, or what was loaded.
+
+        Every process calls it. The stages of all processes have all parameters: what is not updated for a
+        while keeps its state. The groups then have the model's ``parameters`` of this process.
+        """
+        states = self._states()
+        self._stages, self._gather, self._loaded = list(stages), gather, {}
+        for group in self.param_groups:
+            named = zip(group["param_names"], group["params"], strict=True)
+            group["params"] = [parameters.get(name, parameter) for name, parameter in named]
+        for stage in stages if states else ():
+            stage.load(states)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of each group as they are now, for updates that are made later."""
+        return [
+            {key: x.clone() if isinstance(x, Tensor) else x for key, x in hyperparameters(group).items()}
+            for group in self.param_groups
+        ]
+
+    def count_step(self) -> None:
+        """Note that the program has made the updates of a step, as LR schedulers and step hooks expect."""
+        self._open = True
+        try:
+            self.step()  # through whatever schedulers and hooks have put around it
+        finally:
+            self._open = False
+
+    def step(self, closure: Any = None) -> Any:
+        """Refuses: ``pipe.step`` updates the parameters."""
+        if not self._open:
+            raise InputError(
+                "pipe.step(...) has made the update already, for the pipeline was compiled with "
+                "optimizer=...; leave out optimizer.step(). To update yourself, compile without optimizer=..."
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: the factory makes the groups."""
+        if not self._open:
+            raise InputError(
+                "the groups of the pipeline's optimizer are those that the factory made; make all of them "
+                "there, and give those that shall wait a learning rate of 0"
+            )
+        super().add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> NoReturn:
+        """Refuses: updates are made on several ranks, at several times of a step."""
+        raise InputError(
+            "a stage's update runs as soon as its gradients are there, so there is no moment before all "
+            "updates; clip with clip_grad_norm=... of pipec.compile. Hooks after the step do run"
+        )
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        """Refuses: what is loaded is cut by name before torch sees it."""
+        raise InputError("change the state dict before you pass it to load_state_dict(...)")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the whole model's optimizer, in torch's own format. Every rank calls it."""
+        states = self._states()
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if name in states:
+                    self.state[parameter] = states[name]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = defaultdict(dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state dict of this optimizer, or of the same one of the unsplit model.
+
+        Where the factory returns several optimizers, a list may have the state dict of each.
+
+        Raises:
+            InputError: it has other groups, names or shapes than this optimizer.
+        """
+        self.before_state_access()
+        if not isinstance(state_dict, Mapping):
+            state_dict = concatenated_state_dict(state_dict)
+        saved = [dict(group) for group in state_dict["param_groups"]]
+        names = self._names_of_saved(saved)
+        if strange := [key for key in state_dict["state"] if key not in names]:
+            raise InputError(
+                f"the state dict has state under {strange[0]!r}, which no group has a parameter for"
+            )
+        states = {names[number]: entries for number, entries in state_dict["state"].items()}
+        for name in self.elementwise & states.keys():
+            self._require_shapes(name, states[name])
+        groups = [
+            {**hyperparameters(own), **hyperparameters(new), "params": new["params"]}
+            for own, new in zip(self.param_groups, saved, strict=True)
+        ]
+        if self._gather is None:
+            self._loaded = states
+        for stage in self._stages:
+            stage.load(states)
+        super().load_state_dict({"state": {}, "param_groups": groups})
+
+    def call_description(self) -> CallDescription:
+        """What all ranks must have in common: the groups and their numbers."""
+        return {
+            f"group {index} of the optimizer": f"{kind}, {len(group['params'])} parameters, "
+            + ", ".join(f"{key}={value}" for key, value in sorted(hyperparameters(group).items()))
+            for index, (kind, group) in enumerate(zip(self.kinds, self.param_groups, strict=True))
+        }
+
+    def parts(self) -> list[StateShard]:
+        """What this process keeps of the state. Until a program is bound, that is all of what was loaded."""
+        if self._gather is not None:
+            return [part for stage in self._stages for part in stage.parts()]
+        whole = {name: ParameterShard(name, 0, each.numel()) for name, each in self._whole.items()}
+        return [StateShard(whole[name], entries) for name, entries in self._loaded.items()]
+
+    def _states(self) -> dict[str, ParameterState]:
+        self.before_state_access()
+        if self._gather is None:
+            return self._loaded
+        shapes = {name: each.shape for name, each in self._whole.items()}
+        return merge(self._gather(self.parts()), shapes)
+
+    def _names_of_saved(self, saved: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+        """The name of each parameter of a state dict: the one it says, or the one in its place here."""
+        sizes, expected = (
+            [len(group["params"]) for group in groups] for groups in (saved, self.param_groups)
+        )
+        if sizes != expected:
+            raise InputError(
+                f"the state dict has groups of {sizes} parameters, and the optimizer has groups of "
+                f"{expected}; load what the same factory saved for the same model"
+            )
+        found: dict[int, str] = {}
+        for index, (group, own) in enumerate(zip(saved, self.param_groups, strict=True)):
+            names = group.get("param_names", own["param_names"])
+            if other := sorted(set(names) ^ set(own["param_names"])):
+                raise InputError(
+                    f"{other[0]} and {len(other) - 1} other names of group {index} are in the state dict or "
+                    "in the optimizer alone; load the state of the same model, or delete param_names from "
+                    "the groups of the state dict to go by the order of the parameters"
+                )
+            found.update(zip(group["params"], names, strict=True))
+        return found
+
+    def _require_shapes(self, name: str, entries: ParameterState) -> None:
+        shape = self._whole[name].shape
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != shape:
+                raise InputError(
+                    f"{key} of {name} has shape {list(value.shape)} in the state dict, and the parameter has "
+                    f"{list(shape)}; load the state of the same model"
+                )
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
+
+
+def _whole_groups(
+    made: Sequence[Optimizer], stand_ins: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """The groups of all optimizers, with names, and with the model's parameters."""
+    return [
+        {**hyperparameters(group), "params": [(name, parameters[name]) for name in names]}
+        for each in made
+        for group, names in zip(each.param_groups, group_names(each, stand_ins), strict=True)
+    ]
+
+
+def _shared_defaults(made: Sequence[Optimizer]) -> dict[str, Any]:
+    """The defaults that all of the optimizers have: LR schedulers look there for what they may change."""
+    first, *others = (each.defaults for each in made)
+    return {key: value for key, value in first.items() if all(key in other for other in others)}

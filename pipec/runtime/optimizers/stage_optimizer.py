@@ -1,0 +1,227 @@
+"""The optimizer of what one rank updates of one stage: whole tensors, or pieces of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipec.errors import InputError
+from pipec.ir import ParameterShard
+from pipec.runtime.memory.storage import tensors_in
+from pipec.runtime.optimizers.factory import (
+    Factory,
+    call_factory,
+    dummy_parameter,
+    group_names,
+    hyperparameters,
+    is_elementwise,
+    parameter_on,
+)
+from pipec.runtime.optimizers.offloaded_state import OffloadedState
+from pipec.runtime.optimizers.state_shards import ParameterState, StateShard, cut, restore_types
+
+# Multiplies a list of tensors in one call; the public API has no such function.
+_scale_all = torch._foreach_mul_
+
+
+class StageOptimizer:
+    """Steps the optimizers of a factory on what this rank owns, with the hyperparameters of ``leader``.
+
+    ``owned`` has the memory of each piece, which an update writes: the parameter itself where the piece is
+    all of it, else a slice with one dimension. ``whole`` has the parameters of the whole model, or stand-ins.
+    The factory is called with all of them, so that it makes the groups of the whole model; what this rank
+    does not own is then taken out. If it is ``on_host``, the state waits in host memory between updates.
+
+    Raises:
+        InputError: the factory made other groups than those of ``leader``, or an optimizer that is not
+            elementwise would get part of a tensor.
+    """
+
+    def __init__(
+        self,
+        leader: Optimizer,
+        factory: Factory,
+        whole: Mapping[str, Tensor],
+        owned: Mapping[ParameterShard, Tensor],
+        on_host: bool = False,
+    ) -> None:
+        self._leader = leader
+        self._pieces = {piece.name: piece for piece in owned}
+        self._shapes = {name: whole[name].shape for name in self._pieces}
+        self._tensors = {p.name: _updated(tensor, p, whole[p.name]) for p, tensor in owned.items()}
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._host = OffloadedState(self._names) if on_host else None
+        given = {name: self._given(name, parameter) for name, parameter in whole.items()}
+        self._optimizers: list[tuple[Optimizer, list[int]]] = []
+        self._take(call_factory(factory, given), given)
+        self._offload_state()
+
+    @property
+    def pieces(self) -> tuple[ParameterShard, ...]:
+        """What this rank updates."""
+        return tuple(self._pieces.values())
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model that this rank updates as a whole."""
+        return {name: each for name, each in self._tensors.items() if isinstance(each, nn.Parameter)}
+
+    def move_to(self, owned: Mapping[ParameterShard, Tensor]) -> None:
+        """Go on with some of the pieces in other memory, that has their values already."""
+        for piece, memory in owned.items():
+            if (tensor := self._tensors.get(piece.name)) is not None:
+                tensor.data = memory.view(tensor.shape)
+
+    def update(
+        self,
+        gradients: Mapping[str, Tensor],
+        factor: Tensor | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Make one update with the gradients of the pieces, by name, times ``factor``.
+
+        ``groups`` are the hyperparameters of all groups, if not those that the leader has now.
+        A parameter without a gradient stays as it is, and so does its state. Afterwards ``.grad`` is None.
+        """
+        assert gradients.keys() <= self._tensors.keys()
+        if factor is not None and gradients:
+            first = next(iter(gradients.values()))
+            kind = torch.promote_types(first.dtype, torch.float32)
+            _scale_all(list(gradients.values()), factor.to(first.device, kind))
+        for name, gradient in gradients.items():
+            tensor = self._tensors[name]
+            tensor.grad = gradient if gradient.shape == tensor.shape else gradient.view(tensor.shape)
+        given = [hyperparameters(group) for group in self._leader.param_groups] if groups is None else groups
+        try:
+            for optimizer, followed in self._optimizers:
+                for group, index in zip(optimizer.param_groups, followed, strict=True):
+                    group.update(given[index])
+                with self._host.on_device([optimizer]) if self._host else nullcontext():
+                    optimizer.step()
+                _require_unchanged(optimizer, [given[index] for index in followed])
+        finally:
+            for tensor in self._tensors.values():
+                tensor.grad = None
+
+    def held(self) -> list[Tensor]:
+        """The tensors of the state on the device."""
+        found = [each for optimizer, _ in self._optimizers for each in tensors_in(optimizer.state)]
+        return found if self._host is None else [each for each in found if not self._host.is_offloaded(each)]
+
+    @property
+    def host_bytes(self) -> int:
+        """What of the state waits in host memory."""
+        return self._host.num_bytes if self._host else 0
+
+    def _offload_state(self) -> None:
+        if self._host:
+            self._host.offload_state([optimizer for optimizer, _ in self._optimizers])
+
+    def parts(self) -> list[StateShard]:
+        """The state of each piece that has one."""
+        kept = [item for optimizer, _ in self._optimizers for item in optimizer.state.items()]
+        if strange := [key for key, _ in kept if id(key) not in self._names]:
+            raise InputError(
+                f"the optimizer keeps state under {strange[0]!r} that belongs to no parameter; pipec can "
+                "merge and split the state of parameters alone. Compile without optimizer=..."
+            )
+        return [StateShard(self._pieces[self._names[id(key)]], entries) for key, entries in kept]
+
+    def load(self, states: Mapping[str, ParameterState]) -> None:
+        """Go on from the state of whole parameters. Those without a name in ``states`` start anew."""
+        for optimizer, _ in self._optimizers:
+            groups = optimizer.state_dict()["param_groups"]
+            numbers = [number for group in groups for number in group["params"]]
+            names = [self._names[id(tensor)] for tensor in _parameters(optimizer)]
+            optimizer.state.clear()  # before there is another: two may not fit
+            state = {
+                number: cut(states[name], self._shapes[name], self._pieces[name])
+                for number, name in zip(numbers, names, strict=True)
+                if name in states
+            }
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            restore_types(optimizer, state)
+        self._offload_state()
+
+    def _given(self, name: str, parameter: Tensor) -> Tensor:
+        """What the factory is given for a parameter: itself, or something that looks like it."""
+        own = self.parameters.get(name)
+        if own is not None:
+            return own
+        return dummy_parameter(parameter, self._tensors[name].device if name in self._tensors else "meta")
+
+    def _take(self, optimizers: tuple[Optimizer, ...], given: Mapping[str, Tensor]) -> None:
+        """Keep of the factory's optimizers what this rank updates."""
+        made = [(each, names) for each in optimizers for names in group_names(each, given)]
+        self._require_same_groups([names for _, names in made])
+        assert self._pieces.keys() <= {name for _, names in made for name in names}
+        for optimizer in optimizers:
+            followed = [i for i, (of, names) in enumerate(made) if of is optimizer and self._owns(names)]
+            if followed:
+                self._restrict(optimizer, given)
+                self._optimizers.append((optimizer, followed))
+
+    def _owns(self, names: list[str]) -> bool:
+        return any(name in self._tensors for name in names)
+
+    def _restrict(self, optimizer: Optimizer, given: Mapping[str, Tensor]) -> None:
+        """Put the pieces in place of the whole parameters, in the very lists of the optimizer."""
+        for group, names in zip(optimizer.param_groups, group_names(optimizer, given), strict=True):
+            own = [name for name in names if name in self._tensors]
+            self._require_whole(optimizer, own)
+            group["params"][:] = [self._tensors[name] for name in own]
+            if "param_names" in group:
+                group["param_names"][:] = own
+            for name in names:
+                entries = optimizer.state.pop(given[name], None)
+                if entries is not None and name in self._tensors:
+                    piece = cut(entries, self._shapes[name], self._pieces[name])
+                    optimizer.state[self._tensors[name]] = piece
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+    def _require_same_groups(self, made: list[list[str]]) -> None:
+        expected = [group["param_names"] for group in self._leader.param_groups]
+        if made != expected:
+            raise InputError(
+                "the optimizer factory made other groups when it was called again with the same parameters: "
+                f"{_sizes(made)} instead of {_sizes(expected)}. Let the groups depend on names, shapes and "
+                "requires_grad alone"
+            )
+
+    def _require_whole(self, optimizer: Optimizer, names: list[str]) -> None:
+        cut_up = [name for name in names if self._pieces[name].size != self._shapes[name].numel()]
+        if cut_up and not is_elementwise(optimizer):
+            raise InputError(
+                f"{type(optimizer).__name__} would get part of {cut_up[0]}, but is not known to be "
+                "elementwise. If it updates each element by that element's own gradient and state, say so "
+                "with a class attribute pipec_elementwise = True; if not, it needs whole tensors"
+            )
+
+
+def _require_unchanged(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
+    for group, numbers in zip(optimizer.param_groups, given, strict=True):
+        for key, value in numbers.items():
+            if group[key] is not value:
+                raise InputError(
+                    f"{type(optimizer).__name__} changes {key!r} of its parameter groups in step(). "
+                    "Every rank would go on with a number of its own, from its own parameters; "
+                    "compile without optimizer=... to use it"
+                )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Any]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _updated(memory: Tensor, piece: ParameterShard, parameter: Tensor) -> Tensor:
+    """What the optimizer has in its groups for a piece: a parameter, if the piece is all of one."""
+    if isinstance(memory, nn.Parameter) or piece.size != parameter.numel():
+        return memory
+    return parameter_on(memory.view(parameter.shape), parameter)
+
+
+def _sizes(groups: list[list[str]]) -> str:
+    return f"groups of {', '.join(str(len(names)) for names in groups)} parameters"

@@ -1,0 +1,381 @@
+"""Connections between every two ranks that tell who is there, who failed, and what each rank waits for.
+
+They carry no tensors. A thread in each process writes heartbeats into them, and reads those of the others:
+
+* A process that dies closes its connections. The others know at once that it died, and which one it was.
+* A process that is stopped, or whose machine is gone, sends no heartbeats. The others know after the timeout.
+* A rank that fails says why. One whose script ends, or that lets go of its pipeline, says so.
+* A rank that waits says for whom, so that those who wait for it can name the one that keeps all waiting.
+
+The texts that ranks exchange outside of steps travel here too. So the store of torch, which is in the process
+of rank 0, is asked for nothing but the addresses of the ranks.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import json
+import os
+import signal
+import struct
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from pipec.errors import TransportError
+from pipec.runtime.processes.addresses import Address, listen
+from pipec.runtime.processes.packets import PacketKind, encode_packet, read_packet
+from pipec.runtime.processes.peers import Peers
+from pipec.runtime.processes.stall_reports import CurrentWait, StallReporter, WaitScope
+
+
+class HeartbeatConnections:
+    """One rank's connections. ``on_failure`` is called, on another thread, once the pipeline cannot go on.
+
+    Give ``address`` to the ranks above this one, and ``connect`` to those below it; then ``wait_for_all``.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
+        self.rank = rank
+        self.on_failure: Callable[[], None] = lambda: None
+        self._timeout = timeout
+        self._interval = min(_LONGEST_INTERVAL, timeout / 5)
+        self._peers = Peers(rank, num_ranks, timeout, self._interval)
+        self._waits = CurrentWait()
+        self._stalls = StallReporter(rank, timeout)
+        self._failure: str | None = None
+        self._interrupting = False
+        self._changed = threading.Condition(threading.RLock())
+        self._server, self.address = listen()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="pipec heartbeats", daemon=True)
+        self._thread.start()
+        _OF_THIS_PROCESS.add(self)
+
+    def connect(self, peer: int, address: Address) -> None:
+        """Connect to a rank below this one. Raises TransportError if nobody is there any more."""
+        connecting = asyncio.run_coroutine_threadsafe(self._connect(peer, address), self._loop)
+        try:
+            connecting.result(self._timeout)
+        except (OSError, EOFError) as error:  # TimeoutError is an OSError
+            connecting.cancel()
+            what = "is stopped" if isinstance(error, TimeoutError) else "died"
+            raise TransportError(
+                f"rank {self.rank} cannot reach rank {peer} at {address}: its process {what}, or the network "
+                f"between them is closed ({str(error) or type(error).__name__})"
+            ) from None
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank is connected. Raises TransportError; it names who did not come."""
+        peers = self._peers
+        self._wait(lambda: all(peer.writer for peer in peers.values()), peers.not_connected, self._timeout)
+
+    def all_gather_text(self, text: bytes) -> list[bytes]:
+        """The text of each rank, on every rank. Raises TransportError; it names who did not answer."""
+        self.send_text(text)
+        with self.waiting("comparing notes with all ranks"):
+            missing = functools.partial(self._peers.unanswered, self._waits.now.activity)
+            self._wait(lambda: all(peer.texts for peer in self._peers.values()), missing, self._timeout)
+        return [
+            self._peers[rank].texts.popleft() if rank in self._peers else text
+            for rank in range(len(self._peers) + 1)
+        ]
+
+    def send_text(self, text: bytes) -> None:
+        """Send a text to every other rank, which calls ``receive_text`` or ``all_gather_text`` for it."""
+        self._send(PacketKind.TEXT, text)
+
+    def receive_text(self, peer: int, activity: str, expected: bool = False) -> bytes:
+        """The next text of a rank, however long that takes while all ranks live. Raises TransportError.
+
+        Nothing is said on the console of a wait that is ``expected`` to take long.
+        """
+        with self.waiting(activity, peer, expected):
+            self._wait(lambda: bool(self._peers[peer].texts), lambda: "", None)
+        return self._peers[peer].texts.popleft()
+
+    def exchange_final_status(self, text: str, within: float) -> dict[int, str | None]:
+        """Tell others what this rank has when the pipeline cannot go on; what each other one has that lives.
+
+        None stands for a rank that lives and said nothing in so many seconds.
+        """
+        self._send(PacketKind.FINAL_STATUS, text.encode())
+        with self._changed:
+            self._changed.wait_for(lambda: not self._peers.without_final_status(), within)
+            silent = dict.fromkeys(self._peers.without_final_status())
+            told = {rank: peer.final_status for rank, peer in self._peers.items()}
+            return silent | {rank: words for rank, words in told.items() if words is not None}
+
+    def all_gather_text_in_background(self, text: bytes) -> list[bytes]:
+        """The text of each rank, on every rank, for a thread beside the one that steps.
+
+        However long they take, and even if a step fails meanwhile. Raises TransportError if a process ends.
+        """
+        self._send(PacketKind.BACKGROUND_TEXT, text)
+        with self._changed:
+            while not all(peer.background_texts for peer in self._peers.values()):
+                self.check_processes()
+                self._changed.wait(_LOOK_SECONDS)
+        return [
+            self._peers[rank].background_texts.popleft() if rank in self._peers else text
+            for rank in range(len(self._peers) + 1)
+        ]
+
+    def check_processes(self) -> None:
+        """Raise TransportError if the process of a rank has ended, or is stopped."""
+        if reason := self._peers.ended(self._peers, _STILL_ARRIVING) or (self._failure and self.silent()):
+            raise TransportError(f"another rank is gone:\n{textwrap.indent(reason, '  ')}")
+
+    @contextlib.contextmanager
+    def interrupted_by_failures(self) -> Iterator[None]:
+        """Let the failure of another rank end what the main thread does inside a ``with``, as Ctrl-C would.
+
+        The error is a TransportError then. On another thread, or if the program handles Ctrl-C itself, the
+        failure is found by the next wait instead. Where Ctrl-C is ignored, as in a shell's jobs in the
+        background, it stays ignored.
+        """
+        mine, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
+        is_ignored = mine and handler is signal.SIG_IGN
+        self._interrupting = is_ignored or (mine and handler is signal.default_int_handler)
+        try:
+            try:
+                if is_ignored:
+                    signal.signal(signal.SIGINT, self._heed_failures)
+                self.check()  # what happened before would interrupt nothing
+                yield
+            finally:
+                if is_ignored:
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
+                with self._changed:
+                    self._interrupting = False
+        except KeyboardInterrupt:
+            self.check()
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Tell every rank why this one cannot go on, unless another one could not before."""
+        reason = reason if reason.startswith("rank ") else f"rank {self.rank}: {reason}"
+        with self._changed:
+            first, self._failure = self._failure is None, self._failure or reason
+        if first:
+            self._send(PacketKind.FAILURE, reason.encode())
+
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise TransportError if the ranks cannot all go on."""
+        if reason := self.reason():
+            raise self._given_up(reason)
+
+    def reason(self, within: float = 0.0) -> str | None:
+        """Why the ranks cannot go on, if that is known, or becomes known in so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, within)
+            return self._failure or self._peers.ended(self._peers)
+
+    def silent(self) -> str | None:
+        """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
+        return self._peers.silent()
+
+    def waits_for(self, peer: int | None) -> str:
+        """Whom a rank waits for, and whom that one does; None stands for the first one that does not wait."""
+        return self._peers.waits_for(peer, self._waits.now.activity)
+
+    def waiting(self, activity: str, peer: int | None = None, expected: bool = False) -> WaitScope:
+        """Let the others know what this rank does inside a ``with``, and for which rank it waits."""
+        return WaitScope(self._waits, activity, peer, expected)
+
+    def close(self) -> None:
+        """Say farewell, and end the thread."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    def close_in_child(self) -> None:
+        """Let go of a forked process's copies of the connections, which else outlive this process.
+
+        What is not there any more keeps its number, so that nobody closes another file under it.
+        """
+        writers = [peer.writer for peer in self._peers.values() if peer.writer is not None]
+        with open(os.devnull, "rb") as nothing:
+            for held in (self._server, *(writer.get_extra_info("socket") for writer in writers)):
+                if held.fileno() >= 0:
+                    os.dup2(nothing.fileno(), held.fileno(), inheritable=False)
+
+    # What the calling thread waits for.
+
+    def _wait(self, reached: Callable[[], bool], missing: Callable[[], str], limit: float | None) -> None:
+        """Wait until ``reached``. Raises TransportError if a rank failed, or ended a moment ago."""
+        deadline = None if limit is None else time.monotonic() + limit
+        with self._changed:
+            while not reached():
+                if reason := self._failure or self._peers.ended(self._peers, _STILL_ARRIVING):
+                    raise self._given_up(reason)
+                if deadline is not None and time.monotonic() > deadline:
+                    if silent := self._peers.silent():
+                        raise self._given_up(silent)
+                    self.fail(missing())
+                    raise TransportError(missing())
+                self._changed.wait(_LOOK_SECONDS)
+
+    def _given_up(self, reason: str) -> TransportError:
+        """The error to raise for what happened to another rank. The others are told of it."""
+        self.fail(reason)
+        return TransportError(f"another rank failed:\n{textwrap.indent(reason, '  ')}")
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+            for task in (tasks := asyncio.all_tasks(self._loop)):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        server = await asyncio.start_server(self._accept, sock=self._server)
+        beating = asyncio.create_task(self._beat())
+        await self._closing.wait()
+        beating.cancel()
+        server.close()
+        self._write_all(PacketKind.CLEAN_CLOSE, b"")
+        writers = [peer.writer for peer in self._peers.values() if peer.writer is not None]
+        for writer in writers:
+            writer.close()
+        await asyncio.wait([asyncio.ensure_future(w.wait_closed()) for w in writers] or [beating], timeout=1)
+
+    async def _connect(self, peer: int, address: Address) -> None:
+        hello = encode_packet(PacketKind.HELLO, struct.pack("!I", self.rank) + address.secret)
+        reader, writer = await address.connect(hello, encode_packet(PacketKind.HELLO))
+        self._follow(peer, reader, writer)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            _, hello = await asyncio.wait_for(
+                read_packet(reader, len(self.address.secret) + 4), self._timeout
+            )
+            (peer,) = struct.unpack("!I", hello[:4])
+            known = self._peers.get(peer)
+            if known is None or known.writer or not hmac.compare_digest(hello[4:], self.address.secret):
+                raise ConnectionError("a stranger")
+        except (OSError, EOFError, ValueError, struct.error, TimeoutError):
+            writer.close()
+            return
+        writer.write(encode_packet(PacketKind.HELLO))
+        self._follow(peer, reader, writer)
+
+    def _follow(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with self._changed:
+            self._peers[rank].writer = writer
+            self._changed.notify_all()
+        self._peers[rank].listening = asyncio.ensure_future(self._listen(rank, reader))
+
+    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
+        """Take in what a rank sends, until its connection ends."""
+        peer = self._peers[rank]
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            while True:
+                kind, payload = await read_packet(reader)
+                with self._changed:
+                    peer.missed_heartbeats = 0
+                    if kind is PacketKind.HEARTBEAT:
+                        peer.waiting_for, peer.activity, peer.last_activity = json.loads(payload)
+                    elif kind is PacketKind.TEXT:
+                        peer.texts.append(payload)
+                    elif kind is PacketKind.BACKGROUND_TEXT:
+                        peer.background_texts.append(payload)
+                    elif kind is PacketKind.CLEAN_CLOSE:
+                        peer.closed_cleanly = True
+                    elif kind is PacketKind.FINAL_STATUS:
+                        peer.final_status = payload.decode()
+                    self._changed.notify_all()
+                if kind is PacketKind.FAILURE:
+                    self._note_failure(payload.decode())
+        with self._changed:
+            peer.ended_at = time.monotonic()
+            self._changed.notify_all()
+
+    async def _beat(self) -> None:
+        """Send heartbeats, and count missing ones. Intervals that this process slept through do not count."""
+        while True:
+            await asyncio.sleep(self._interval)
+            living = [rank for rank in self._peers.living if self._peers[rank].writer]
+            wait = self._waits.now
+            self._write_all(
+                PacketKind.HEARTBEAT,
+                json.dumps([wait.peer, wait.activity, self._waits.last_activity]).encode(),
+            )
+            self._stalls.check(wait, self._peers.late, self.has_failed())
+            for rank in living:
+                self._peers[rank].missed_heartbeats += 1
+            if silent := [rank for rank in living if self._peers.silence(rank) >= self._timeout]:
+                self._note_failure(silence := self._peers.silent_since(silent))
+                self._write_all(
+                    PacketKind.FAILURE, silence.encode()
+                )  # some may not be connected with that one yet
+            died = [rank for rank, peer in self._peers.items() if not peer.closed_cleanly]
+            if reason := self._peers.ended(died, _NOTICED_OTHERWISE):
+                self._note_failure(reason)
+            self._interrupt_if_failed()
+
+    def _note_failure(self, reason: str) -> None:
+        with self._changed:
+            first, self._failure = self._failure is None, self._failure or reason
+            self._changed.notify_all()
+        if first:
+            self.on_failure()
+
+    def _interrupt_if_failed(self) -> None:
+        with self._changed:
+            if self._interrupting and (self._failure or self._peers.ended(self._peers, _STILL_ARRIVING)):
+                self._interrupting = False
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _heed_failures(self, number: int, frame: object) -> None:
+        """Handle a SIGINT that only ``_interrupt_if_failed`` may send."""
+        if not self._interrupting:
+            raise KeyboardInterrupt
+
+    def _send(self, kind: PacketKind, payload: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # the thread has ended
+            self._loop.call_soon_threadsafe(self._write_all, kind, payload)
+
+    def _write_all(self, kind: PacketKind, payload: bytes) -> None:
+        for peer in self._peers.values():
+            if peer.writer is not None and peer.ended_at is None:
+                peer.writer.write(encode_packet(kind, payload))
+
+
+_LONGEST_INTERVAL = 1.0
+"""Seconds between two heartbeats, at most."""
+
+_LOOK_SECONDS = 0.1
+"""How often a wait looks whether the time is up."""
+
+_STILL_ARRIVING = 1.0
+"""For so many seconds after a rank has ended, what others sent before may still be on its way."""
+
+_NOTICED_OTHERWISE = 5.0
+"""Seconds until the death of a rank ends all messages. Those to and from that rank end by themselves."""
+
+_JOIN_SECONDS = 2.0
+
+_OF_THIS_PROCESS: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for heartbeats in list(_OF_THIS_PROCESS):
+        heartbeats.close_in_child()
+    _OF_THIS_PROCESS.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,36 @@
+"""What travels on a heartbeat connection: packets, each of one kind, with a payload of some bytes."""
+
+import asyncio
+import struct
+from enum import IntEnum
+
+
+class PacketKind(IntEnum):
+    """``HELLO`` opens a connection; ``CLEAN_CLOSE`` says that its end is no failure.
+
+    ``FINAL_STATUS`` is a rank's final status, sent when the pipeline cannot go on; ``BACKGROUND_TEXT`` is a
+    text for a background thread.
+    """
+
+    HELLO = 0
+    HEARTBEAT = 1
+    TEXT = 2
+    FAILURE = 3
+    CLEAN_CLOSE = 4
+    FINAL_STATUS = 5
+    BACKGROUND_TEXT = 6
+
+
+def encode_packet(kind: PacketKind, payload: bytes = b"") -> bytes:
+    return _HEADER.pack(kind, len(payload)) + payload
+
+
+async def read_packet(reader: asyncio.StreamReader, longest: int | None = None) -> tuple[PacketKind, bytes]:
+    """The next packet. Raises EOFError at the end, ValueError for what is none or longer than ``longest``."""
+    kind, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    if longest is not None and size > longest:
+        raise ValueError(f"a packet of {size} bytes, where {longest} are the most")
+    return PacketKind(kind), await reader.readexactly(size)
+
+
+_HEADER = struct.Struct("!BQ")

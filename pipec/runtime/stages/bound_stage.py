@@ -1,0 +1,318 @@
+"""One stage on its rank: its code, its tensors, and one frame of named values per microbatch."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipec.errors import VerifyError
+from pipec.ir import Phase, Sizes, Stage
+from pipec.runtime.random_seeds import OperatorGenerators
+from pipec.runtime.stages.cuda_graphs import StageGraphs
+from pipec.runtime.stages.gradients import GradientAccumulator
+from pipec.runtime.stages.host_copies import HostCopies, host_bytes
+from pipec.runtime.stages.weight_versions import WeightVersions
+
+Frame = dict[str, Any]
+"""The values that a stage holds for one microbatch, under the names of its phase functions' parameters."""
+
+
+class StageCode(Protocol):
+    """A generated stage module. Each parameter of a phase function is filled by its name:
+
+    =============== ===================================================================================
+    ``w``           list of parameters, in the order of ``PARAMETERS``
+    ``gradient_sums`` the sums of their gradients by index, to which a function may add itself ``precomputed``
+    tuple returned by ``precompute`` for these parameters
+    ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
+    ``constants``   tuple returned by ``constants``
+    ``b``           number of samples in the microbatch
+    ``t``, ...      size of each variable of the plan, under its name
+    ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
+    ``saved``       list returned by the phase before; the function empties it, which frees the values
+    ``grad_loss``   0-dim tensor: the microbatch's weight, from which the backward starts,
+                    times the loss scale
+    ``device``      the stage's ``torch.device``
+    ``batch_fraction`` 0-dim tensor: the rows of the microbatch as a fraction of the batch's
+    other names     a received value or a model input
+    =============== ===================================================================================
+
+    A phase is one function, or several such as ``backward_0`` and ``backward_1``. Each but the last also
+    returns ``saved``, before its gradients, for the one behind it. A forward has None among its ``updates``
+    for what another one makes.
+
+    ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
+    ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
+    ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
+    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone,
+    ``precompute(...) -> tuple`` of what depends on ``w``, ``buffers`` that stay and ``device`` alone, and
+    ``batch_counts(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
+    ``graphs``, where there are such, replay these functions as CUDA graphs.
+    """
+
+    PARAMETERS: tuple[str, ...]
+    BUFFERS: tuple[str, ...]
+    UPDATED_BUFFERS: tuple[str, ...]
+
+    @property
+    def forward(self) -> Callable[..., tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:
+        """``forward(...) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
+
+
+class BoundStage:
+    """The state of a stage while its rank executes a program.
+
+    ``reduced`` are the parameters whose gradients are summed over replicas. Replicas in one process share
+    the tensors of the model; ``owns_tensors`` tells the one that writes to them. If it ``defers_gradients``,
+    those of a step are not added to ``.grad`` until they are released.
+
+    Raises:
+        VerifyError: code and plan disagree, or a tensor the code names is missing.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        code: StageCode,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        device: torch.device,
+        num_microbatches: int,
+        reduced: Collection[str] = (),
+        owns_tensors: bool = True,
+        defers_gradients: bool = False,
+    ) -> None:
+        _check_agreement(stage, code, parameters, buffers)
+        self.index = stage.index
+        self.borrowed = frozenset(stage.borrowed_parameters)
+        self.code = code
+        self.device = device
+        self._parameters = [
+            _NOT_RECEIVED if fqn in self.borrowed else parameters[fqn] for fqn in code.PARAMETERS
+        ]
+        self.weights = [*self._parameters]
+        self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed_parameters]
+        separate = [code.PARAMETERS.index(fqn) for fqn in {*stage.borrowed_parameters, *reduced}]
+        self.gradients = GradientAccumulator(self.weights, separate, defers_gradients)
+        self.owns_tensors = owns_tensors
+        self.inputs: set[str] = set()
+        self.frames: list[Frame] = [{} for _ in range(num_microbatches)]
+        self._registered = [buffers[fqn] for fqn in code.BUFFERS]
+        self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
+        self.buffers = self.buffers_before = self._registered
+        self.versions = WeightVersions(self.weights, 0)
+        self.is_versioned = False
+        self._precomputed: dict[int, tuple[Tensor, ...]] = {}
+        self._buffers_found: dict[int, list[Tensor]] = {}
+        self.graphs: StageGraphs | None = getattr(code, "graphs", None)
+        self.slots: dict[int, int] = {}
+        self._sizes: dict[int, tuple[tuple[str, float], ...]] = {}
+        self._memory: set[int] = set()
+        self._precompute: Callable[..., tuple[Tensor, ...]] = getattr(code, "precompute", tuple)
+        self._precompute_arguments = parameter_names(self._precompute) if hasattr(code, "precompute") else ()
+        self._constants_arguments = _sizes_read(getattr(code, "constants", None))
+        self.copies = HostCopies(device, stage.offloaded)
+        self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
+
+    def begin_step(self, loss_scale: float = 1.0) -> None:
+        """Take the tensors as they are now. One that does not own them takes copies of what may change.
+
+        The gradients that its functions return are those of the loss times ``loss_scale``.
+        """
+        if not self.owns_tensors:
+            self.weights[:] = [weight.to(self.device) for weight in self._parameters]
+            changing = frozenset(self.updated_indices)
+            self.buffers = self.buffers_before = [
+                buffer.to(self.device, copy=index in changing)
+                for index, buffer in enumerate(self._registered)
+            ]
+        self._precomputed.clear()
+        if self.is_versioned:
+            self._memory = {weight.untyped_storage().data_ptr() for weight in self.weights if weight.numel()}
+        self.gradients.begin_step(1 / loss_scale)
+
+    def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
+        """Put into the frame what every stage has. ``sizes`` has the rows as ``b``, and the variables.
+
+        ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
+        the batch.
+        """
+        frame = self.frames[microbatch]
+        frame.update(
+            w=self.weights, gradient_sums=self.gradients, buffers=self.buffers, device=self.device, **sizes
+        )
+        self._sizes[microbatch] = tuple(sizes.items())
+        frame["rng"] = OperatorGenerators(self.device, key)
+        frame["constants"] = self._constants(*(sizes[name] for name in self._constants_arguments))
+        return frame
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What there is at the start of a step by kind, as a meter counts it. Frames have been filled."""
+        constants = [each for frame in self.frames for each in frame.get("constants", ())]
+        inputs = [frame[name] for frame in self.frames for name in self.inputs if name in frame]
+        return {
+            "parameters": self.weights,
+            "gradients": self.gradients.held(),
+            "buffers": [*self.buffers, *(each for each in constants if isinstance(each, Tensor))],
+            "inputs": inputs,
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """What waits in host memory."""
+        return sum(host_bytes(frame.get("saved", ())) for frame in self.frames)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether sums over replicas are added to the gradients of its weights, which an update reads."""
+        return self.owns_tensors or self.is_versioned
+
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Let phase functions find these parameters."""
+        for fqn, weight in weights.items():
+            self.weights[self.code.PARAMETERS.index(fqn)] = weight
+
+    def clear_weights(self, fqns: Iterable[str]) -> None:
+        """Let go of parameters that ``set_weights`` has brought."""
+        self._precomputed.clear()
+        for fqn in fqns:
+            self.weights[self.code.PARAMETERS.index(fqn)] = _NOT_RECEIVED
+
+    def precompute(self, microbatch: int) -> None:
+        """Give a microbatch the precomputed values of its weights; the first of a version computes them."""
+        frame = self.frames[microbatch]
+        version = frame.get("version", 0)
+        if version not in self._precomputed:
+            known = {"w": frame["w"], "buffers": frame["buffers"], "device": self.device}
+            made = self._precompute(*(known[name] for name in self._precompute_arguments))
+            self._precomputed[version] = self.graphs.precomputed(made) if self.graphs else made
+        frame["precomputed"] = self._precomputed[version]
+
+    def function(self, name: str, phase: Phase, microbatch: int) -> Callable[..., Any]:
+        """A function of the code, for a microbatch.
+
+        In a stream it returns nothing that is in the memory of the latest weights.
+        Updates change these while what was sent and saved is still used, such as a view of a parameter that
+        another stage reads.
+        """
+        if self.graphs is not None:
+            slot, sizes = self.slots[microbatch], functools.partial(self._sizes.__getitem__, microbatch)
+            return self.graphs.function(name, phase, slot, sizes)
+        function: Callable[..., Any] = getattr(self.code, name)
+        if not self.is_versioned:
+            return function
+
+        def separate(*arguments: Any) -> Any:
+            returned = function(*arguments)
+            return self._apart(returned) if isinstance(returned, list) else tuple(map(self._apart, returned))
+
+        return separate
+
+    def _apart(self, returned: Any) -> Any:
+        """What is sent, or saved, with copies in the place of weights."""
+        if isinstance(returned, dict):
+            return dict(zip(returned, map(self._copied, returned.values()), strict=True))
+        return [*map(self._copied, returned)] if isinstance(returned, list) else returned
+
+    def _copied(self, value: Any) -> Any:
+        is_dense = isinstance(value, Tensor) and not value.is_sparse
+        return value.clone() if is_dense and value.untyped_storage().data_ptr() in self._memory else value
+
+    def select_version(self, microbatch: int) -> None:
+        """Give a microbatch the weights of the version that its frame names."""
+        frame = self.frames[microbatch]
+        frame["w"] = self.versions.of(frame["version"])
+
+    def advance(self) -> None:
+        """Go on with the next version of the weights, once an update of a stream is over."""
+        self.versions.advance()
+        for number in [each for each in self._precomputed if each < self.versions.oldest]:
+            del self._precomputed[number]
+        for number in [each for each in self._buffers_found if each < self.versions.oldest]:
+            del self._buffers_found[number]
+
+    def restore(self, number: int) -> None:
+        """Go back to the weights and buffers after so many updates of a stream, if the weights are held."""
+        if number in self.versions.held:
+            self.versions.restore(number)
+        self.restore_buffers(number)
+        self.end_step()
+
+    def select_buffers(self, microbatch: int) -> None:
+        """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
+        self.frames[microbatch]["buffers"] = self.buffers
+        if self.is_versioned:
+            self._buffers_found.setdefault(self.frames[microbatch]["batch"], self.buffers)
+
+    def restore_buffers(self, number: float) -> None:
+        """Take the buffers that mini-batch ``number`` of a stream has found, if it has come to this stage."""
+        self.buffers = self._buffers_found.get(number, self.buffers)  # type: ignore[call-overload]
+
+    def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
+        """Replace buffers for the forwards to come. Microbatches that have the old ones keep them."""
+        if self.updated_indices:
+            self.buffers = list(self.buffers)
+            for index, update in zip(self.updated_indices, updates, strict=True):
+                if update is not None:
+                    self.buffers[index] = update
+
+    def end_step(self) -> None:
+        """Copy the last state of the updated buffers into the model's own."""
+        for index in self.updated_indices if self.owns_tensors else ():
+            self._registered[index].copy_(self.buffers[index])
+
+    def forget_step(self) -> None:
+        """Let go of every value of the step."""
+        self.copies.finish()
+        for frame in self.frames:
+            frame.clear()
+        for index in self._borrowed_indices:
+            self.weights[index] = _NOT_RECEIVED
+        self.buffers = self.buffers_before = self._registered
+        self._precomputed.clear()
+        self._buffers_found.clear()
+        self.gradients.forget_step()
+
+    def _evaluate_constants(self, *sizes: float) -> tuple[Any, ...]:
+        constants = getattr(self.code, "constants", None)
+        known = dict(zip(self._constants_arguments, sizes, strict=True))
+        return tuple(constants(**known, device=self.device)) if constants else ()
+
+
+_NOT_RECEIVED = torch.empty(0)
+"""Stands for a borrowed parameter until the stage that owns it lends it."""
+
+
+def _sizes_read(constants: Callable[..., Any] | None) -> tuple[str, ...]:
+    """The names of sizes and numbers that a stage's ``constants`` takes."""
+    return tuple(name for name in parameter_names(constants) if name != "device") if constants else ()
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the values that a function of a stage module takes, in order."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def _check_agreement(
+    stage: Stage, code: StageCode, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> None:
+    named = (
+        ("PARAMETERS", code.PARAMETERS, stage.parameters),
+        ("BUFFERS", code.BUFFERS, stage.buffers),
+        ("UPDATED_BUFFERS", code.UPDATED_BUFFERS, stage.updated_buffers),
+    )
+    for table, found, planned in named:
+        if tuple(found) != planned:
+            raise VerifyError(
+                f"stage {stage.index}: the code's {table} are {tuple(found)}, but the plan has {planned}; "
+                "generate the stage code from this plan"
+            )
+    needed = {*code.PARAMETERS, *code.BUFFERS} - set(stage.borrowed_parameters)
+    if missing := sorted(needed - parameters.keys() - buffers.keys()):
+        raise VerifyError(
+            f"stage {stage.index} needs the parameters or buffers {', '.join(missing)}, which this rank "
+            "does not hold; give the interpreter every tensor of its stages"
+        )

@@ -1,0 +1,199 @@
+"""A replica's share of a bucket: of its gradients and optimizer state, and of the parameters themselves.
+
+The parameters of the bucket lie in one flat tensor of as many equal slices as there are replicas. Each
+replica updates its slice; the slices of all are then gathered, at once or when they are needed.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from pipec.errors import InputError
+from pipec.ir import Bucket, ParameterShard, Sharding
+from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
+
+
+def flatten_parameters(bucket: Bucket, sharding: Sharding, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Move the parameters of a bucket into one flat tensor, and let them be views of it.
+
+    Raises:
+        InputError: a parameter does not lie row by row in memory.
+    """
+    first = parameters[bucket.names[0]]
+    flat = torch.zeros(sharding.width * sharding.num_replicas, dtype=first.dtype, device=first.device)
+    for name, view in views(sharding, parameters, flat).items():
+        parameter = parameters[name]
+        if not parameter.is_contiguous():
+            raise InputError(
+                f"{name} has strides {parameter.stride()}, but sharded parameters lie row by row in memory; "
+                "make it contiguous, or compile without shard=..."
+            )
+        parameter.data = view.copy_(parameter.detach())
+    return flat
+
+
+def views(sharding: Sharding, shapes: Mapping[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
+    """The parameters that lie in ``flat``, with the shapes of those given."""
+    places = zip(sharding.names, sharding.offsets, sharding.sizes, strict=True)
+    return {name: flat[at : at + size].view(shapes[name].shape) for name, at, size in places}
+
+
+class BucketShard:
+    """What replica ``index`` keeps of a bucket whose parameters lie in ``flat``.
+
+    If it ``keeps_parameters``, ``flat`` stays. Otherwise only its own slice does, and the parameters are
+    empty until they are gathered. ``like`` has tensors on meta with the shapes of the parameters. Gradients
+    travel as ``gradient_dtype`` if it is given.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        index: int,
+        flat: Tensor,
+        like: Mapping[str, Tensor],
+        keeps_parameters: bool,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.sharding = sharding
+        self._travels_as = gradient_dtype or flat.dtype
+        self._index, self._like = index, like
+        self._first = index * sharding.width
+        self._flat: Tensor | None = flat if keeps_parameters else None
+        self._keeps = keeps_parameters
+        own = flat[self._first : self._first + sharding.width]
+        self._own = own if keeps_parameters else own.clone()
+        self._gradient: Tensor | None = None
+        self._with_gradient: frozenset[str] = frozenset()
+        self._summing: tuple[Tensor, CollectiveWait] | None = None
+        self._gathering: CollectiveWait | None = None
+
+    def move_to(self, flat: Tensor) -> None:
+        """Let the parameters, which are kept whole, lie in other memory, that has their values already."""
+        assert self._keeps, "what is gathered for each use lies where it is gathered"
+        self._flat, self._own = flat, flat[self._first : self._first + self._own.numel()]
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What there is by kind, as a meter counts it."""
+        gradients = [] if self._gradient is None else [self._gradient]
+        return {"parameters": [self._own], "gradients": gradients}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._own.dtype
+
+    def owned(self) -> dict[ParameterShard, Tensor]:
+        """The memory of each piece that this replica updates."""
+        return {piece: self._part(self._own, piece) for piece in self.sharding.shards_of(self._index)}
+
+    def start_reduce(self, totals: Mapping[str, Tensor | None], group: CollectiveGroup) -> None:
+        """Start to sum gradients over the replicas. The memory of those that are given may be given back.
+
+        A replica that had no microbatch in a round has None for its gradients.
+        """
+        self.finish_reduce()
+        size = self.sharding.width * self.sharding.num_replicas
+        flat = self._own.new_empty(size, dtype=self._travels_as)
+        for name, view in views(self.sharding, self._like, flat).items():
+            total = totals[name]
+            if total is None:
+                view.zero_()
+            else:
+                view.copy_(total)
+        part = torch.empty_like(self._own, dtype=self._travels_as)
+        self._summing = part, group.reduce_scatter(part, flat)
+
+    def finish_reduce(self) -> None:
+        """Wait for the sums, and add this replica's slice of them to what it has."""
+        if self._summing is not None:
+            (part, wait), self._summing = self._summing, None
+            wait()
+            part = part.to(self._own.dtype)
+            self._gradient = part if self._gradient is None else self._gradient.add_(part)
+            self._with_gradient = frozenset(self.sharding.names)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The sums of the gradients of the pieces that this replica updates."""
+        if self._gradient is None:
+            return {}
+        pieces = self.sharding.shards_of(self._index)
+        return {p.name: self._part(self._gradient, p) for p in pieces if p.name in self._with_gradient}
+
+    @property
+    def names_with_gradient(self) -> frozenset[str]:
+        """The parameters that have a gradient, the same ones on all replicas."""
+        return self._with_gradient
+
+    def set_parameter(self, name: str, whole: Tensor) -> None:
+        """Keep this replica's piece of what a parameter is to be."""
+        self._set(self._own, name, whole)
+
+    def set_gradient(self, name: str, whole: Tensor | None) -> None:
+        """Let a parameter have this gradient, or none, whatever was added up before."""
+        self._with_gradient = self._with_gradient - {name} if whole is None else self._with_gradient | {name}
+        if not self._with_gradient:
+            self._gradient = None
+        elif self._gradient is None:
+            self._gradient = torch.zeros_like(self._own)
+        if self._gradient is not None:
+            self._set(self._gradient, name, whole)
+
+    def _set(self, slice_: Tensor, name: str, whole: Tensor | None) -> None:
+        if piece := self.sharding.owners(name).get(self._index):
+            own = self._part(slice_, piece)
+            own.zero_() if whole is None else own.copy_(whole.detach().reshape(-1)[piece.start : piece.stop])
+
+    def start_gather_gradients(self, group: CollectiveGroup) -> Callable[[], dict[str, Tensor]]:
+        """Start to collect the sums of all replicas; returns what waits for the whole gradients."""
+        assert self._gradient is not None, "only what was added up is gathered"
+        flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
+        wait = group.all_gather(flat, self._gradient)
+
+        def gathered() -> dict[str, Tensor]:
+            wait()
+            whole = views(self.sharding, self._like, flat)
+            return {name: whole[name] for name in self._with_gradient}
+
+        return gathered
+
+    def forget_gradients(self) -> None:
+        self._gradient, self._with_gradient = None, frozenset()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients, those that a step has started to sum and did not finish, too."""
+        self._summing = None
+        self.forget_gradients()
+
+    def start_gather(self, group: CollectiveGroup) -> None:
+        """Start to collect the slices of all replicas."""
+        if self._flat is None:
+            self._flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
+        self._gathering = group.all_gather(self._flat, self._own)
+
+    def finish_gather(self) -> dict[str, Tensor]:
+        """Wait for the slices; returns the whole parameters."""
+        wait, self._gathering = self._gathering, None
+        if wait is not None:
+            wait()
+        assert self._flat is not None
+        return views(self.sharding, self._like, self._flat)
+
+    @property
+    def keeps_parameters(self) -> bool:
+        return self._keeps
+
+    def drop(self) -> None:
+        """Let go of the other replicas' slices, if they are gathered for use."""
+        if not self._keeps:
+            self._flat = None
+
+    def reshard_updated(self) -> None:
+        """Keep this replica's slice of what the whole parameters have become, and drop the rest."""
+        assert self._flat is not None
+        self._own.copy_(self._flat[self._first : self._first + self._own.numel()])
+        self.drop()
+
+    def _part(self, slice_: Tensor, piece: ParameterShard) -> Tensor:
+        at = self.sharding.position(piece) - self._first
+        return slice_[at : at + piece.size]

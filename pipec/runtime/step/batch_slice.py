@@ -1,0 +1,56 @@
+"""Which part of a mini-batch one execution runs: all of it, unless its microbatches are compiled apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipec.ir import Sizes
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """Consecutive microbatches of a batch of so many rows. ``sizes`` has the rows of each.
+
+    ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
+    ``custom_loss_weights`` are the microbatch weights, if they are not the fractions of the batch's rows.
+    ``values`` are the other sizes and the numbers that change from call to call, by name. With several
+    replicas that each were given their own part of the batch, this process has the rows of ``replica`` alone:
+    of every ``num_replicas``-th microbatch. Some microbatches may then have no rows.
+    """
+
+    sizes: Sequence[int]
+    batch: int
+    start: int = 0
+    first: int = 0
+    custom_loss_weights: Sequence[float] | None = None
+    replica: int = 0
+    num_replicas: int = 1
+    values: Sizes = field(default_factory=dict)
+
+    @property
+    def own_microbatches(self) -> range:
+        """The microbatches of which this process has the rows."""
+        return range(self.replica, len(self.sizes), self.num_replicas)
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The number of each microbatch's first row in the batch: replica by replica, if that is local."""
+        first = [0] * len(self.sizes)
+        row = self.start if not self.is_local else 0
+        for replica in range(self.num_replicas):
+            for each in range(replica, len(self.sizes), self.num_replicas):
+                first[each], row = row, row + self.sizes[each]
+        return first
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each replica was given its own part of the batch."""
+        return self.num_replicas > 1
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def loss_weights(self) -> Sequence[float]:
+        """By what the loss of each microbatch is multiplied."""
+        return self.custom_loss_weights or [size / self.batch for size in self.sizes]

@@ -1,0 +1,220 @@
+"""Steps of new sizes are rehearsed: each rank goes through its computes alone, before all make them together.
+
+A GPU loads a kernel when it is used first, and may do so only when nothing else runs on it. What runs there
+may be a message that waits for its sender; and that one may wait for the same, for a message of this rank.
+So every kernel has been used before the first message is posted. (CUDA C++ Programming Guide, Lazy Loading:
+Concurrent Execution.)
+
+Functions that torch compiles are compiled then, and those that are CUDA graphs are recorded, on all ranks at
+the same time, while no rank waits for a message.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipec.errors import PipecError
+from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes
+from pipec.ir.periodic_program import unroll
+from pipec.ir.text_format import evaluate_dim
+from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
+from pipec.runtime.messages.transport import Receiver, Send
+from pipec.runtime.stages.bound_stage import StageCode
+from pipec.runtime.stages.cuda_graphs import StageGraphs
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.interpreter import Interpreter
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+
+log = logging.getLogger("pipec")
+
+_OF_THE_END = (Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.GRAD_NORM, Op.UPDATE)
+"""What would leave something behind."""
+
+
+class DryRuns:
+    """Those of one rank, a step of each new sizes.
+
+    A dry run leaves gradients, buffers and random states as they were. In place of what other ranks send
+    there are zeros. One that fails on those is given up, for the step itself may do better; not so where
+    graphs are recorded, which the step cannot do without. The first one also makes an update.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        stages: Mapping[int, StageCode],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        device: torch.device,
+        updates: OptimizerUpdates | None = None,
+    ) -> None:
+        if plan.sync_spec.stream is not None:
+            program, plan = _as_step(program, plan)
+        self._num_microbatches = plan.num_microbatches
+        self._sizes = [each.name for each in plan.variables if each.dim is not None]
+        self._alone = functools.partial(
+            Interpreter,
+            replace(program, instructions=[x for x in program.instructions if x.op not in _OF_THE_END]),
+            plan,
+            stages,
+            buffers=buffers,
+            transport=_StubTransport(program.rank, device),
+            device=device,
+            owns_tensors=lambda stage: False,
+            updates=updates,
+        )
+        self._parameters, self._buffers = parameters, buffers
+        self._update = functools.partial(updates.dry_run, program.rank, device) if updates else None
+        self._graphs: list[StageGraphs] = [x.graphs for x in stages.values() if hasattr(x, "graphs")]
+        self._known, self._ready = set[object](), set[object]()
+
+    def needs_dry_run(self, batch_slice: BatchSlice) -> bool:
+        """Whether no step of these sizes was rehearsed, which is the same on all ranks."""
+        return self._sizes_of(batch_slice) not in self._known
+
+    def dry_run(
+        self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
+    ) -> None:
+        """Rehearse a step if it is new, or if its graphs read memory that is no longer used.
+
+        Raises:
+            PipecError: a graph could not be recorded.
+        """
+        moved = [each.forget_if_moved(self._parameters, self._buffers) for each in self._graphs]
+        if any(moved):
+            log.info("weights have moved, so that graphs are recorded anew")
+            self._ready.clear()
+        if self._sizes_of(batch_slice) not in self._ready:
+            with contextlib.ExitStack() as stack:
+                for each in self._graphs:
+                    stack.enter_context(each.recording())
+                self._run(microbatches, batch_slice, seed)
+            self._ready.add(self._sizes_of(batch_slice))
+            self._known.add(self._sizes_of(batch_slice))
+
+    def _sizes_of(self, batch_slice: BatchSlice) -> object:
+        """What decides which kernels run. Numbers do not."""
+        return tuple(batch_slice.sizes), tuple(batch_slice.values.get(name) for name in self._sizes)
+
+    def _run(self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int) -> None:
+        leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}
+        if len(microbatches) < self._num_microbatches:
+            microbatches, batch_slice = _repeated(microbatches, batch_slice, self._num_microbatches)
+        try:
+            self._alone(parameters=leaves).run(microbatches, batch_slice, seed, update=False)
+        except PipecError as error:
+            if self._graphs:
+                raise
+            log.info("a dry run ended early: %s", error)
+        update, self._update = self._update, None
+        if update is not None:
+            try:
+                update()
+            except Exception as error:  # of an optimizer that cannot have such little tensors
+                log.info("a dry run of an update ended early: %s", error)
+
+
+def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:
+    """A periodic program as that of one step, in which each replica of a stage has a microbatch."""
+    count = max(plan.num_microbatches, *map(len, plan.placement))
+    written = [
+        replace(each, version=-1)
+        for each in unroll(program, count).instructions
+        if each.link is None or each.link.payload is not Payload.MICROBATCH_RESULT
+    ]
+    return Program(program.rank, written), replace(plan, num_microbatches=count)
+
+
+def _repeated(
+    microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, count: int
+) -> tuple[Sequence[Mapping[str, Tensor]], BatchSlice]:
+    """So many microbatches, by repeating those that there are."""
+    places = [number % len(microbatches) for number in range(count)]
+    sizes, shares = [batch_slice.sizes[k] for k in places], [batch_slice.loss_weights[k] for k in places]
+    return [microbatches[k] for k in places], replace(batch_slice, sizes=sizes, custom_loss_weights=shares)
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """A tensor with the same values in the same memory, and a gradient of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class _StubTransport:
+    """The transport of a rank that rehearses: what it sends is dropped, and what it receives is zeros."""
+
+    rank: int
+    device: torch.device
+
+    def sender(self, instruction: Instruction, tag: int) -> Send:
+        return lambda tensors, sizes: None
+
+    def receiver(self, instruction: Instruction, tag: int) -> Receiver:
+        return _Zeros(instruction, self.device)
+
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
+        return _StubGroup(list(ranks).index(self.rank), len(ranks))
+
+    def held(self) -> Sequence[Tensor]:
+        """Nothing: what is received is made when it is waited for."""
+        return ()
+
+    def finish(self) -> None:
+        """Nothing was sent."""
+
+    def check(self) -> None:
+        """Nothing is cut off."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody asks."""
+
+
+class _Zeros:
+    def __init__(self, instruction: Instruction, device: torch.device) -> None:
+        assert instruction.link is not None
+        self._values, self._device = instruction.link.values, device
+        self._sizes: Sizes = {}
+
+    def post(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+
+    def wait(self) -> Sequence[Tensor]:
+        return [
+            torch.zeros(
+                [evaluate_dim(dim, self._sizes) for dim in value.shape],
+                dtype=getattr(torch, value.dtype),
+                device=self._device,
+            )
+            for value in self._values
+        ]
+
+
+def _nothing() -> None:
+    """There is nobody to wait for."""
+
+
+@dataclass
+class _StubGroup:
+    """A group whose other members stay away."""
+
+    index: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> CollectiveWait:
+        return _nothing
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
+        output.copy_(tensor.view(self.size, -1)[self.index].view(output.shape))
+        return _nothing
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
+        """Repeat the own part. An output of which it is a view is memory that lasts, and keeps its values."""
+        if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            output.view(self.size, -1).copy_(tensor.view(1, -1))
+        return _nothing

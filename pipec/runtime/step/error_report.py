@@ -1,0 +1,62 @@
+"""What to say of an instruction that failed: where it was, what the problem is, and what led there."""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipec.errors import ExecutionError, PipecError, TransportError
+from pipec.ir import Instruction, Program
+from pipec.ir.text_format import instruction_lines
+from pipec.runtime.messages.transport import Transport
+
+_NUM_LINES = 5
+"""How many instructions an error shows, the failed one last."""
+
+
+@contextlib.contextmanager
+def reporting_failures(transport: Transport, describe: Callable[[str], str]) -> Iterator[None]:
+    """Tell the other ranks of what fails inside a ``with``, and raise what ``describe`` makes of it."""
+    try:
+        yield
+    except TransportError as error:
+        failure = TransportError(describe(str(error)))
+        transport.fail(failure)
+        raise failure from error.__cause__
+    except Exception as error:
+        explained = _explained(transport, describe, error)
+        transport.fail(explained)
+        raise explained from error
+    except BaseException as interrupt:  # such as Ctrl-C
+        transport.fail(interrupt)
+        raise
+
+
+def _explained(transport: Transport, describe: Callable[[str], str], error: Exception) -> PipecError:
+    """What to raise for the error of an instruction, which may have read what was never received."""
+    try:
+        transport.check()
+    except TransportError as interruption:
+        return TransportError(describe(str(interruption)))
+    return ExecutionError(describe(_described(error)))
+
+
+def failure_message(program: Program, place: int, instruction: Instruction, problem: str) -> str:
+    """The problem of an instruction, which is at ``place`` of a program or of its round."""
+    where = ", ".join([f"rank {program.rank}", *_cell_of(instruction), instruction.op])
+    lines = instruction_lines(program)[max(0, place + 1 - _NUM_LINES) : place + 1]
+    heading = f"last instructions of rank {program.rank}:"
+    return "\n".join([f"{where}: {problem}", heading, *(f"    {line}" for line in lines)])
+
+
+def _described(error: Exception) -> str:
+    """``ValueError: what it says (stage_1.py, line 57, in backward)``"""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
+    )
+
+
+def _cell_of(instruction: Instruction) -> list[str]:
+    cell = {"stage": instruction.stage, "microbatch": instruction.microbatch, "segment": instruction.segment}
+    return [f"{word} {number}" for word, number in cell.items() if number != -1]

@@ -1,0 +1,70 @@
+"""How much the loss of each microbatch counts in the loss of the batch, where the user says it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipec.errors import InputError
+from pipec.ir.batch_axis import BatchAxis
+
+MicrobatchWeight = Callable[..., Any] | str
+"""``"rows"``, ``"sum"``, or a function of what ``step`` takes that returns a number."""
+
+WEIGHT_NAMES = ("rows", "sum")
+CUSTOM_WEIGHT = "function"
+"""What a plan has for a function, which an artifact cannot hold."""
+
+
+def weight_name(weight: MicrobatchWeight | None) -> str:
+    """What a plan says of ``weight``. None is "": the graph shows how losses add up."""
+    return CUSTOM_WEIGHT if callable(weight) else weight or ""
+
+
+def loss_weights(
+    weight: MicrobatchWeight | None,
+    leaves: Sequence[Any],
+    unflatten_call: Callable[[list[Any]], tuple[Any, dict[str, Any], Any]],
+    axes: Sequence[BatchAxis | None],
+    sizes: Sequence[int],
+) -> list[float] | None:
+    """By what the loss of each microbatch is multiplied. None: by its share of the rows.
+
+    ``unflatten_call`` makes arguments, keyword arguments and the target of leaves such as those of the batch.
+    Those that are split have their rows in front; ``axes`` say where the function is to get them.
+
+    Raises:
+        InputError: the function returned no number that can be a weight.
+    """
+    if weight == "sum":
+        return [1.0] * len(sizes)
+    if not callable(weight):
+        return None
+    weights, start = list[float](), 0
+    for number, size in enumerate(sizes):
+        rows = [
+            axis.restore(leaf[start : start + size]) if axis else leaf
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        args, kwargs, target = unflatten_call(rows)
+        named = {**kwargs, **({} if target is None else {"target": target})}
+        weights.append(_checked(weight(*args, **named), number))
+        start += size
+    if not sum(weights):
+        raise InputError("microbatch_weight returned 0 for every microbatch; at least one must count")
+    return [each / sum(weights) for each in weights]
+
+
+def _checked(weight: Any, microbatch: int) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"microbatch_weight returned a {type(weight).__name__} for microbatch {microbatch}; expected a "
+            "number"
+        ) from error
+    if not (math.isfinite(number) and number >= 0):
+        raise InputError(
+            f"microbatch_weight returned {number} for microbatch {microbatch}; expected a finite number that "
+            "is at least 0"
+        )
+    return number

@@ -1,0 +1,121 @@
+"""Whether a step's losses and gradients are finite: checked together, with one result on all ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipec.errors import NonFiniteError
+from pipec.ir import Payload, Plan, SyncSpec, stages_on
+from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.runtime.optimizers import stored_values
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A loss that is NaN, of a ``microbatch``, or a gradient that is not finite, of ``parameter``."""
+
+    rank: int
+    stage: int
+    microbatch: int = -1
+    parameter: str = ""
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}, stage {self.stage}"
+        if self.microbatch >= 0:
+            return f"the loss of microbatch {self.microbatch} is NaN ({where})"
+        return f"the gradient of {self.parameter}, the last such one, is not finite ({where})"
+
+
+def non_finite_message(found: NonFinite, number: int, sync_spec: SyncSpec) -> str:
+    """What the error says for step ``number``."""
+    kept = "no update, and gradients since the last one are dropped"
+    if sync_spec.stream:
+        kept = "all stages have made the updates of those before it, and none of it or those behind it"
+    elif not sync_spec.updates:
+        kept = ".grad is as before"
+    return (
+        f"step {number} (the first is 0): {found}. Nothing came of that step: {kept}; buffers are as before. "
+        "See its batch and the learning rate, or go on with the next batch"
+    )
+
+
+def skip_notice(found: NonFinite, number: int, sync_spec: SyncSpec) -> str:
+    """What is said of the first step that is skipped."""
+    why = ", as on_nan='skip' asks"
+    if is_overflow(found, sync_spec):
+        usual = ", which is usual in the first steps with precision='fp16-mixed'" if found.parameter else ""
+        why = f", and the loss scale is halved{usual}"
+    return (
+        f"pipec: step {number} (the first is 0): {found}; nothing came of that step{why}. "
+        "pipe.num_skipped counts such steps"
+    )
+
+
+def is_overflow(found: NonFinite, sync_spec: SyncSpec) -> bool:
+    """Whether nothing more may be wrong than the scale of the loss. Losses themselves are not scaled."""
+    return sync_spec.has_loss_scale and (bool(found.parameter) or sync_spec.on_nan is None)
+
+
+def first_nan(losses: Mapping[int, Tensor]) -> int | None:
+    """The first microbatch whose loss is NaN."""
+    return min((number for number, loss in losses.items() if loss.isnan().any()), default=None)
+
+
+def non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
+    """The names of the gradients that have an infinity or a NaN."""
+    return [name for name, gradient in gradients.items() if not _is_finite(gradient)]
+
+
+def require_finite(gradients: Mapping[str, Tensor]) -> None:
+    """Raise NonFiniteError if some gradient of a stage's update is not finite."""
+    if names := non_finite(gradients):
+        raise NonFiniteError(f"the gradient of {names[-1]}, the last such one, is not finite")
+
+
+def agree_on_non_finite(
+    plan: Plan,
+    rank: int,
+    losses: Mapping[int, Tensor],
+    gradients: Mapping[str, Tensor],
+    names: Sequence[str],
+    group: CollectiveGroup,
+    device: torch.device,
+) -> NonFinite | None:
+    """What some rank has found, the same on all ranks, which call this together; None if all is finite.
+
+    A loss comes before gradients. Of these it is the last one in the model's order, that of ``names``, which
+    backwards came to first.
+    """
+    order = {name: number for number, name in enumerate(names, start=1)}
+    loss = first_nan(losses)
+    table = torch.zeros(plan.num_ranks, 2, dtype=torch.int64, device=device)
+    table[rank, 0] = 0 if loss is None else loss + 1
+    table[rank, 1] = max((order[name] for name in non_finite(gradients)), default=0)
+    group.all_reduce(table)()
+    return _non_finite_result(plan, names, table.tolist())
+
+
+def _non_finite_result(plan: Plan, names: Sequence[str], rows: Sequence[Sequence[int]]) -> NonFinite | None:
+    losses = [(row[0] - 1, rank) for rank, row in enumerate(rows) if row[0]]
+    if losses:
+        microbatch, rank = min(losses)
+        return NonFinite(rank, stage_of_loss(plan), microbatch)
+    last, rank = max((row[1], rank) for rank, row in enumerate(rows))
+    if not last:
+        return None
+    name = names[last - 1]
+    own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed_parameters)
+    return NonFinite(rank, next(own, stages_on(plan.placement, rank)[0]), parameter=name)
+
+
+def stage_of_loss(plan: Plan) -> int:
+    """The stage that makes the loss."""
+    returned = (link for link in plan.links if link.payload in (Payload.RESULT, Payload.MICROBATCH_RESULT))
+    return next(link.source for link in returned for value in link.values if value.name == "loss")
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    values = stored_values(gradient)
+    return bool(torch.linalg.vector_norm(values).isfinite()) or bool(values.isfinite().all())

@@ -1,0 +1,335 @@
+"""The updates of a program: what each rank of this process updates of each stage, with which gradients."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipec.ir import Bucket, ParameterShard, Plan, Sharding, ShardingLevel, Stage, stages_on
+from pipec.ir.sharding import shard_evenly, shard_whole_tensors
+from pipec.runtime.optimizers import (
+    Factory,
+    GatherStates,
+    PipelineOptimizer,
+    StageOptimizer,
+    clip_factor,
+    parameter_on,
+    sum_of_squares,
+)
+from pipec.runtime.stages.bucket_shard import BucketShard, flatten_parameters
+from pipec.runtime.stages.replica_reductions import reduction_dtype
+from pipec.runtime.step.loss_scale import LossScale
+from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.step.sharded_bucket import GroupOf, ShardedBucket
+
+
+@dataclass(frozen=True)
+class StageUpdate:
+    """What one rank updates of a stage: whole parameters by name, and its share of buckets.
+
+    ``norm_parameters`` are those of the whole parameters whose gradients this rank counts in the global norm:
+    of replicas that have the same, one counts them.
+    """
+
+    optimizer: StageOptimizer
+    parameters: Mapping[str, nn.Parameter]
+    shards: Mapping[int, BucketShard]
+    norm_parameters: frozenset[str]
+
+    @property
+    def norm_gradients(self) -> dict[str, Tensor]:
+        """The gradients, or pieces of them, that this rank counts in the global norm, by name."""
+        whole = self._whole()
+        return {name: whole[name] for name in whole if name in self.norm_parameters} | self._shared()
+
+    def _whole(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def _shared(self) -> dict[str, Tensor]:
+        return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What the optimizer and the shares keep, by kind, as a meter counts it."""
+        found: dict[str, list[Tensor]] = {"optimizer": self.optimizer.held()}
+        for shard in self.shards.values():
+            for kind, tensors in shard.held().items():
+                found.setdefault(kind, []).extend(tensors)
+        return found
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those that are on their way, too."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for shard in self.shards.values():
+            shard.drop_gradients()
+
+    def update(self, factor: Tensor | None, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Make the update with all gradients that there are, times ``factor``, and forget them.
+
+        ``groups`` are its hyperparameters, if not those that the pipeline's optimizer has now.
+        """
+        self.optimizer.update(self._whole() | self._shared(), factor, groups)
+        for shard in self.shards.values():
+            shard.forget_gradients()
+
+
+class OptimizerUpdates:
+    """The optimizer of a pipeline, on the ranks of this process.
+
+    ``parameters`` are those of the whole model. ``max_norm`` is what gradients are clipped to, if they are.
+    ``loss_scale`` is that of the next step, if the loss is scaled.
+    """
+
+    def __init__(
+        self,
+        factory: Factory,
+        max_norm: float | None,
+        parameters: Mapping[str, nn.Parameter],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._factory = factory
+        self.loss_scale = loss_scale
+        self.optimizer = PipelineOptimizer(factory, parameters)
+        self.max_norm = max_norm
+        groups = self.optimizer.param_groups
+        self._optimized = frozenset(name for group in groups for name in group["param_names"])
+        self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
+        self._stages: dict[tuple[int, int], StageUpdate] = {}
+        self._buckets: list[ShardedBucket] = []
+        self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
+        self._bound: object = None
+        self.skip_reasons: dict[int, NonFinite] = {}
+        """By rank, why the next update is to be left out, where steps without an update came before it."""
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the parameters of the whole model."""
+        return {name: each.shape for name, each in self._like.items()}
+
+    @property
+    def sharded_names(self) -> list[str]:
+        """The parameters that are there in shares alone, and empty until they are gathered."""
+        return [name for bucket in self._sharded_buckets() for name in bucket.names]
+
+    def shards(self) -> dict[ParameterShard, Tensor]:
+        """The memory of what this process keeps of the parameters that are there in shares alone."""
+        self.follow_script()
+        return {
+            piece: memory for bucket in self._sharded_buckets() for piece, memory in bucket.owned().items()
+        }
+
+    def has_gradients(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether there are gradients of this process's ``parameters`` that no update has used."""
+        return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
+
+    def follow_script(self) -> None:
+        """Take over what the script has done to parameters and gradients that are sharded."""
+        for bucket in self._buckets:
+            bucket.follow_script()
+
+    def mark_gradients(self) -> None:
+        """Show the script which of the parameters in shares have a gradient."""
+        for bucket in self._buckets:
+            bucket.mark_gradients()
+
+    def of(self, parameters: Mapping[str, nn.Parameter]) -> "OptimizerUpdates":
+        """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
+        made = OptimizerUpdates(self._factory, self.max_norm, parameters, copy.deepcopy(self.loss_scale))
+        made.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        return made
+
+    def on(self, rank: int, stage: int) -> StageUpdate | None:
+        """What a rank updates of a stage. Replicas that share parameters leave it to the first one."""
+        return self._stages.get((rank, stage))
+
+    def factor(self, squares: Tensor) -> Tensor:
+        """What gradients are multiplied with, given the square of their global norm."""
+        assert self.max_norm is not None
+        return clip_factor(squares, self.max_norm)
+
+    @torch.no_grad()
+    def dry_run(self, rank: int, device: torch.device) -> None:
+        """Make the updates of a rank with little tensors of the same types, which use the same kernels."""
+        for update in [each for (number, _), each in self._stages.items() if number == rank]:
+            names = [piece.name for piece in update.optimizer.pieces]
+            own = {name: _little(self._like[name], device) for name in names}
+            owned: dict[ParameterShard, Tensor] = {
+                ParameterShard(name, 0, x.numel()): x for name, x in own.items()
+            }
+            whole = {name: own.get(name, _little(like, "meta")) for name, like in self._like.items()}
+            gradients = {name: torch.zeros_like(x) for name, x in own.items()}
+            squares = sum_of_squares(gradients.values())
+            factor = self.factor(squares) if self.max_norm is not None else None
+            optimizer = StageOptimizer(self.optimizer, self._factory, whole, owned)
+            optimizer.update(gradients, factor)
+
+    def is_bound_to(self, plan: Plan) -> bool:
+        """Whether the parameters are divided as a plan says."""
+        return self._bound == _key(plan)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients since the last update: a step has failed that has added some of its own."""
+        self.skip_reasons.clear()
+        for update in self._stages.values():
+            update.drop_gradients()
+        self.mark_gradients()
+
+    def bind(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        devices: Mapping[int, torch.device],
+        is_distributed: bool,
+        gather: GatherStates,
+        owner_ranks: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Divide the parameters among those who update them, as the plan says.
+
+        ``devices`` are those of the ranks of this process. Replicas of a stage that share a process share its
+        parameters. In a stream, where they update at different times, each but the first has copies. A
+        parameter that the plan does not use may have a gradient from other steps: its ``owner_ranks``, or
+        rank 0, update it with the first of their stages.
+        """
+        self._bound, self._stages, self._copies = _key(plan), {}, {}
+        keeps = plan.sync_spec.shard is not ShardingLevel.PARAMETERS or not is_distributed
+        for stage, placement in enumerate(plan.placement):
+            here = [rank for rank in placement if rank in devices]
+            numbers = plan.sync_spec.buckets_of(stage) if plan.sync_spec.shard else []
+            buckets = {number: plan.sync_spec.buckets[number] for number in numbers if here}
+            divided = {number: self._divided(each, len(placement)) for number, each in buckets.items()}
+            memory = {
+                number: flatten_parameters(buckets[number], sharding, parameters)
+                for number, sharding in divided.items()
+            }
+            for rank in here:
+                shards = {
+                    number: BucketShard(
+                        sharding,
+                        placement.index(rank),
+                        memory[number],
+                        self._like,
+                        keeps or buckets[number].is_tied,
+                        reduction_dtype(plan.sync_spec.gradient_dtype, memory[number].dtype),
+                    )
+                    for number, sharding in divided.items()
+                }
+                own = parameters
+                if plan.sync_spec.stream and rank != here[0]:
+                    own = self._copied(plan.stages[stage], rank, parameters, devices[rank])
+                whole = self._whole_on(plan, rank, stage, owner_ranks)
+                if not is_distributed:
+                    shares = {*plan.stages[stage].parameters} if plan.sync_spec.stream else set[str]()
+                    whole = {name: who for name, who in whole.items() if rank == who[0] or name in shares}
+                self._add(plan, rank, stage, shards, {**parameters, **own}, whole)
+            for number, bucket in buckets.items():
+                updates = {rank: self._stages[rank, stage] for rank in here}
+                members = {rank: (each.shards[number], each.optimizer) for rank, each in updates.items()}
+                self._buckets.append(ShardedBucket(bucket, parameters, members))
+        self.optimizer.attach([update.optimizer for update in self._stages.values()], parameters, gather)
+
+    def copies(self, rank: int) -> Mapping[str, Tensor]:
+        """The parameters of which a rank has copies of its own."""
+        return self._copies.get(rank, {})
+
+    def refresh_copies(self, parameters: Mapping[str, Tensor]) -> None:
+        """Let all copies be what the parameters of the model are now."""
+        with torch.no_grad():
+            for copies in self._copies.values():
+                for name, copied in copies.items():
+                    copied.copy_(parameters[name])
+
+    def _copied(
+        self, stage: Stage, rank: int, parameters: Mapping[str, nn.Parameter], device: torch.device
+    ) -> Mapping[str, nn.Parameter]:
+        """Copies of what is trained of a stage, for a rank; what is not has no other versions."""
+        own = {
+            name: parameter_on(parameters[name].detach().to(device, copy=True), parameters[name])
+            for name in stage.parameters
+            if name in self._optimized
+        }
+        self._copies[rank] = {**self._copies.get(rank, {}), **own}
+        return own
+
+    def _divided(self, bucket: Bucket, num_replicas: int) -> Sharding:
+        sizes = {name: self._like[name].numel() for name in bucket.names}
+        divide = shard_evenly if self.optimizer.elementwise >= sizes.keys() else shard_whole_tensors
+        return divide(sizes, num_replicas)
+
+    def _whole_on(
+        self, plan: Plan, rank: int, stage: int, owner_ranks: Mapping[str, Sequence[int]]
+    ) -> dict[str, Sequence[int]]:
+        """What a rank updates with a stage as whole parameters, by name, with all ranks that do so.
+
+        Those of a bucket are among them.
+        """
+        used = plan.stages[stage]
+        found = {
+            name: plan.placement[stage] for name in used.parameters if name not in used.borrowed_parameters
+        }
+        if stage == stages_on(plan.placement, rank)[0]:
+            in_plan = {name for each in plan.stages for name in each.parameters}
+            idle = {name: tuple(owner_ranks.get(name, (0,))) for name in self._like if name not in in_plan}
+            found |= {name: who for name, who in idle.items() if rank in who}
+        return {name: who for name, who in found.items() if name in self._optimized}
+
+    def _add(
+        self,
+        plan: Plan,
+        rank: int,
+        stage: int,
+        shards: Mapping[int, BucketShard],
+        parameters: Mapping[str, nn.Parameter],
+        whole: Mapping[str, Sequence[int]],
+    ) -> None:
+        divided = {name for shard in shards.values() for name in shard.sharding.names}
+        own = [name for name in whole if name not in divided]
+        owned: dict[ParameterShard, Tensor] = {
+            ParameterShard(name, 0, self._like[name].numel()): parameters[name] for name in own
+        }
+        for shard in shards.values():
+            owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
+        if owned or shards:
+            self._stages[rank, stage] = StageUpdate(
+                self.optimizer.for_stage(owned, plan.sync_spec.state_on_host),
+                {name: parameters[name] for name in own},
+                shards,
+                frozenset(name for name in own if plan.sync_spec.stream or rank == whole[name][0]),
+            )
+
+    @contextmanager
+    def gathered(self, group_of: GroupOf) -> Iterator[None]:
+        """Let parameters that are sharded be whole inside a ``with``. Every rank does so together."""
+        for bucket in self._buckets:
+            bucket.unshard(group_of)
+        try:
+            yield
+        finally:
+            for bucket in self._buckets:
+                bucket.reshard()
+
+    def release(self, group_of: GroupOf) -> None:
+        """Let all parameters, and their gradients, be whole until a program is bound again.
+
+        Every rank does so together.
+        """
+        for bucket in self._buckets:
+            bucket.release(group_of)
+        self._buckets, self._bound = [], None
+
+    def _sharded_buckets(self) -> list[ShardedBucket]:
+        return [bucket for bucket in self._buckets if not bucket.keeps_parameters]
+
+
+def _little(like: Tensor, device: torch.device | str) -> nn.Parameter:
+    """A parameter of the same type and number of dimensions."""
+    shape = [min(size, 2) for size in like.shape]
+    return parameter_on(torch.zeros(shape, dtype=like.dtype, device=device), like)
+
+
+def _key(plan: Plan) -> object:
+    """What decides how parameters are divided."""
+    return plan.placement, plan.sync_spec, tuple(stage.parameters for stage in plan.stages)

@@ -1,0 +1,97 @@
+"""What the linked actions of one rank share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pipec.ir import Plan, Sizes, Value
+from pipec.runtime.messages.transport import Transport
+from pipec.runtime.stages.bound_stage import BoundStage
+from pipec.runtime.step.compute import Action
+from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.step_results import StepResults
+from pipec.runtime.step.stream_results import StreamResults
+from pipec.runtime.step.timestamps import Clock, Moment
+
+
+@dataclass
+class UpdateState:
+    """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor.
+
+    ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
+    ``non_finite`` is why the step is skipped, on every rank. ``begun`` has the stages whose update has begun
+    in this step.
+    """
+
+    updates: OptimizerUpdates | None = None
+    now: bool = True
+    factor: Tensor | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+    non_finite: NonFinite | None = None
+    begun: set[int] = field(default_factory=set)
+
+    @property
+    def loss_scale(self) -> float:
+        """What backwards of this step multiply the loss by."""
+        scaled = self.updates.loss_scale if self.updates else None
+        return scaled.scale if scaled else 1.0
+
+    def begin_step(self, now: bool) -> None:
+        self.now, self.factor, self.non_finite = now, None, None
+        self.begun.clear()
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What the actions of one rank work on.
+
+    ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
+    link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
+    ``values`` is set by ``use``: the other sizes that shapes have names for.
+    ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
+    differentiates.
+    ``clock`` notes when an action has all that it waited for.
+    ``over`` has, by its number among the collectives of the program, when one was last found to be over.
+    """
+
+    number: int
+    plan: Plan
+    stages: Mapping[int, BoundStage]
+    results: StepResults | StreamResults
+    received: dict[tuple[str, int], Tensor]
+    sizes: list[int]
+    values: dict[str, int | float]
+    transport: Transport
+    loss: Value | None
+    clock: Clock
+    update_state: UpdateState
+    over: dict[int, Moment] = field(default_factory=dict)
+    _sizes_with: dict[int, Sizes] = field(default_factory=dict)
+
+    def use(self, values: Mapping[str, int | float]) -> None:
+        """Let names in shapes, other than that of the rows, stand for ``values``."""
+        if values != self.values:
+            self.values.clear()
+            self.values.update(values)
+            self._sizes_with.clear()
+
+    def sizes_with(self, rows: int) -> Sizes:
+        """What the names in the shape of a value with so many rows stand for: equal sizes are one object."""
+        if rows not in self._sizes_with:
+            self._sizes_with[rows] = {**self.values, "b": rows}
+        return self._sizes_with[rows]
+
+
+@dataclass(eq=False)
+class PendingValue:
+    """Brings awaited values to their readers. ``action`` is None once a reader has been found to run it."""
+
+    action: Action | None = None
+
+    def pop_waits(self) -> list[Action]:
+        """What the next reader must run first."""
+        action, self.action = self.action, None
+        return [action] if action else []

@@ -1,0 +1,211 @@
+"""Merges what the microbatches of a step return into what the whole batch returns.
+
+A replica makes a part of a result of its own microbatches. The parts of all replicas then make the whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipec.errors import InputError, VerifyError
+from pipec.ir import Plan, Sizes, Value
+from pipec.ir.text_format import evaluate_dim, format_value, names_in
+from pipec.runtime.memory.storage import compact
+from pipec.runtime.step.batch_slice import BatchSlice
+
+
+def check_mergeable(value: Value) -> None:
+    """Raise VerifyError if the batch is in several dimensions: parts of such a value cannot be joined."""
+    if len(_batch_dims(value)) > 1:
+        raise VerifyError(
+            f"the result {format_value(value)} has the batch in more than one dimension, so the results of "
+            "microbatches cannot be joined; return a value with one batch dimension, or use one microbatch"
+        )
+
+
+class ResultCollector(Protocol):
+    """Takes what forwards return."""
+
+    def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
+        """Keep what the forward of ``microbatch`` returned for results, among other things."""
+
+
+class StepResults:
+    """Collects the parts of each result that a rank makes, by microbatch.
+
+    ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
+    up. ``loss_weights`` are the microbatch weights, if they are not the fractions of the rows. If the batch
+    ``is_local`` to replicas, what has rows stays in the pipeline of its replica.
+    """
+
+    loss_weights: Sequence[float] | None = None
+    is_local = False
+    losses: Mapping[int, Tensor]
+    """Those of the microbatches of this rank."""
+
+    def __init__(
+        self,
+        made: Sequence[tuple[Value, Sequence[int]]],
+        num_microbatches: int,
+        sums: Sequence[str] = (),
+    ) -> None:
+        self._sums = sums
+        for value, _ in made if num_microbatches > 1 else ():
+            check_mergeable(value)
+        self._values = {value.name: value for value, _ in made}
+        self._own = {value.name: own for value, own in made}
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        self._parts: dict[str, dict[int, Tensor]] = {name: {} for name in self._values}
+        self._merged: dict[str, Tensor] = {}
+        self.losses = self._parts.get("loss", {})
+
+    def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
+        """Keep what the forward of ``microbatch`` returned for these results, and no memory besides."""
+        for name, parts in self._parts.items():
+            if name in sent:
+                parts[microbatch] = sent[name] = compact(sent[name])
+
+    def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
+        """What this rank's microbatches contribute to a result of the batch; see ``merge``."""
+        if name not in self._merged:
+            parts = self._parts.pop(name)
+            own = [microbatch for microbatch in self._own[name] if sizes[microbatch]]
+            in_order = [parts[microbatch] for microbatch in own]
+            if name == "loss" and self.loss_weights is not None:
+                shares = [self.loss_weights[microbatch] for microbatch in own]
+                self._merged[name] = weighted_sum(in_order, shares)
+            else:
+                own_sizes, is_sum = [sizes[microbatch] for microbatch in own], name in self._sums
+                value, batch = self._values[name], sum(sizes)
+                self._merged[name] = merge(value, in_order, own_sizes, batch, values, is_sum)
+        return self._merged[name]
+
+    def sent_to_other_pipeline(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
+        """What ranks of other pipelines get of a result."""
+        whole, value = self.merged(name, sizes, values), self._values[name]
+        return empty_result(value, values, whole.device) if self.is_local and has_rows(value) else whole
+
+
+def merge(
+    value: Value,
+    parts: Sequence[Tensor],
+    sizes: Sequence[int],
+    batch: int,
+    values: Sizes,
+    is_sum: bool = False,
+) -> Tensor:
+    """Join the parts of microbatches that hold ``sizes`` of the samples of a batch into a new tensor.
+
+    Parts with a batch dimension are concatenated along it. Floating-point parts without one, such as mean
+    losses, become the mean over samples: each is weighted with its fraction of the batch. Parts that
+    ``is_sum`` says are terms become their sum. Any other value must be the same for every microbatch.
+
+    Raises:
+        InputError: the parts cannot stand for the whole batch.
+    """
+    if dims := _batch_dims(value):
+        return _concatenate(value, parts, dims[0], {**values, "b": sum(sizes)})
+    if is_sum:
+        return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+    if parts[0].is_floating_point() or parts[0].is_complex():
+        return weighted_sum(parts, [size / batch for size in sizes])
+    return _the_same(value, parts).clone()
+
+
+def merge_replicas(
+    value: Value,
+    made: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    values: Sizes,
+    is_sum: bool = False,
+) -> Tensor:
+    """The result of the batch from what ``merge`` made on each replica, of microbatches in turn.
+
+    A replica whose microbatches have no rows made nothing. Of three microbatches, the first of two replicas
+    has the rows of the first and the last::
+
+        parts [a a c], [b b]    sizes [2, 2, 1]    ->    [a a b b c]
+    """
+    parts = [part for part in made if part is not None]
+    count = len(parts)
+    if count == 1:
+        return parts[0]
+    if dims := _batch_dims(value):
+        along = [evaluate_dim(value.shape[dims[0]], {**values, "b": size}) for size in sizes]
+        rows = [iter(part.split(along[k::count], dims[0])) for k, part in enumerate(parts)]
+        return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(sizes))], dims[0])
+    if is_sum or parts[0].is_floating_point() or parts[0].is_complex():
+        return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+    return _the_same(value, parts)
+
+
+def result_values(plan: Plan) -> list[Value]:
+    """The values that the stages of a plan return, each once."""
+    return list(dict.fromkeys(v for link in plan.links if link.payload.is_result for v in link.values))
+
+
+def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
+    if not all(torch.equal(part, parts[0]) for part in parts):
+        raise InputError(
+            f"the result {format_value(value)} differs between microbatches, and whole numbers have no "
+            "mean; return it per sample, or as floating point, or use one microbatch"
+        )
+    return parts[0]
+
+
+def merge_slices(
+    plan: Plan, parts: Sequence[Mapping[str, Tensor]], batch_slices: Sequence[BatchSlice]
+) -> dict[str, Tensor]:
+    """The results of a batch from those of the slices that make it up."""
+    values = result_values(plan)
+    sizes, batch = [batch_slice.num_rows for batch_slice in batch_slices], batch_slices[0].batch
+    sums = {*plan.summed_outputs, "loss"} if batch_slices[0].custom_loss_weights else plan.summed_outputs
+    return {
+        value.name: merge(
+            value,
+            [part[value.name] for part in parts],
+            sizes,
+            batch,
+            batch_slices[0].values,
+            value.name in sums,
+        )
+        for value in values
+    }
+
+
+def has_rows(value: Value) -> bool:
+    """Whether a value has something for each row of the batch."""
+    return bool(_batch_dims(value))
+
+
+def empty_result(value: Value, values: Sizes, device: torch.device) -> Tensor:
+    """What a result is of a part of the batch that has no rows."""
+    shape = [evaluate_dim(dim, {**values, "b": 0}) for dim in value.shape]
+    return torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
+
+
+def _batch_dims(value: Value) -> list[int]:
+    return [index for index, dim in enumerate(value.shape) if "b" in names_in(dim)]
+
+
+def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, sizes: Sizes) -> Tensor:
+    joined = torch.cat(list(parts), dim)
+    expected = evaluate_dim(value.shape[dim], sizes)
+    if joined.shape[dim] != expected:
+        raise InputError(
+            f"the result {format_value(value)} has size {joined.shape[dim]} in dimension {dim} when joined "
+            f"from microbatches, but {expected} for the whole batch; return a value whose size is "
+            "proportional to the batch, or use one microbatch"
+        )
+    return joined
+
+
+def weighted_sum(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    total = parts[0] * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        total = total + part * share
+    return total

@@ -1,0 +1,142 @@
+"""What the microbatches of a stream return, brought together as soon as those of a mini-batch are there."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from pipec.ir import Plan, Sizes
+from pipec.runtime.step.step_results import merge, result_values, weighted_sum
+
+
+@dataclass(frozen=True)
+class StreamBatch:
+    """One mini-batch of a stream, split: the inputs by name and the rows of each microbatch.
+
+    ``loss_weights`` are the microbatch weights, ``values`` the other sizes that shapes have names for.
+    """
+
+    microbatches: Sequence[Mapping[str, Tensor]]
+    sizes: Sequence[int]
+    loss_weights: Sequence[float]
+    values: Sizes = field(default_factory=dict)
+
+
+class BatchResult(NamedTuple):
+    """The loss and the logs of a mini-batch that has been trained on."""
+
+    loss: Tensor
+    logs: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, plan: Plan, results: Mapping[str, Tensor]) -> Self:
+        """Those among the results of a step, by name."""
+        kept = zip(plan.log_names, plan.outputs[1:], strict=False)
+        return cls(results["loss"], {name: results[output] for name, output in kept})
+
+
+Arrival = Callable[[], Sequence[Tensor]]
+"""Waits for what another rank has sent."""
+
+
+@dataclass
+class _Parts:
+    """What has come of one mini-batch, by name and microbatch."""
+
+    batch: StreamBatch
+    found: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+
+class StreamResults:
+    """Collects the results that a rank makes or receives.
+
+    ``emit`` is called with the number of each mini-batch and its results by name. ``microbatch`` is that of
+    the instruction that runs. ``first_nan`` is the first microbatch whose loss is NaN, if the plan looks for
+    that.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._values = {value.name: value for value in result_values(plan)}
+        self._sums = plan.summed_outputs
+        self._per_batch = plan.num_microbatches
+        self._looks = plan.sync_spec.on_nan is not None
+        self.begin(lambda number, results: None)
+
+    def begin(self, emit: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        """Start with a stream."""
+        self._emit = emit
+        self._parts: dict[int, _Parts] = {}
+        self._arriving: list[tuple[int, Sequence[str], Arrival]] = []
+        self.microbatch = 0
+        self.first_nan: float = math.inf
+        self._num_losses: Counter[int] = Counter()
+
+    def is_finite(self, number: int) -> bool:
+        """Whether a mini-batch is trained on, not skipped; read before the update that it is for."""
+        if self._looks:
+            self.wait_received(number)
+            assert self._num_losses.pop(number, 0) == self._per_batch, "losses come before updates"
+        return number < self.num_finite
+
+    def forget(self) -> None:
+        """Let go of what was collected of a stream that is over."""
+        self._emit = lambda number, results: None
+        self._parts, self._arriving = {}, []
+
+    @property
+    def num_finite(self) -> float:
+        """The number of the first mini-batch of which nothing is to come, nor of those behind it."""
+        return self.first_nan if math.isinf(self.first_nan) else self.first_nan // self._per_batch
+
+    def expect(self, number: int, batch: StreamBatch) -> None:
+        """Note that a mini-batch is to come."""
+        self._parts[number] = _Parts(batch)
+
+    def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
+        """Keep what the microbatch has returned that is in this frame now."""
+        self._keep(self.microbatch, sent)
+
+    def expect_received(self, names: Sequence[str], wait: Arrival) -> None:
+        """Note that what another rank has made of the microbatch is on its way."""
+        self._arriving.append((self.microbatch, names, wait))
+
+    def wait_received(self, last: float) -> None:
+        """Wait for what is on its way of the mini-batches up to this one."""
+        due, self._arriving = self._arriving, []
+        for each in due:
+            microbatch, names, wait = each
+            if microbatch // self._per_batch <= last:
+                self._keep(microbatch, dict(zip(names, wait(), strict=True)))
+            else:
+                self._arriving.append(each)
+
+    def _keep(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+        number, place = divmod(microbatch, self._per_batch)
+        if self._looks and "loss" in sent:
+            self._num_losses[number] += 1
+            if sent["loss"].isnan().any():
+                self.first_nan = min(self.first_nan, microbatch)
+        for name in self._values.keys() & sent.keys():
+            parts = self._parts[number].found.setdefault(name, {})
+            parts[place] = sent[name]
+            if len(parts) == self._per_batch and self._is_complete(number):
+                self._emit(number, self._merged(self._parts.pop(number)))
+
+    def _is_complete(self, number: int) -> bool:
+        found = self._parts[number].found
+        return all(len(found.get(name, ())) == self._per_batch for name in self._values)
+
+    def _merged(self, parts: _Parts) -> dict[str, Tensor]:
+        batch, merged = parts.batch, dict[str, Tensor]()
+        for name, value in self._values.items():
+            in_order = [parts.found[name][place] for place in range(self._per_batch)]
+            if name == "loss":
+                merged[name] = weighted_sum(in_order, batch.loss_weights)
+            else:
+                merged[name] = merge(
+                    value, in_order, batch.sizes, sum(batch.sizes), batch.values, name in self._sums
+                )
+        return merged

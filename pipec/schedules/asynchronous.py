@@ -1,0 +1,117 @@
+"""1F1B without a flush: PipeDream (Narayanan et al., SOSP 2019) and PipeDream-2BW (ICML 2021).
+
+Mini-batches follow each other, so that in the steady state no rank is idle. Every stage updates after each of
+them, or after one for each of its replicas, and uses an older version of its weights for those that it has
+begun before; ``pipec.ir.VersionPolicy`` says which.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipec.errors import InputError
+from pipec.ir import Compute, Phase, Schedule, Stream, VersionPolicy
+from pipec.ir.columns import ComputeColumns
+from pipec.ir.stream import window
+from pipec.schedules.replicated import consecutive_placement
+
+
+@dataclass(frozen=True)
+class AsynchronousSchedule:
+    """A schedule without a flush. A mini-batch has one microbatch, or at least one for each rank."""
+
+    name: str
+    versions: VersionPolicy
+
+    def min_microbatches(self, replicas: Sequence[int]) -> int:
+        """The fewest microbatches of a mini-batch, for stages with so many replicas each."""
+        return sum(replicas) if self.versions is VersionPolicy.DOUBLE else 1
+
+    def for_batches(self, replicas: Sequence[int], per_batch: int, num_batches: int) -> Schedule:
+        """So many mini-batches, of ``per_batch`` microbatches each, that follow each other.
+
+        Stage s has ``replicas[s]`` ranks, numbered from stage to stage, which take the microbatches in turn.
+        Each runs 1F1B on its own ones.
+
+        Raises:
+            InputError: it cannot do with so many replicas or microbatches.
+        """
+        self._check(replicas, per_batch)
+        one = asynchronous_1f1b(self.name, replicas, per_batch * num_batches)
+        return replace(one, stream=Stream(self.versions, per_batch))
+
+    def _check(self, replicas: Sequence[int], per_batch: int) -> None:
+        least, ranks = self.min_microbatches(replicas), sum(replicas)
+        if self.versions is VersionPolicy.VERTICAL and max(replicas) > 1:
+            raise InputError(
+                f"schedule {self.name!r} uses one version on all stages, but stages with replicas update "
+                f"after different mini-batches, and replicas are {tuple(replicas)}; take pipedream"
+            )
+        if self.versions is not VersionPolicy.DOUBLE:
+            if per_batch != 1:
+                raise InputError(
+                    f"schedule {self.name!r} runs a mini-batch as one microbatch, but microbatches is "
+                    f"{per_batch}; leave it out, or take pipedream-2bw, which adds up the gradients of "
+                    "several"
+                )
+            return
+        if len({*replicas}) > 1:
+            raise InputError(
+                f"schedule {self.name!r} needs as many replicas of every stage, but replicas are "
+                f"{tuple(replicas)}; take pipedream, which runs them round robin"
+            )
+        if per_batch < least or per_batch % replicas[0]:
+            several = f", and a multiple of the {replicas[0]} replicas" if replicas[0] > 1 else ""
+            raise InputError(
+                f"schedule {self.name!r} needs a mini-batch of {least} microbatches or more on {ranks} "
+                f"ranks{several}, but microbatches is {per_batch}: with fewer, two versions of weights do "
+                "not suffice"
+            )
+
+    def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """The schedule of so many microbatches on a rank for each stage."""
+        return self.for_microbatches((1,) * num_ranks, num_microbatches)
+
+    def for_microbatches(self, replicas: Sequence[int], num_microbatches: int) -> Schedule:
+        """The schedule of so many microbatches in mini-batches that are as small as can be.
+
+        Raises:
+            InputError: it cannot do with so many replicas or microbatches.
+        """
+        least, ranks = self.min_microbatches(replicas), sum(replicas)
+        if num_microbatches % least:
+            raise InputError(
+                f"schedule {self.name!r} has mini-batches of {least} microbatches on {ranks} ranks, but "
+                f"num_microbatches is {num_microbatches}; take a multiple of {least}"
+            )
+        return self.for_batches(replicas, least, num_microbatches // least)
+
+
+def asynchronous_1f1b(name: str, replicas: Sequence[int], num_microbatches: int) -> Schedule:
+    """1F1B on the ranks of each stage, which take microbatches in turn, with a window of them in flight."""
+    placement = consecutive_placement(replicas)
+    orders = (
+        _one_f_one_b(stage, range(first, num_microbatches, len(ranks)), window(stage, replicas))
+        for stage, ranks in enumerate(placement)
+        for first in range(len(ranks))
+    )
+    return Schedule(name, num_microbatches, placement, tuple(ComputeColumns.of([*order]) for order in orders))
+
+
+def _one_f_one_b(stage: int, microbatches: Sequence[int], most: int) -> Iterator[Compute]:
+    """What a rank runs, with ``most`` microbatches in flight: then a backward after each forward."""
+    for number, microbatch in enumerate(microbatches):
+        yield Compute(Phase.FORWARD, stage, microbatch)
+        if number >= most - 1:
+            yield Compute(Phase.BACKWARD, stage, microbatches[number - most + 1])
+    for microbatch in microbatches[max(len(microbatches) - most + 1, 0) :]:
+        yield Compute(Phase.BACKWARD, stage, microbatch)
+
+
+pipedream = AsynchronousSchedule("pipedream", VersionPolicy.STASHED)
+vertical_sync = AsynchronousSchedule("pipedream-vertical-sync", VersionPolicy.VERTICAL)
+pipedream_2bw = AsynchronousSchedule("pipedream-2bw", VersionPolicy.DOUBLE)
+
+ASYNCHRONOUS_SCHEDULES: Mapping[str, AsynchronousSchedule] = {
+    each.name: each for each in (pipedream, vertical_sync, pipedream_2bw)
+}
+"""Schedules of streams, by name. Those of steps are in ``fixed``."""

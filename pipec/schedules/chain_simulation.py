@@ -1,0 +1,46 @@
+"""A schedule on a plain chain of stages: lowered, verified and simulated."""
+
+from dataclasses import replace
+from time import perf_counter
+
+from pipec.ir import NO_SYNC, Bucket, Op, Placement, Schedule, SyncSpec, Value
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.representative_replicas import representative_replicas
+from pipec.programs.verify import verify_programs
+from pipec.schedules.search.workload import Workload
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import simulate
+
+
+def chain_sync_spec(placement: Placement, seconds: float) -> SyncSpec:
+    """The replicas of a stage sum all its gradients at once, which takes so many ``seconds``."""
+    replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
+    parameters = {stage: (Value(f"w_{stage}", "float32", (1,)),) for stage in replicated}
+    return SyncSpec(tuple(Bucket(stage, parameters[stage], reduce_seconds=seconds) for stage in replicated))
+
+
+def simulate_schedule(
+    schedule: Schedule, work: Workload, sync_spec: SyncSpec = NO_SYNC
+) -> tuple[Timeline, float]:
+    """The timeline of a schedule on a plain chain of stages, and the seconds to lower and verify it.
+
+    Of many equal replicas, a few are simulated.
+
+    Raises:
+        VerifyError: the schedule is broken.
+    """
+    links = chain_links(schedule.num_stages)
+    if schedule.stream is not None:
+        sync_spec = replace(sync_spec, updates=True, stream=schedule.stream)
+    begun = perf_counter()
+    few = representative_replicas(schedule)
+    schedule = few.schedule if few else schedule
+    programs = lower(schedule, links, sync_spec=sync_spec)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
+    seconds = perf_counter() - begun
+    sync_times = {
+        (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
+        for number, bucket in enumerate(sync_spec.buckets)
+    }
+    timeline = simulate(programs, replace(work.costs(schedule, links), sync_times=sync_times), few)
+    return replace(timeline, sync_spec=sync_spec), seconds

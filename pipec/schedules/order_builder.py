@@ -1,0 +1,132 @@
+"""What schedules are written with: placements, and the order of one rank, kind of cell by kind of cell."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import overload
+
+import numpy as np
+
+from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks, one_rank_per_stage
+from pipec.ir.columns import PHASE_CODE, ComputeColumns, Ints
+
+StagePhase = tuple[Phase, int]
+"""A phase of a stage; a cell is a kind with a microbatch."""
+
+
+def linear_placement(num_ranks: int) -> Placement:
+    """Stage s on rank s."""
+    return one_rank_per_stage(range(num_ranks))
+
+
+def loop_placement(num_ranks: int, num_chunks: int) -> Placement:
+    """Stage k on rank k mod p: rank s holds stages s, s + p, s + 2p, ..."""
+    return linear_placement(num_ranks) * num_chunks
+
+
+def v_placement(num_ranks: int) -> Placement:
+    """Down and up again: rank s holds stages s and 2p-1-s, rank 0 thus the first and the last."""
+    return one_rank_per_stage((*range(num_ranks), *reversed(range(num_ranks))))
+
+
+def remap_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The same schedule, with ``ranks[k]`` in the part of rank k."""
+    orders = dict(zip(ranks, schedule.orders, strict=True))
+    return replace(
+        schedule,
+        placement=tuple(tuple(ranks[rank] for rank in replicas) for replicas in schedule.placement),
+        orders=tuple(orders[rank] for rank in range(len(ranks))),
+    )
+
+
+def looped_name(name: str, num_chunks: int) -> str:
+    """``name`` with the number of stages that a rank holds, which is left out if it is 2."""
+    return name if num_chunks == 2 else f"{name}-v{num_chunks}"
+
+
+def schedule_from_orders(
+    name: str,
+    num_microbatches: int,
+    placement: Placement,
+    order: Callable[[int], Iterable[Compute]],
+) -> Schedule:
+    """The schedule whose rank s runs ``order(s)``."""
+
+    def cells(rank: int) -> ComputeColumns:
+        found = order(rank)
+        return found if isinstance(found, ComputeColumns) else ComputeColumns.of(tuple(found))
+
+    return Schedule(name, num_microbatches, placement, LazyOrders(count_ranks(placement), cells))
+
+
+class LazyOrders(Sequence[ComputeColumns]):
+    """The orders of ``num_ranks`` ranks, each of them made by ``order(rank)`` when it is first asked for.
+
+    The name and the placement of a schedule are often read without its orders.
+    """
+
+    def __init__(self, num_ranks: int, order: Callable[[int], ComputeColumns]) -> None:
+        self._num_ranks, self._order = num_ranks, order
+        self._made: dict[int, ComputeColumns] = {}
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    @overload
+    def __getitem__(self, index: int) -> ComputeColumns: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ComputeColumns]: ...
+    def __getitem__(self, index: int | slice) -> ComputeColumns | Sequence[ComputeColumns]:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(*index.indices(self._num_ranks))]
+        rank = range(self._num_ranks)[index]
+        if rank not in self._made:
+            self._made[rank] = self._order(rank)
+        return self._made[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class OrderBuilder:
+    """The order of one rank as it is written: each kind of cell takes its next microbatch.
+
+    A kind whose microbatches are used up is passed over, so patterns may be repeated beyond the end.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+        self._next: Counter[StagePhase] = Counter()
+        self._parts: list[Ints] = []
+
+    def run(self, times: int, *stage_phases: StagePhase) -> None:
+        """Append one cell of each of ``stage_phases``, ``times`` times over."""
+        times = max(times, 0)
+        part = np.empty((3, times, len(stage_phases)), np.int32)
+        places, steps = Counter[StagePhase](), Counter(stage_phases)
+        for column, (phase, stage) in enumerate(stage_phases):
+            kind = (phase, stage)
+            first = self._next[kind] + places[kind]
+            part[0, :, column], part[1, :, column] = PHASE_CODE[phase], stage
+            part[2, :, column] = first + steps[kind] * np.arange(times)
+            places[kind] += 1
+        for kind, step in steps.items():
+            self._next[kind] = min(self._next[kind] + step * times, self._num_microbatches)
+        cells = part.reshape(3, -1)
+        self._parts.append(cells[:, cells[2] < self._num_microbatches])
+
+    def finish(self, *stage_phases: StagePhase) -> None:
+        """Append what is left of each of ``stage_phases``, one kind after the other."""
+        for kind in stage_phases:
+            self.run(self._num_microbatches - self._next[kind], kind)
+
+    @property
+    def computes(self) -> ComputeColumns:
+        """What was written."""
+        return ComputeColumns(np.concatenate(self._parts, axis=1))

@@ -1,0 +1,73 @@
+"""A timeline as plain data for other programs: figures of merit, where time goes, and what happens when."""
+
+from pipec.timeline.attribution import attribute_waits, critical_path
+from pipec.timeline.events import Event, Timeline
+from pipec.timeline.rank_times import RankTime, rank_times
+from pipec.timeline.steady_state import steady_state
+
+MOST_EVENTS = 100_000
+"""Events listed one by one; a step of more is told by its sums and its critical path."""
+
+
+def timeline_report(timeline: Timeline) -> dict[str, object]:
+    """Figures of merit, what ranks wait for, the critical path, and every event of up to ``MOST_EVENTS``."""
+    found = attribute_waits(timeline)
+    facts: dict[str, object] = {
+        "unit": timeline.unit,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_in_flight": list(timeline.peak_in_flight),
+        "replicas": [
+            [timeline.global_rank(rank) for rank in timeline.replicas[stage]]
+            for stage in sorted(timeline.replicas)
+        ],
+        "waits": [_rank_facts(timeline, *each) for each in enumerate(rank_times(timeline, found))],
+        "critical_path": [
+            _event_facts(timeline, timeline.events[index]) for index in critical_path(timeline, found)
+        ],
+        "num_events": len(timeline.events),
+    }
+    if steady := steady_state(timeline):
+        facts["steady"] = {"time": steady.batch_interval, "bubble_rate": steady.bubble_rate}
+    if len(timeline.events) <= MOST_EVENTS:
+        facts["events"] = [_event_facts(timeline, event) for event in timeline.events]
+    if timeline.representatives:
+        names = "ranks", "counts", "num_replicas"
+        facts["representatives"] = {name: getattr(timeline.representatives, name) for name in names}
+    return facts
+
+
+def _rank_facts(timeline: Timeline, rank: int, time: RankTime) -> dict[str, object]:
+    return {
+        "rank": timeline.global_rank(rank),
+        "busy": time.busy,
+        "waiting": time.waiting,
+        "unattributed_idle": time.unattributed_idle,
+        "trailing_idle": time.trailing_idle,
+        "for": [
+            {
+                "rank": timeline.global_rank(each.rank),
+                "stage": each.stage,
+                "what": each.what,
+                "time": each.time,
+            }
+            for each in time.waits
+        ],
+    }
+
+
+def _event_facts(timeline: Timeline, event: Event) -> dict[str, object]:
+    instruction = event.instruction
+    return {
+        "rank": timeline.global_rank(event.rank),
+        "op": instruction.op,
+        "stage": instruction.stage,
+        "microbatch": instruction.microbatch,
+        **({"bucket": instruction.bucket} if instruction.bucket >= 0 else {}),
+        **({"segment": instruction.segment} if instruction.segment >= 0 else {}),
+        **({"model_collective": instruction.model_collective} if instruction.model_collective >= 0 else {}),
+        **({"version": instruction.version} if instruction.version >= 0 else {}),
+        "start": event.start,
+        "end": event.end,
+    }

@@ -1,0 +1,51 @@
+"""The steady state of mini-batches that follow each other: how fast they come out, and what is idle."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.ir import Op
+from pipec.ir.columns import OP_CODE, Floats
+from pipec.ir.stream import window
+from pipec.timeline.events import Timeline
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """The time from one mini-batch to the next, in the timeline's unit, and the fraction that ranks idle."""
+
+    batch_interval: float
+    bubble_rate: float
+
+
+def steady_state(timeline: Timeline) -> SteadyState | None:
+    """What holds once the pipeline is full. None where schedules are synchronous, or where it never is full.
+
+    The last stage does the same again after a period, until the last mini-batch; the second half of its
+    forwards is therefore as far apart as those of an endless stream.
+    """
+    stream, replicas = (
+        timeline.sync_spec.stream,
+        [len(timeline.replicas[s]) for s in sorted(timeline.replicas)],
+    )
+    if stream is None or not replicas:
+        return None
+    ends = _forward_ends(timeline, len(replicas) - 1)
+    middle, turn = ends.size // 2, stream.period(replicas) // replicas[-1]
+    whole = (ends.size - 1 - middle) // turn * turn
+    if middle * replicas[-1] < replicas[0] * window(0, replicas) or not whole:
+        return None
+    num_batches = whole * replicas[-1] / stream.microbatches
+    seconds = float(ends[middle + whole] - ends[middle]) / num_batches
+    computes = timeline.computes
+    in_all = np.unique(computes.instructions.microbatches).size / stream.microbatches
+    busy = float((computes.ends - computes.starts).sum()) / in_all
+    return SteadyState(seconds, 1 - busy / (timeline.num_ranks * seconds) if seconds else 0.0)
+
+
+def _forward_ends(timeline: Timeline, stage: int) -> Floats:
+    """When the forwards of the first replica of a stage end."""
+    instructions, first = timeline.columns.instructions, timeline.replicas[stage][0]
+    forwards = (instructions.ops == OP_CODE[Op.FORWARD]) & (timeline.columns.ranks == first)
+    found: Floats = timeline.columns.ends[forwards]
+    return found

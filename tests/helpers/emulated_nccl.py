@@ -1,0 +1,259 @@
+"""NCCL among threads: ranks of one process that talk over ``NcclConnections``, without a GPU.
+
+As on a GPU, a group has one stream on each of its ranks, which works on one message after the other. A send
+lasts until the other rank has received it. Delays are random. A message that has arrived is found to be over
+only some time later, as if the host were ahead of the device. Collectives are in the order of the sorted
+ranks, as torch has them.
+
+What computes is the CPU: a wait for a message holds up the thread of its rank.
+"""
+
+import contextlib
+import functools
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipec.ir import Program
+from pipec.runtime.messages.collective_group import InProcessCollectives, InProcessGroup
+from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.messages.nccl import NcclConnections
+from pipec.runtime.messages.shared_memory import SharedMemory
+
+T = TypeVar("T")
+
+PATIENCE = 20.0
+"""Seconds after which a message that waits for the other rank gives up, and so ends the test."""
+
+
+class Work:
+    """The ``number``-th of the messages of a group on a rank, or several at once.
+
+    It is found to be over when it has been asked for ``lag`` times, or one behind it has.
+    """
+
+    def __init__(self, group: "Group", number: int, lag: int) -> None:
+        self._group, self._number, self._lag = group, number, lag
+        self.over = threading.Event()
+
+    def wait(self) -> None:
+        assert self.over.wait(PATIENCE), "a message never ended"
+
+    def is_completed(self) -> bool:
+        self._lag -= self.over.is_set()
+        if self._lag < 0:
+            self._group.num_found_over = max(self._group.num_found_over, self._number)
+        return self._number <= self._group.num_found_over
+
+    def exception(self) -> Exception | None:
+        return None
+
+
+class Message(NamedTuple):
+    """What torch calls a P2POp."""
+
+    op: Callable[..., Work]
+    tensor: Tensor
+    peer: int
+    group: "Group"
+
+
+class _Sent(NamedTuple):
+    tensor: Tensor
+    received: threading.Event
+
+
+class Group:
+    """A group as one of its ranks sees it. ``wires`` has what is sent between two ranks, for all of them.
+
+    ``together`` makes its collectives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        wires: dict[tuple[int, int], "SimpleQueue[_Sent]"],
+        together: InProcessGroup,
+        seed: int,
+    ) -> None:
+        self.rank, self._wires, self._random = rank, wires, random.Random(seed)
+        self.together = together
+        self._stream: SimpleQueue[tuple[Callable[[], None], Work]] = SimpleQueue()
+        self.running = self.num_started = self.num_found_over = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def start(self, messages: Sequence[Message]) -> Work:
+        return self.run(functools.partial(self._exchange, messages))
+
+    def run(self, job: Callable[[], None]) -> Work:
+        """Let the stream do a job behind those before it."""
+        self.running += 1
+        self.num_started += 1
+        work = Work(self, self.num_started, self._random.randrange(3))
+        self._stream.put((job, work))
+        return work
+
+    def abort(self) -> None:
+        """Do nothing: threads that wait for a message are left behind."""
+
+    def _run(self) -> None:
+        while True:
+            job, work = self._stream.get()
+            time.sleep(self._random.random() * 3e-4)
+            job()
+            self.running -= 1
+            over = work.over
+            del job, work  # which hold memory
+            over.set()
+
+    def _exchange(self, messages: Sequence[Message]) -> None:
+        """What is sent and received as one has no order."""
+        leaving = []
+        for message in messages:
+            if message.op.__name__ == "isend":
+                sent = _Sent(message.tensor, threading.Event())
+                self._wires[self.rank, message.peer].put(sent)
+                leaving.append(sent)
+        for message in messages:
+            if message.op.__name__ == "irecv":
+                arrived = self._wires[message.peer, self.rank].get()
+                assert message.tensor.dtype is arrived.tensor.dtype
+                assert message.tensor.numel() == arrived.tensor.numel()
+                with torch.no_grad():
+                    message.tensor.view(-1).copy_(
+                        arrived.tensor.view(-1)
+                    )  # of which NCCL knows the count alone
+                arrived.received.set()
+        for sent in leaving:
+            sent.received.wait()
+
+
+class Options:
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self._timeout = timedelta()
+        self.config = SimpleNamespace(max_ctas=0)
+
+
+class Distributed:
+    """torch.distributed, as each thread sees it that calls ``as_rank``."""
+
+    DistError = dist.DistError
+    ProcessGroupNCCL = SimpleNamespace(Options=Options)
+    P2POp = Message
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        self._numbers: dict[int, int] = defaultdict(int)
+        self._wires: dict[int, Any] = defaultdict(lambda: defaultdict(SimpleQueue))
+        self._in_process_collectives: dict[int, InProcessCollectives] = {}
+        self.groups: dict[int, list[Group]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        self._here.rank = rank
+        yield
+
+    def new_group(self, ranks: list[int], timeout: timedelta, backend: str, options: Options) -> Any:
+        rank = self._here.rank
+        number = self._numbers[rank]  # ranks make the same groups in the same order
+        self._numbers[rank] += 1
+        if rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        in_process_collectives = self._in_process_collectives.setdefault(
+            number, InProcessCollectives(len(ranks), lambda: None)
+        )
+        together = InProcessGroup(in_process_collectives, sorted(ranks).index(rank))
+        self.groups[rank].append(Group(rank, self._wires[number], together, 1000 * rank + number))
+        return self.groups[rank][-1]
+
+    def isend(self, tensor: Tensor, peer: int, group: Group) -> Work:
+        return group.start([Message(self.isend, tensor, peer, group)])
+
+    def irecv(self, tensor: Tensor, peer: int, group: Group) -> Work:
+        return group.start([Message(self.irecv, tensor, peer, group)])
+
+    def batch_isend_irecv(self, messages: list[Message]) -> list[Work]:
+        return [messages[0].group.start(messages)]
+
+    def all_reduce(self, tensor: Tensor, group: Group, async_op: bool) -> Work:
+        return group.run(lambda: group.together.all_reduce(tensor)())
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Work:
+        return group.run(lambda: group.together.reduce_scatter(output, tensor)())
+
+    def all_gather(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Work:
+        return group.run(lambda: group.together.all_gather(output, tensor)())
+
+    def is_busy(self, rank: int) -> bool:
+        """Whether messages run on the device of a rank."""
+        return any(group.running for group in self.groups[rank])
+
+
+class _HeartbeatConnections:
+    """Those of ranks of which a test hears by itself if one fails."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def waiting(self, activity: str, peer: int | None = None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def all_gather_text(self, data: bytes) -> list[bytes]:
+        return [data] * self._num_ranks
+
+    def check(self) -> None:
+        """Nothing fails."""
+
+    def fail(self, reason: str) -> None:
+        """Nobody asks."""
+
+
+class Emulated(DistributedTransport):
+    """The transport of a rank whose GPU is emulated."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
+        self._heartbeats: Any = _HeartbeatConnections(num_ranks)
+        self._buffers, self._message_packers = {}, {}
+        self._shared, self._same_host = SharedMemory(rank, PATIENCE), {}
+        self._connections = NcclConnections(self.device, rank, num_ranks, PATIENCE, lambda: False)
+
+    def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
+        return make()  # on this thread, which is known by its rank
+
+
+def run_ranks(
+    distributed: Distributed, programs: Sequence[Program], run: Callable[[int, Emulated], T]
+) -> list[T]:
+    """What ``run`` returns for each rank; all run at the same time, each with its transport."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run_one(rank: int) -> None:
+        try:
+            with distributed.as_rank(rank):
+                transport = Emulated(rank, len(programs))
+                transport.connect(programs, (), "")
+                results[rank] = run(rank, transport)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run_one, args=(rank,), daemon=True) for rank, _ in enumerate(programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    if errors:
+        raise errors[0]
+    assert len(results) == len(programs), "some ranks wait for each other"
+    return [results[rank] for rank in range(len(programs))]

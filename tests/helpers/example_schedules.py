@@ -1,0 +1,56 @@
+"""Schedules beyond those that ship, written by hand: split backwards, and several stages on a rank."""
+
+from pipec.ir import Compute, Link, Payload, Phase, Schedule, Value, one_rank_per_stage
+
+FORWARD, BACKWARD, INPUT, WEIGHT = (
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.BACKWARD_INPUT,
+    Phase.BACKWARD_WEIGHT,
+)
+
+
+def v_gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """GPipe on the V placement: a rank runs the forwards of its two stages, then their fused backwards."""
+
+    def order(rank: int) -> tuple[Compute, ...]:
+        stages = (rank, 2 * num_ranks - 1 - rank)
+        forwards = [Compute(FORWARD, stage, mb) for stage in stages for mb in range(num_microbatches)]
+        backwards = [
+            Compute(BACKWARD, stage, mb) for stage in reversed(stages) for mb in range(num_microbatches)
+        ]
+        return (*forwards, *backwards)
+
+    return _v_schedule("v-gpipe", num_ranks, num_microbatches, [order(rank) for rank in range(num_ranks)])
+
+
+def _v_schedule(
+    name: str, num_ranks: int, num_microbatches: int, orders: list[tuple[Compute, ...]]
+) -> Schedule:
+    placement = one_rank_per_stage((*range(num_ranks), *reversed(range(num_ranks))))
+    return Schedule(name, num_microbatches, placement, tuple(orders))
+
+
+def value(name: str, *shape: int | str) -> Value:
+    return Value(name, "float32", shape or ("b",))
+
+
+def skip_links(source: int, target: int, training: bool = True) -> tuple[Link, ...]:
+    """A skip connection of two values, with the gradient of the first."""
+    name = f"skip_{source}_{target}"
+    forward = Link(source, target, Payload.ACTIVATION, (value(name), value(f"mask_{name}")))
+    backward = Link(target, source, Payload.GRADIENT, (value(f"grad_{name}"),))
+    return (forward, backward) if training else (forward,)
+
+
+def tied_links(owner: int, borrower: int) -> tuple[Link, ...]:
+    """A parameter that ``borrower`` uses and ``owner`` updates."""
+    name = f"tied_{owner}_{borrower}"
+    return (
+        Link(owner, borrower, Payload.WEIGHT, (value(name, 8),)),
+        Link(borrower, owner, Payload.WEIGHT_GRADIENT, (value(f"grad_{name}", 8),)),
+    )
+
+
+def result_link(source: int) -> Link:
+    return Link(source, -1, Payload.RESULT, (Value("loss", "float32", ()),))

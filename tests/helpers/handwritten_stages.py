@@ -1,0 +1,422 @@
+"""A model of three stages written by hand, as the code generator would emit it, and what runs it.
+
+::
+
+    stage 0    skip = x @ a;  hidden_1 = tanh(skip)
+    stage 1    hidden_2 = (relu(hidden_1 @ w + bias) - mean) * dropout mask;  mean moves with every microbatch
+    stage 2    loss = mse((hidden_2 + skip) @ a.T + position, target)          a is borrowed from stage 0
+
+Started as a script it is one process of several: see ``main``.
+"""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
+from pipec.programs.lower import lower
+from pipec.runtime import DistributedTransport, InProcessTransport, Interpreter, Transport
+from pipec.runtime.messages import host_sockets
+from pipec.runtime.random_seeds import OperatorGenerators
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.schedules import make_schedule
+
+WIDTH, HIDDEN, DROPOUT_ID = 8, 6, 7
+CPU = torch.device("cpu")
+
+
+class Stage0:
+    PARAMETERS = ("a",)
+    BUFFERS = ()
+    UPDATED_BUFFERS = ()
+
+    @staticmethod
+    def forward(w, x):
+        skip = x.mm(w[0])
+        hidden_1 = skip.tanh()
+        return {"hidden_1": hidden_1, "skip": skip}, [x, hidden_1], ()
+
+    @staticmethod
+    def backward(saved, grad_hidden_1, grad_skip):
+        x, hidden_1 = saved
+        saved.clear()
+        grad = torch.ops.aten.tanh_backward(grad_hidden_1, hidden_1) + grad_skip
+        return {}, (x.t().mm(grad),)
+
+    @staticmethod
+    def backward_input(saved, grad_hidden_1, grad_skip):
+        x, hidden_1 = saved
+        saved.clear()
+        grad = torch.ops.aten.tanh_backward(grad_hidden_1, hidden_1) + grad_skip
+        return {}, [x, grad], (None,)
+
+    @staticmethod
+    def backward_weight(saved):
+        x, grad = saved
+        saved.clear()
+        return (x.t().mm(grad),)
+
+
+class Stage1:
+    PARAMETERS = ("w", "bias")
+    BUFFERS = ("unused", "mean")
+    UPDATED_BUFFERS = ("mean",)
+
+    @staticmethod
+    def forward(w, buffers, rng, device, hidden_1):
+        z = hidden_1.mm(w[0]) + w[1]
+        mask = torch.rand(z.shape, generator=rng(DROPOUT_ID), device=device) > 0.5
+        sent = {"hidden_2": (z.relu() - buffers[1]) * mask}
+        return sent, [hidden_1, z, mask], (buffers[1] * 0.9 + z.mean(0) * 0.1,)
+
+    @staticmethod
+    def backward(w, saved, grad_hidden_2):
+        sent, saved, _ = Stage1.backward_input(w, saved, grad_hidden_2)
+        return sent, Stage1.backward_weight(saved)
+
+    @staticmethod
+    def backward_input(w, saved, grad_hidden_2):
+        hidden_1, z, mask = saved
+        saved.clear()
+        grad = torch.ops.aten.threshold_backward(grad_hidden_2 * mask, z, 0)
+        return {"grad_hidden_1": grad.mm(w[0].t())}, [hidden_1, grad], (None, None)
+
+    @staticmethod
+    def backward_weight(saved):
+        hidden_1, grad = saved
+        saved.clear()
+        return hidden_1.t().mm(grad), grad.sum(0)
+
+
+class ReplayedStage1(Stage1):
+    """Stage 1 saving only what it received; the mask is drawn again from the same stream."""
+
+    @staticmethod
+    def forward(w, buffers, rng, device, hidden_1):
+        sent, _, updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+        return sent, [hidden_1], updates
+
+    @staticmethod
+    def recompute(w, buffers, rng, device, saved):
+        (hidden_1,) = saved
+        saved.clear()
+        return Stage1.forward(w, buffers, rng, device, hidden_1)[1]
+
+
+class Stage2:
+    PARAMETERS = ("a",)
+    BUFFERS = ()
+    UPDATED_BUFFERS = ()
+
+    @staticmethod
+    def constants(b, device):
+        return (torch.arange(b, device=device)[:, None] * 0.01,)
+
+    @staticmethod
+    def forward(w, constants, hidden_2, skip, target):
+        u = hidden_2 + skip
+        output = u.mm(w[0].t()) + constants[0]
+        difference = output - target
+        loss = (difference * difference).mean()
+        return {"loss": loss, "output": output}, [u, difference], ()
+
+    @staticmethod
+    def backward(w, saved, grad_loss):
+        sent, saved, _ = Stage2.backward_input(w, saved, grad_loss)
+        return sent, Stage2.backward_weight(saved)
+
+    @staticmethod
+    def backward_input(w, saved, grad_loss):
+        u, difference = saved
+        saved.clear()
+        half = grad_loss.expand(difference.shape) / difference.numel() * difference
+        grad = half + half
+        grad_u = grad.mm(w[0])
+        return {"grad_hidden_2": grad_u, "grad_skip": grad_u}, [u, grad], (None,)
+
+    @staticmethod
+    def backward_weight(saved):
+        u, grad = saved
+        saved.clear()
+        return (grad.t().mm(u),)
+
+
+STAGES = {0: Stage0, 1: Stage1, 2: Stage2}
+
+
+def _value(name: str, *shape: int | str) -> Value:
+    return Value(name, "float32", shape)
+
+
+LINKS = (
+    Link(0, 2, Payload.WEIGHT, (_value("a", WIDTH, HIDDEN),)),
+    Link(0, 1, Payload.ACTIVATION, (_value("hidden_1", "b", HIDDEN),)),
+    Link(0, 2, Payload.ACTIVATION, (_value("skip", "b", HIDDEN),)),
+    Link(1, 2, Payload.ACTIVATION, (_value("hidden_2", "b", HIDDEN),)),
+    Link(2, 1, Payload.GRADIENT, (_value("grad_hidden_2", "b", HIDDEN),)),
+    Link(2, 0, Payload.GRADIENT, (_value("grad_skip", "b", HIDDEN),)),
+    Link(1, 0, Payload.GRADIENT, (_value("grad_hidden_1", "b", HIDDEN),)),
+    Link(2, 0, Payload.WEIGHT_GRADIENT, (_value("a", WIDTH, HIDDEN),)),
+    Link(2, -1, Payload.RESULT, (_value("loss"), _value("output", "b", WIDTH))),
+)
+
+
+def make_plan(schedule: Schedule, mode: Mode = Mode.TRAIN) -> Plan:
+    training = mode is Mode.TRAIN
+    links = tuple(link for link in LINKS if training or Phase.BACKWARD not in link.payload.producers)
+    borrowed = {2: ("a",)}
+    stages = tuple(
+        Stage(
+            index,
+            index,
+            index,
+            parameters=code.PARAMETERS,
+            borrowed_parameters=borrowed.get(index, ()),
+            buffers=code.BUFFERS,
+            updated_buffers=code.UPDATED_BUFFERS,
+        )
+        for index, code in STAGES.items()
+    )
+    inputs = (
+        InputLeaf(0, "x", True, _value("x", "b", WIDTH)),
+        InputLeaf(1, "target", True, _value("target", "b", WIDTH)),
+    )
+    return Plan(
+        mode=mode,
+        schedule=schedule.name,
+        num_microbatches=schedule.num_microbatches,
+        microbatch_size=max(SIZES),
+        placement=schedule.placement,
+        stages=stages,
+        links=links,
+        inputs=inputs,
+    )
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """The same schedule with every backward in two halves, the second half one cell later."""
+
+    def split(order: Sequence[Compute]) -> tuple[Compute, ...]:
+        cells: list[Compute] = []
+        late: list[Compute] = []
+        for cell in order:
+            if cell.phase is not Phase.BACKWARD:
+                cells.append(cell)
+                continue
+            cells += [replace(cell, phase=Phase.BACKWARD_INPUT), *late]
+            late = [replace(cell, phase=Phase.BACKWARD_WEIGHT)]
+        return (*cells, *late)
+
+    return replace(schedule, orders=tuple(map(split, schedule.orders)))
+
+
+@dataclass
+class Model:
+    """The tensors of the model; every rank has its own copy, equal at first."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def make_model() -> Model:
+    random = torch.Generator().manual_seed(0)
+    shapes = {"a": (WIDTH, HIDDEN), "w": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=random)) for name, shape in shapes.items()
+    }
+    return Model(parameters, {"unused": torch.zeros(1), "mean": torch.randn(HIDDEN, generator=random)})
+
+
+def make_batch(sizes: Sequence[int], step: int = 0) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(100 + step)
+    return [{name: torch.randn(size, WIDTH, generator=random) for name in ("x", "target")} for size in sizes]
+
+
+def reference_step(model: Model, sizes: Sequence[int], step: int, seed: int = 5) -> dict[str, Tensor]:
+    """The unsplit model under autograd, one microbatch after the other.
+
+    The two uses of the tied parameter have sums of their own, as in a pipeline.
+    """
+    borrowed = model.parameters["a"].detach().clone().requires_grad_()
+    w, bias, mean = model.parameters["w"], model.parameters["bias"], model.buffers["mean"]
+    losses, outputs = [], []
+    for microbatch, (inputs, size) in enumerate(zip(make_batch(sizes, step), sizes, strict=True)):
+        skip = inputs["x"].mm(model.parameters["a"])
+        z = skip.tanh().mm(w) + bias
+        mask = (
+            torch.rand(z.shape, generator=OperatorGenerators(CPU, (seed + step, microbatch))(DROPOUT_ID))
+            > 0.5
+        )
+        hidden_2 = (z.relu() - mean) * mask
+        mean = (mean * 0.9 + z.mean(0) * 0.1).detach()
+        output = (hidden_2 + skip).mm(borrowed.t()) + torch.arange(size)[:, None] * 0.01
+        difference = output - inputs["target"]
+        loss = (difference * difference).mean() * (size / sum(sizes))
+        loss.backward()
+        losses.append(loss.detach())
+        outputs.append(output.detach())
+    model.parameters["a"].grad += borrowed.grad
+    model.buffers["mean"].copy_(mean)
+    return {"loss": functools.reduce(torch.add, losses), "output": torch.cat(outputs)}
+
+
+def make_interpreter(
+    schedule: Schedule,
+    rank: int,
+    transport: Transport,
+    model: Model,
+    stages: Mapping[int, Any] = STAGES,
+    mode: Mode = Mode.TRAIN,
+) -> Interpreter:
+    plan = make_plan(schedule, mode)
+    recompute = [index for index, code in stages.items() if hasattr(code, "recompute")]
+    program = lower(schedule, plan.links, recompute if mode is Mode.TRAIN else ())[rank]
+    return Interpreter(program, plan, stages, model.parameters, model.buffers, transport, CPU)
+
+
+def whole_batch(sizes: Sequence[int]) -> BatchSlice:
+    return BatchSlice(sizes, sum(sizes))
+
+
+class Pipeline:
+    """All ranks in this process, sharing one model."""
+
+    def __init__(
+        self, schedule: Schedule, stages: Mapping[int, Any] = STAGES, mode: Mode = Mode.TRAIN
+    ) -> None:
+        self.model = make_model()
+        self.ranks = InProcessTransport([CPU] * schedule.num_ranks)
+        self.interpreters = [
+            make_interpreter(schedule, rank, self.ranks.endpoint(rank), self.model, stages, mode)
+            for rank in range(schedule.num_ranks)
+        ]
+
+    def step(
+        self,
+        sizes: Sequence[int],
+        step: int = 0,
+        seed: int = 5,
+        batch: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """Run one step; the results of each rank."""
+        batch, span = batch or make_batch(sizes, step), whole_batch(sizes)
+        return self.ranks.run([partial(each.run, batch, span, seed + step) for each in self.interpreters])
+
+
+NUM_RANKS, SIZES = 3, (4, 4, 3, 4, 1)
+HANG_SECONDS, TIMEOUT_SECONDS = 3.0, 1.0
+
+Outcome = dict[str, Any]
+
+
+class FailingStage1(Stage1):
+    @staticmethod
+    def backward(w, saved, grad_hidden_2):
+        raise ValueError("the backward of stage 1 is broken")
+
+
+class SlowStage0(Stage0):
+    """Sends its first activation only long after its peers gave up."""
+
+    @staticmethod
+    def forward(w, x):
+        time.sleep(HANG_SECONDS)
+        return Stage0.forward(w, x)
+
+
+class DyingStage1(Stage1):
+    @staticmethod
+    def backward(w, saved, grad_hidden_2):
+        os._exit(1)
+
+
+def main(directory: Path) -> None:
+    """One of ``NUM_RANKS`` processes that go through every scenario; writes what it saw into a directory."""
+    dist.init_process_group("gloo")
+    outcomes: dict[str, Outcome] = {}
+    for scenario in (training, failure, disagreement, hang, aftermath):
+        outcomes[scenario.__name__] = scenario(dist.get_rank())
+        dist.barrier()
+    torch.save(outcomes, directory / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    torch.save(death(dist.get_rank()), directory / f"death_{dist.get_rank()}.pt")
+
+
+def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
+    """Two steps: results, gradients and buffers of this rank, and where its borrowed parameter was."""
+    transport = DistributedTransport(CPU)
+    schedule, model = make_schedule(schedule_name, NUM_RANKS, len(SIZES)), make_model()
+    transport.connect(lower(schedule, LINKS), (), "the same text")
+    lent: list[int] = []
+
+    class Watching(Stage2):
+        @staticmethod
+        def forward(w, constants, hidden_2, skip, target):
+            lent.append(w[0].data_ptr())
+            return Stage2.forward(w, constants, hidden_2, skip, target)
+
+    interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
+    results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]
+    gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
+    shares_with = sorted(transport._shared._outgoing)
+    return {
+        "results": results,
+        "gradients": gradients,
+        "buffers": model.buffers,
+        "lent": lent,
+        "shares with": shares_with,
+    }
+
+
+def failure(rank: int) -> Outcome:
+    return _error_of_step(rank, {**STAGES, 1: FailingStage1}, DistributedTransport(CPU))
+
+
+def hang(rank: int) -> Outcome:
+    return _error_of_step(rank, {**STAGES, 0: SlowStage0}, DistributedTransport(CPU, TIMEOUT_SECONDS))
+
+
+def death(rank: int) -> Outcome:
+    return _error_of_step(rank, {**STAGES, 1: DyingStage1}, DistributedTransport(CPU))
+
+
+def disagreement(rank: int) -> Outcome:
+    transport = DistributedTransport(CPU)
+    return _error_of(lambda: transport.require_same_text("another text" if rank == 1 else "the same text"))
+
+
+def aftermath(rank: int) -> Outcome:
+    """The process group that the failed transports were made in still works, and so does a new transport.
+
+    Of its ranks the last one shares no memory with the others, as if it were on another host.
+    """
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    if rank == NUM_RANKS - 1:
+        host_sockets._is_possible = lambda: False
+    return {"sum of ranks": int(total), **training(rank, "gpipe")}
+
+
+def _error_of_step(rank: int, stages: Mapping[int, Any], transport: DistributedTransport) -> Outcome:
+    schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
+    transport.connect(lower(schedule, LINKS), (), "the same text")
+    interpreter = make_interpreter(schedule, rank, transport, make_model(), stages)
+    return _error_of(lambda: interpreter.run(make_batch(SIZES), whole_batch(SIZES)))
+
+
+def _error_of(call: Callable[[], object]) -> Outcome:
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    return {"type": None}

@@ -1,0 +1,106 @@
+"""Started on four ranks by a test: data parallelism on what the topology says are two hosts of two devices.
+
+Each rank prints, by the level of sharding, its losses, the bytes of its buckets and as on how many hosts they
+are summed, the bytes that its program sends to each rank, and all that it really sends in one step.
+"""
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import pipec
+from pipec.hardware.topology import Topology, equal_devices, uniform_topology
+from pipec.ir import Op
+from pipec.ir.text_format import value_bytes
+from pipec.runtime.messages import host_sockets
+from pipec.runtime.messages.connections import GlooConnections
+
+SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
+STEPS, ROWS, RANKS = 3, 8, 4
+LEVELS = (None, "optimizer", "gradients", "parameters")
+ODD = (31, 5)
+"""Widths with which parameters do not divide into four equal parts."""
+
+HOSTS = uniform_topology((2, 2), (1e10, 1e8))
+FLAT = equal_devices(RANKS, HOSTS.slowest_link)
+
+
+def model(widths: tuple[int, int]) -> nn.Module:
+    torch.manual_seed(0)
+    inner, outer = widths
+    return nn.Sequential(
+        nn.Linear(inner, 64, bias=False), nn.Tanh(), nn.Linear(64, outer, bias=False)
+    ).double()
+
+
+def batch(number: int, widths: tuple[int, int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(ROWS, width, generator=generator).double() for width in widths]
+
+
+def facts(
+    shard: str | None, topology: Topology, widths: tuple[int, int] = (32, 8), stages: int = 1
+) -> dict[str, Any]:
+    pipe = pipec.compile(
+        model(widths),
+        RANKS,
+        stages=stages,
+        replicas=RANKS // stages,
+        microbatches=RANKS,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=SGD,
+        shard=shard,
+        topology=topology,
+    )
+    losses = []
+    for number in range(STEPS):
+        x, target = batch(number, widths)
+        SENT.clear()
+        losses.append(float(pipe.step(x, target=target)))
+    rank = dist.get_rank()
+    own = [bucket for bucket in pipe.plan.sync_spec.buckets if rank in pipe.plan.placement[bucket.stage]]
+    sends: Counter[int] = Counter()
+    for each in pipe.programs[rank].instructions:
+        if each.op is Op.SEND:
+            assert each.link is not None
+            sends[each.peer] += sum(value_bytes(value, {"b": ROWS // RANKS}) for value in each.link.values)
+    return {
+        "losses": losses,
+        "hosts": [bucket.num_hosts for bucket in own],
+        "bytes": sum(value_bytes(value, {}) for bucket in own for value in bucket.parameters),
+        "sends": sends,
+        "sent": dict(SENT),
+    }
+
+
+SENT: Counter[int] = Counter()
+
+
+def counting(tensor: torch.Tensor, peer: int, **options: Any) -> Any:
+    SENT[peer] += tensor.numel() * tensor.itemsize
+    return isend(tensor, peer, **options)
+
+
+def counting_messages(
+    connections: GlooConnections, tensors: Sequence[torch.Tensor], peer: int, tag: int
+) -> None:
+    SENT[peer] += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    send(connections, tensors, peer, tag)
+
+
+isend, dist.isend = dist.isend, counting
+send, GlooConnections.send = GlooConnections.send, counting_messages  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
+    found = {f"{shard} on hosts": facts(shard, HOSTS) for shard in LEVELS}
+    found |= {f"{shard} flat": facts(shard, FLAT) for shard in LEVELS}
+    found |= {"odd on hosts": facts(None, HOSTS, ODD), "two stages": facts("optimizer", FLAT, stages=2)}
+    print(json.dumps(found))

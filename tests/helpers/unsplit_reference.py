@@ -1,0 +1,97 @@
+"""The oracle: what autograd computes when it runs the unsplit model over the same microbatches in turn."""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Inputs = Mapping[str, Any]
+
+
+def microbatches(inputs: Inputs, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The keyword arguments of each microbatch: every tensor is split along its rows."""
+    start = 0
+    for size in sizes:
+        yield {
+            name: value[start : start + size] if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        start += size
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def unsplit_step(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Tensor:
+    """The loss of the mini-batch; gradients are added to ``.grad``. Each microbatch counts by its rows."""
+    total: Tensor | float = 0.0
+    for rows, size in zip(microbatches(inputs, sizes), sizes, strict=True):
+        loss, share = loss_of(model(**rows)), size / sum(sizes)
+        loss.backward(gradient=torch.tensor(share, dtype=loss.dtype))
+        total = total + loss.detach() * share
+    assert isinstance(total, Tensor)
+    return total
+
+
+@torch.no_grad()
+def unsplit_output(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Any:
+    """What the model returns for the mini-batch, in a structure of its own class.
+
+    Tensors are joined along their rows; a number is the mean over rows.
+    """
+    shares = [size / sum(sizes) for size in sizes]
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        return torch.cat(parts) if parts[0].ndim else sum(map(operator.mul, parts, shares))
+
+    return pytree.tree_map(join, *[model(**rows) for rows in microbatches(inputs, sizes)])
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves: its loss, and by FQN the gradients there are, the parameters and the buffers."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, loss: Tensor, model: nn.Module) -> "StepResult":
+        named = dict(model.named_parameters())
+        return cls(
+            loss,
+            {fqn: parameter.grad.clone() for fqn, parameter in named.items() if parameter.grad is not None},
+            {fqn: parameter.detach().clone() for fqn, parameter in named.items()},
+            {fqn: buffer.clone() for fqn, buffer in model.named_buffers()},
+        )
+
+
+TIED_ERROR = 1e-6
+"""How far off the gradient of a parameter may be that several stages use: its sum has another order."""
+
+
+def assert_equal(found: StepResult, expected: StepResult, tied: frozenset[str] = frozenset()) -> None:
+    """Every tensor has the same bits; gradients of ``tied`` parameters may be off by rounding."""
+    assert torch.equal(found.loss, expected.loss), f"loss {found.loss} instead of {expected.loss}"
+    for kind in ("gradients", "parameters", "buffers"):
+        mine, theirs = getattr(found, kind), getattr(expected, kind)
+        assert mine.keys() == theirs.keys(), kind
+        for fqn, tensor in mine.items():
+            error = relative_error(tensor, theirs[fqn])
+            if fqn in tied and kind == "gradients":
+                assert error < TIED_ERROR, f"{kind} of {fqn}: relative error {error:.1e}"
+            else:
+                assert torch.equal(tensor, theirs[fqn]), f"{kind} of {fqn}: relative error {error:.1e}"
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    difference, size = (found - expected).double().norm(), expected.double().norm()
+    return float(difference / size) if size else float(difference)

@@ -1,0 +1,150 @@
+"""DryRuns with what a step does besides its microbatches, which must find nothing of them."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.runtime.step.dry_run import DryRuns
+from pipec.runtime.step.execution import Ranks
+
+X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 32).view(16, 2)
+
+
+def net(tracks: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8, track_running_stats=tracks)
+    return nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+MOST_LITTLE = 10
+"""The elements of a stage's parameters that have two at most in each dimension."""
+
+
+class Adam(torch.optim.AdamW):
+    """It notes how many elements it updates."""
+
+    num_updated: ClassVar[list[int]] = []
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        every = [each for group in self.param_groups for each in group["params"]]
+        if not any(each.is_meta for each in every):  # as where its memory is predicted
+            self.num_updated.append(sum(each.numel() for each in every if each.grad is not None))
+        return super().step(closure)
+
+
+def trained(shard: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The losses of some steps, one of them without an update, and what has become of the model."""
+    model = net()
+    pipe = pipec.compile(
+        model,
+        ["cpu"] * 4,
+        loss_fn=nn.functional.mse_loss,
+        microbatches=4,
+        replicas=2,
+        optimizer=Adam,
+        clip_grad_norm=1.0,
+        shard=shard,
+    )
+    torch.manual_seed(5)
+    with pipe.accumulate():
+        losses = [pipe.step(X, target=Y)]
+    losses += [pipe.step(X, target=Y) for _ in range(2)]
+    losses.append(pipe.step(X[:12], target=Y[:12]))
+    return losses, pipe.full_state_dict()
+
+
+@pytest.fixture
+def dry_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many microbatches the dry_runs have run."""
+    found, run = list[int](), DryRuns._run
+
+    def noting(self: DryRuns, *given: Any) -> None:
+        found.append(len(given[0]))
+        run(self, *given)
+
+    monkeypatch.setattr(Ranks, "has_gpu_messages", True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(DryRuns, "_run", noting)
+    monkeypatch.setattr(Adam, "num_updated", [])
+    return found
+
+
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_updates_find_nothing_of_a_rehearsal(
+    dry_runs: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shard: str | None,
+) -> None:
+    caplog.set_level("INFO", "pipec")
+    found = trained(shard)
+    assert dry_runs == [4] * 8, "four ranks, and steps of two sizes"
+    assert max(Adam.num_updated[:2]) <= MOST_LITTLE, "updates are rehearsed as well"
+    assert "ended early" not in caplog.text
+    monkeypatch.undo()
+    torch.testing.assert_close(found, trained(shard), rtol=0, atol=0)
+
+
+def streamed(schedule: str, replicas: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The losses of a stream without a flush, and what has become of the model."""
+    pipe = pipec.compile(
+        net(tracks=replicas == 1),
+        ["cpu"] * 4,
+        loss_fn=nn.functional.mse_loss,
+        schedule=schedule,
+        replicas=replicas,
+        optimizer=Adam,
+    )
+    torch.manual_seed(5)
+    batches = [(X, Y), (X, Y), (X[:12], Y[:12]), (X, Y)]
+    return list(pipe.stream(batches)), pipe.full_state_dict()
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", 2), ("pipedream-2bw", 1)])
+def test_streams_are_rehearsed_before_they_begin(
+    dry_runs: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    schedule: str,
+    replicas: int,
+) -> None:
+    """Messages are under way all the time from then on. Every replica meets each function once."""
+    caplog.set_level("INFO", "pipec")
+    found = streamed(schedule, replicas)
+    assert len(dry_runs) == 8, "four ranks, and batches of two sizes"
+    assert max(Adam.num_updated[:2]) <= MOST_LITTLE, "updates are rehearsed as well"
+    assert "ended early" not in caplog.text
+    monkeypatch.undo()
+    torch.testing.assert_close(found, streamed(schedule, replicas), rtol=0, atol=0)
+
+
+def test_every_new_length_is_rehearsed(dry_runs: list[int]) -> None:
+    """Its kernels may be others."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    for length in (2, 3, 5, 3, 5):
+        pipe.step(torch.ones(4, length, 4), target=torch.ones(4, length, 2))
+    assert dry_runs == [2] * 6, "two ranks, and three lengths"
+
+
+def test_numbers_are_not_rehearsed(dry_runs: list[int]) -> None:
+    """They may be others in each step, which launches the same kernels."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return self.layers[1](self.layers[0](x) * scale)
+
+    pipe = pipec.compile(Scaled(), ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    for scale in (0.1, 0.2, 0.3, 0.4):
+        pipe.step(X, scale, target=X)
+    assert dry_runs == [2] * 4, "two ranks, for a number and for any number"

@@ -1,0 +1,284 @@
+"""What is recomputed and where to cut for it, in plain numbers: as good as trying everything."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import InfeasibleError
+from pipec.planner.chain_cut import OperatorChain, RecomputeCurve, cut_chain
+from pipec.planner.recompute_curve import recompute_curve
+from pipec.planner.recompute_solver import (
+    GAP,
+    ForwardValue,
+    MemoryConstraint,
+    OffloadCost,
+    RecomputeSolution,
+    StageValues,
+    minimize_excess,
+    minimize_seconds,
+    needed_recomputes,
+    saved_values,
+)
+
+MOST = 10
+
+
+@st.composite
+def stages(draw: st.DrawFn, most: int = MOST) -> StageValues:
+    """A small graph: views and tuples, values that were received, values that nobody reads."""
+    values = []
+    for position in range(draw(st.integers(1, most))):
+        inputs = draw(st.frozensets(st.integers(0, position - 1), max_size=3)) if position else frozenset()
+        saves, replays = draw(st.sampled_from([(True, True), (True, True), (True, False), (False, True)]))
+        num_bytes, seconds = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+        values.append(
+            ForwardValue(
+                num_bytes, seconds, tuple(sorted(inputs)) * replays, draw(st.booleans()), saves, replays
+            )
+        )
+    return tuple(values)
+
+
+def choices(values: StageValues) -> Iterator[frozenset[int]]:
+    """Everything that could be recomputed, each way once."""
+    able = [v for v, value in enumerate(values) if value.is_recomputable]
+    subsets = itertools.chain(*(itertools.combinations(able, n) for n in range(len(able) + 1)))
+    for recomputed in {needed_recomputes(values, frozenset(subset)) for subset in subsets}:
+        if all(values[v].may_save for v in saved_values(values, recomputed)):
+            yield recomputed
+
+
+def of(values: StageValues, recomputed: frozenset[int]) -> RecomputeSolution:
+    return RecomputeSolution((recomputed,), (frozenset(),), sum(values[v].seconds for v in recomputed))
+
+
+moments = st.lists(
+    st.builds(
+        MemoryConstraint,
+        st.tuples(st.integers(0, 4)),
+        st.tuples(st.integers(0, 1)),
+        st.integers(0, 120),
+        st.just((0,)),
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+
+@settings(max_examples=40, deadline=None)
+@given(stages(), moments)
+def test_the_choice_is_as_fast_as_any_within_the_budget(
+    values: StageValues, limits: tuple[MemoryConstraint, ...]
+) -> None:
+    found = minimize_seconds((values,), limits)
+    possible = [of(values, recomputed) for recomputed in choices(values)]
+    fitting = [each for each in possible if each.excess_bytes((values,), limits) <= 0]
+    if not fitting:
+        assert found is None
+        least = min(each.excess_bytes((values,), limits) for each in possible)
+        assert minimize_excess((values,), limits).excess_bytes((values,), limits) == least
+    else:
+        assert found is not None
+        assert found.excess_bytes((values,), limits) <= 0
+        assert found in possible
+        assert found.seconds == min(each.seconds for each in fitting)
+
+
+@settings(max_examples=30, deadline=None)
+@given(stages(), stages(), moments, st.integers(1, 40))
+def test_more_room_never_takes_longer(
+    one: StageValues, other: StageValues, limits: tuple[MemoryConstraint, ...], more: int
+) -> None:
+    """On a rank with two stages."""
+    both = [MemoryConstraint(m.saved * 2, (*m.recomputed, 0), m.room, (0, 0)) for m in limits]
+    eased = [replace(moment, room=moment.room + more) for moment in both]
+    tight, loose = (minimize_seconds((one, other), tuple(each)) for each in (both, eased))
+    if tight is not None:
+        assert loose is not None
+        assert loose.seconds <= tight.seconds
+        assert all(tight.held_bytes((one, other), moment) <= moment.room for moment in both)
+
+
+@settings(max_examples=30, deadline=None)
+@given(stages())
+def test_the_curve_has_the_ends_and_no_choice_is_better_than_a_corner(values: StageValues) -> None:
+    def figures(recomputed: frozenset[int]) -> tuple[float, float]:
+        return of(values, recomputed).seconds, sum(
+            values[v].num_bytes for v in saved_values(values, recomputed)
+        )
+
+    possible = [figures(recomputed) for recomputed in choices(values)]
+    corners = [figures(recomputed) for recomputed in recompute_curve(values, 16)]
+    assert corners[0][0] == min(seconds for seconds, _ in possible)
+    assert corners[-1][1] == min(saved for _, saved in possible)
+    for seconds, saved in corners:
+        assert not any(s < seconds and b < saved for s, b in possible)
+
+
+def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
+    """A product, its activation and a normalisation, of a microbatch that was received."""
+    values = (
+        ForwardValue(8, is_recomputable=False, is_needed=True),
+        ForwardValue(32, 9, (0,), is_needed=True),
+        ForwardValue(32, 1, (1,), is_needed=True),
+        ForwardValue(8, 2, (2,), is_needed=True),
+    )
+    found = [
+        minimize_seconds((values,), (MemoryConstraint((4,), (1,), room, (0,)),))
+        for room in (320, 319, 200, 104, 103)
+    ]
+    assert [each and sorted(each.recomputed[0]) for each in found] == [[], [2], [2, 3], [1, 2, 3], None]
+
+
+# the host
+
+
+offloadable = stages(5).flatmap(
+    lambda values: st.tuples(*(st.booleans() for _ in values)).map(
+        lambda able: tuple(
+            replace(value, may_offload=may and value.may_save)
+            for value, may in zip(values, able, strict=True)
+        )
+    )
+)
+
+moments_away = st.lists(
+    st.builds(
+        lambda saved, away, again, room: MemoryConstraint((saved + away,), (again,), room, (away,)),
+        *(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 80)),
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+hosts = st.builds(OffloadCost, st.integers(0, 30), st.sampled_from([0.25, 1.0, 3.0]))
+
+
+def ways(values: StageValues, host: OffloadCost) -> Iterator[RecomputeSolution]:
+    """Everything that could be recomputed or offloaded, each way once."""
+    for recomputed in choices(values):
+        able = [v for v in saved_values(values, recomputed) if values[v].may_offload]
+        for offloaded in itertools.chain(*(itertools.combinations(able, n) for n in range(len(able) + 1))):
+            copied = host.seconds(sum(values[v].num_bytes for v in offloaded))
+            seconds = copied + sum(values[v].seconds for v in recomputed)
+            yield RecomputeSolution((recomputed,), (frozenset(offloaded),), seconds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(offloadable, moments_away, hosts, st.integers(1, 40))
+def test_with_a_host_the_choice_is_as_fast_as_any_within_the_budget(
+    values: StageValues, limits: tuple[MemoryConstraint, ...], host: OffloadCost, more: int
+) -> None:
+    found = minimize_seconds((values,), limits, host)
+    possible = list(ways(values, host))
+    fitting = [each.seconds for each in possible if each.excess_bytes((values,), limits) <= 0]
+    if not fitting:
+        assert found is None
+        least = min(each.excess_bytes((values,), limits) for each in possible)
+        assert minimize_excess((values,), limits, host).excess_bytes((values,), limits) == least
+        return
+    assert found is not None
+    assert found.excess_bytes((values,), limits) <= 0
+    assert any(found.recomputed == each.recomputed and found.offloaded == each.offloaded for each in possible)
+    assert found.seconds <= min(fitting) * (1 + 2 * GAP) + 1e-9
+    roomier = minimize_seconds((values,), tuple(replace(m, room=m.room + more) for m in limits), host)
+    assert roomier is not None
+    assert roomier.seconds <= found.seconds * (1 + 2 * GAP) + 1e-9
+
+
+def test_what_is_copied_beside_computes_is_offloaded_before_anything_is_replayed() -> None:
+    """Of four values one is copied for nothing. Half of the microbatches are away."""
+    values = (ForwardValue(8, 1.0, (), True, may_offload=True),) * 4
+    limits = [(MemoryConstraint((4,), (0,), room, (2,)),) for room in (128, 112, 96, 80)]
+    found = [minimize_seconds((values,), limit, OffloadCost(8, 1.0)) for limit in limits]
+    told = [each and (len(each.offloaded[0]), len(each.recomputed[0])) for each in found]
+    assert told == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+# cuts
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> OperatorChain:
+    count, prices = draw(st.integers(3, 7)), 3
+
+    def figures(most: int, *shape: int) -> np.ndarray:
+        size = int(np.prod(shape))
+        flat = draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
+        return np.array(flat, float).reshape(shape)
+
+    def curve_of_replays(segments: int) -> RecomputeCurve:
+        seconds, saved = np.sort(figures(5, prices, count), axis=0), figures(9, prices, count)
+        seconds[0] = 0
+        return RecomputeCurve(seconds, np.sort(saved, axis=0)[::-1], figures(4, prices, count), segments)
+
+    entry_seconds, entry_bytes = figures(6, count), figures(2, count)
+    entry_seconds[0] = entry_bytes[0] = 0
+    curves, made = (curve_of_replays(1), curve_of_replays(2)), (figures(3, count), figures(3, count))
+    return OperatorChain(figures(9, count), figures(9, count), *made, entry_seconds, entry_bytes, curves)
+
+
+def slowest(
+    chain: OperatorChain, firsts: Sequence[int], in_flight: Sequence[int], limits: Sequence[float]
+) -> float:
+    """The seconds of the slowest stage, infinite if one does not fit."""
+    worst = 0.0
+    for stage, (first, end) in enumerate(itertools.pairwise([*firsts, len(chain.seconds)])):
+        own, later = slice(first, end), chain.entry_bytes[end] if end < len(chain.seconds) else 0.0
+        room = limits[stage] - (in_flight[stage] + 3) * chain.entry_bytes[first] - 4 * later
+        best = min(
+            least_of_curve(
+                each.seconds[:, own].sum(axis=1),
+                held(each, chain, own, in_flight[stage]) + chain.resident_bytes[own].sum(),
+                room,
+            )
+            for each in chain.curves
+        )
+        worst = max(worst, chain.seconds[own].sum() + best, chain.entry_seconds[first])
+    return worst
+
+
+def held(replays: RecomputeCurve, chain: OperatorChain, own: slice, in_flight: int) -> np.ndarray:
+    """The most as a backward begins, and in the first quarter of the stage, where it ends."""
+    saved, recomputed = (sizes[:, own].sum(axis=1) for sizes in (replays.saved_bytes, replays.replayed_bytes))
+    gradients, working = chain.gradient_bytes[own].sum(), chain.working_bytes[own]
+    share = 1 / replays.segments
+    late = (saved + recomputed) * share + gradients * (1 - share)
+    ends = (in_flight - 1) * saved + np.maximum(late, gradients) + working[: (len(working) + 3) // 4].max()
+    return np.maximum(in_flight * saved + recomputed * share + working.max(), ends)
+
+
+def least_of_curve(seconds: np.ndarray, held: np.ndarray, room: float) -> float:
+    corners = [each for each, num_bytes in zip(seconds, held, strict=True) if num_bytes <= room]
+    lines = [
+        np.interp(room, held[[k + 1, k]], seconds[[k + 1, k]])
+        for k in range(len(held) - 1)
+        if held[k + 1] <= room < held[k]
+    ]
+    return min([*corners, *lines], default=np.inf)
+
+
+@settings(max_examples=40, deadline=None)
+@given(chains(), st.integers(10, 160), st.integers(2, 3))
+def test_the_cut_is_the_best_of_all(chain: OperatorChain, limit: int, num_stages: int) -> None:
+    in_flight, limits = range(num_stages, 0, -1), [float(limit)] * num_stages
+    later = itertools.combinations(range(1, len(chain.seconds)), num_stages - 1)
+    ways = {firsts: slowest(chain, (0, *firsts), in_flight, limits) for firsts in later}
+    best = min(ways.values())
+    if best == np.inf:
+        with pytest.raises(InfeasibleError, match="even if stages replay"):
+            cut_chain(chain, in_flight, limits)
+    else:
+        found = cut_chain(chain, in_flight, limits)
+        assert ways[tuple(found[1:])] == pytest.approx(best)
+        sent = {
+            firsts: chain.entry_seconds[list(firsts)].sum()
+            for firsts in ways
+            if ways[firsts] == pytest.approx(best)
+        }
+        assert sent[tuple(found[1:])] == min(sent.values())
