@@ -184,7 +184,7 @@ def test_freezing_and_unfreezing_again_compiles_once(capsys: pytest.CaptureFixtu
             for model in pair.models:
                 model.first.requires_grad_(not frozen)
             pair.step()
-        assert ("recompiles" in capsys.readouterr().out) == (round_ == 0)
+        assert ("recompiling" in capsys.readouterr().out) == (round_ == 0)
 
 
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(

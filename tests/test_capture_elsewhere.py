@@ -29,7 +29,7 @@ class Tied(nn.Module):
 def test_fakes_of_the_other_device_stand_for_tensors_without_memory() -> None:
     model = Tied()
     before = dict(model.state_dict(keep_vars=True))
-    with torch_compat.unchanged(model):
+    with torch_compat.restore_module(model):
         torch_compat.replace_with_fake_tensors(model, GPU)
         now = dict(model.state_dict(keep_vars=True))
         assert all(isinstance(tensor, FakeTensor) and tensor.device == GPU for tensor in now.values())
@@ -44,7 +44,7 @@ def test_a_model_on_several_gpus_is_traced_on_one() -> None:
     model = Tied()
     with FakeTensorMode():
         model.second.bias = nn.Parameter(torch.empty(4, device=torch.device("cuda", 1)))
-    with torch_compat.unchanged(model):
+    with torch_compat.restore_module(model):
         torch_compat.replace_with_fake_tensors(model, GPU)
         assert {parameter.device for parameter in model.parameters()} == {GPU}
     assert {parameter.device.type for parameter in model.parameters()} == {"cuda", "cpu"}

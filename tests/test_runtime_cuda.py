@@ -153,7 +153,7 @@ def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
 def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their copies wait for the GPU, or read what the script has filled with the next batch."""
     copied: list[Tensor] = []
-    monkeypatch.setattr(execution, "staged", lambda tensor: copied.append(tensor) or tensor.clone())
+    monkeypatch.setattr(execution, "pinned_copy", lambda tensor: copied.append(tensor) or tensor.clone())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     pipe = pipec.compile(model, ["cpu"] * 2, microbatches=4, loss_fn=nn.functional.mse_loss)
     x, y = torch.ones(8, 4), torch.ones(8, 2)
