@@ -111,8 +111,9 @@ def test_the_picture_is_what_the_command_line_draws(tmp_path: Path) -> None:
 
 
 def test_the_files_it_names_are_there() -> None:
+    architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:]+)\)", README)
-    modules = re.findall(r"`((?:\w+/)*\w+\.py|\w+/)`", README)
+    modules = re.findall(r"`((?:\w+/)*\w+\.py|\w+/)`", README + architecture)
     assert links
     assert modules
     missing = [link for link in links if not (ROOT / link).exists()]
