@@ -222,7 +222,7 @@ def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(problem: PlanningP
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipec.planner.downsets.MOST_DOWNSETS", 0)
         patch.setattr("pipec.planner.work_windows._NUM_WINDOWS", 20)
-        patch.setattr("pipec.planner.partition.merge", without_merging)
+        patch.setattr("pipec.planner.partition.merge_operators", without_merging)
         try:
             plan = planned(problem)
         except InfeasibleError:
