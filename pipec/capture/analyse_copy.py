@@ -1,4 +1,4 @@
-"""How microbatches add up where the graph cannot be rewritten: it has its backward, or the user says how."""
+"""Analyses a copy of the graph, where the graph itself must not be rewritten."""
 
 import copy
 from collections.abc import Collection
@@ -21,7 +21,7 @@ def analyse_differentiated(
     num_replicas: int = 1,
     of_batch: WholeBatchCapture | None = None,
 ) -> BatchFindings:
-    """As ``analyse_batch``, which is tried on a copy of the forward.
+    """Run ``analyse_batch`` on a copy of the forward of a graph that already has its backward.
 
     Where it would rewrite the loss, it is not known how losses add up. Results are marked as they are there.
     """
@@ -54,7 +54,7 @@ def analyse_outputs(
     num_replicas: int,
     of_batch: WholeBatchCapture | None = None,
 ) -> BatchFindings:
-    """As ``analyse_batch``, for the results besides the loss, of which the user says how it adds up.
+    """Run ``analyse_batch`` on a copy, for the outputs alone: the user says how losses add up.
 
     It is tried on a copy, whose marks the results get.
     """
@@ -82,7 +82,7 @@ def analyse_outputs(
 
 
 def _forward(graph: fx.Graph, num_results: int) -> fx.Graph:
-    """A copy of the graph without what autograd made of it."""
+    """A copy of the graph's forward."""
     forward = copy.deepcopy(graph)
     output = forward.output_node()
     output.args = (list(output.args[0])[:num_results],)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def _forward(graph: fx.Graph, num_results: int) -> fx.Graph:
 
 
 def _leading_to(output: fx.Node) -> list[fx.Node]:
-    """The nodes that a result depends on, the last first."""
+    """The nodes that a result depends on, in reverse order."""
     needed = {output}
     for node in reversed(output.graph.nodes):
         if node in needed:

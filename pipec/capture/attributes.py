@@ -1,6 +1,6 @@
-"""What a module's code could read: attributes, and what its functions have enclosed.
+"""The values that a module's code could read: attributes, and the closures of its functions.
 
-They stand for Dynamo's guards where another front end captured a model, which does not tell what it read.
+They serve as guards where a front end other than Dynamo captured the model and reports no guards.
 """
 
 import array
@@ -47,7 +47,7 @@ _DEPTH, _MOST_ITEMS = 3, 1000
 
 @dataclass(frozen=True, eq=False)
 class UnregisteredTensor:
-    """A tensor that is registered nowhere, as it was after so many changes."""
+    """A tensor that is no parameter or buffer, with the number of in-place changes made to it."""
 
     tensor: Tensor
     num_changes: int
@@ -63,7 +63,7 @@ class UnregisteredTensor:
 
 @dataclass(frozen=True)
 class ArrayDigest:
-    """An array of numbers that is no tensor, as it was when these were its values."""
+    """A numpy array, with a digest of its values."""
 
     kind: str
     digest: str
@@ -79,7 +79,7 @@ class ArrayDigest:
 
 
 def readable_attributes(traced: nn.Module) -> dict[str, Any]:
-    """By name, such as ``model.drop.p``, the plain values, functions and tensors below the modules."""
+    """The plain values, functions and tensors below the modules, by name, such as ``model.drop.p``."""
     found = reachable_attributes(traced)
     return {path: _mark(value) for path, value in found if not isinstance(value, NON_TORCH_GENERATORS)}
 
@@ -95,7 +95,7 @@ def _mark(value: Any) -> Any:
 def reachable_attributes(traced: nn.Module) -> Iterator[tuple[str, Any]]:
     """The values at most ``_DEPTH`` steps below a module, and their names.
 
-    What is inside of functions that a module calls, but does not have as methods or attributes, is not found.
+    Functions that a module calls without having them as methods or attributes are not searched.
     """
     return (
         found
@@ -107,7 +107,7 @@ def reachable_attributes(traced: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def non_torch_generators(traced: nn.Module) -> dict[str, Any]:
-    """By name, the generators among ``reachable_attributes`` that are not torch's, each once."""
+    """The generators among ``reachable_attributes`` that are not torch's, each once, by name."""
     visited = dict[int, tuple[int, Any]]()
     return {
         name: generator
@@ -121,7 +121,7 @@ def non_torch_generators(traced: nn.Module) -> dict[str, Any]:
 def _generators(
     path: str, value: Any, depth: int, visited: dict[int, tuple[int, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """Those at most ``depth`` steps below a value, unless it was visited with as many steps left."""
+    """The generators at most ``depth`` steps below a value, unless it was visited with as many steps left."""
     if isinstance(value, NON_TORCH_GENERATORS):
         yield path, value
     elif depth and not isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
@@ -170,10 +170,9 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function, if it is not torch's, has enclosed, its defaults, and what its code names.
+    """The closure, the defaults and the globals of a function that is not torch's.
 
-    These are globals, also those whose names are words in the code, and of objects, classes and modules among
-    them the attributes that the code names.
+    Of objects, classes and modules among the globals, the attributes that the code names count too.
     """
     if (function.__module__ or "").startswith("torch."):
         return

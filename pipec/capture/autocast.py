@@ -1,4 +1,4 @@
-"""Mixed precision: the autocast that a model is captured under, be it an option's or the script's."""
+"""Mixed precision: the autocast under which a model is captured, from ``precision=`` or from the script."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,7 +13,7 @@ _NAMES = {dtype: precision for precision, dtype in _TYPES.items()}
 
 
 def autocast(precision: Precision | None, device: torch.device) -> AbstractContextManager[object]:
-    """What a model is captured under. Without a precision, that is what the script has entered."""
+    """The autocast for a capture: that of ``precision``, else the one that the script has entered."""
     return nullcontext() if precision is None else torch.autocast(device.type, _TYPES[precision])
 
 
@@ -50,7 +50,7 @@ def check_autocast(precision: Precision | None, device: torch.device, mode: Mode
 
 
 def refuse_float16_weights(precision: Precision | None, model: nn.Module) -> None:
-    """Refuse to train weights in float16, in which a gradient vanishes that is not scaled any more.
+    """Refuse to train float16 weights: small gradients vanish once they are unscaled.
 
     Raises:
         InputError: the model has such weights.
@@ -64,5 +64,5 @@ def refuse_float16_weights(precision: Precision | None, model: nn.Module) -> Non
 
 
 def _entered(device: torch.device) -> torch.dtype | None:
-    """The type of the autocast that the script has entered for a kind of device."""
+    """The dtype of the autocast that the script has entered for this device type."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

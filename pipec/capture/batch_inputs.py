@@ -1,8 +1,8 @@
-"""Which tensors of a call are split along the batch: those that the user names, and those that must be.
+"""Decides which tensors of a call are split along the batch.
 
 A tensor with as many rows as the batch need not hold its rows: it may be a table, a mask of time by time, or
-a list of edges. What is beyond doubt is told here. Of the rest, ``tracer`` finds out whether the model
-needs the two sizes to be the same; where it does not, the user is asked.
+a list of edges. This file decides what is certain. For the rest, ``tracer`` finds out whether the model
+needs the two sizes to be equal; if it does not, an error asks the user.
 """
 
 import inspect
@@ -63,7 +63,7 @@ def with_batch_axes(
 
 
 def _axis(leaf: ArgumentLeaf, size: int) -> BatchAxis | None:
-    """Where the rows of a leaf are, if it is split."""
+    """The batch axis of a leaf; None if it is whole."""
     if isinstance(leaf.axis, BatchAxis):
         return leaf.axis
     return LEADING if leaf.axis is UNSPECIFIED and leaf.rows == size else None
@@ -78,7 +78,7 @@ def _as_before(leaf: ArgumentLeaf, before: Mapping[str, bool]) -> ArgumentLeaf:
 def observed_splits(call: ModelCall) -> dict[str, bool]:
     """By path, whether a call shows a tensor to be split; it has other rows than the batch if it is not.
 
-    A batch of one row shows nothing.
+    A batch of one row proves nothing.
     """
     found = {}
     for path, leaf, split in zip(call.paths, call.leaves, call.batched, strict=True):
@@ -106,7 +106,7 @@ def refuse_nested_batches(tree: Any) -> None:
 
 
 def _batch_size(leaves: Sequence[ArgumentLeaf]) -> int:
-    """The rows of the first tensor that is split for certain, else of the first one that may be."""
+    """The rows of the first tensor that is certainly split, else of the first that may be."""
     merged = next((leaf for leaf in leaves if leaf.is_declared_split and leaf.rows is None), None)
     declared = [leaf for leaf in leaves if leaf.is_declared_split and leaf.rows is not None]
     for leaf in declared[1:]:

@@ -1,4 +1,4 @@
-"""What ``batched`` says of each leaf of a call: by which dimension it is split, or that it is whole."""
+"""Reads the option ``batched``: the batch axis that it declares for each leaf of a call."""
 
 import difflib
 import re
@@ -22,7 +22,7 @@ BatchedOption = Mapping[str | int, Any]
 
 
 class Unspecified:
-    """Nothing is said of a leaf."""
+    """The option says nothing of a leaf."""
 
 
 UNSPECIFIED: Final = Unspecified()
@@ -42,7 +42,7 @@ class ArgumentLeaf:
 
     @property
     def is_declared_split(self) -> bool:
-        """Whether it is said to be split."""
+        """Whether it is declared to be split."""
         return isinstance(self.axis, BatchAxis)
 
     @property
@@ -52,7 +52,7 @@ class ArgumentLeaf:
 
     @property
     def rows(self) -> int | None:
-        """Of an undeclared leaf those of dimension 0. None where the leaf alone shows no number of rows."""
+        """The number of rows, dimension 0 if undeclared. None where the leaf alone does not show it."""
         axis = self.axis if isinstance(self.axis, BatchAxis) else LEADING
         return axis.rows(self.value.shape) if isinstance(self.value, Tensor) and self.value.ndim else None
 
@@ -110,7 +110,7 @@ def check_batch_size(leaves: Sequence[ArgumentLeaf], size: int) -> None:
 
 
 def _part(word: Any, key: Any) -> Any:
-    """What is said of a part of an argument. A word for all of it is one for each part."""
+    """The declaration for a part of an argument. One for the whole argument holds for each part."""
     if isinstance(word, Mapping):
         return word.get(key, UNSPECIFIED)
     if isinstance(word, list | tuple):
@@ -123,7 +123,7 @@ def _key(key: Any) -> Any:
 
 
 def _axis(word: Any, path: str, value: Any) -> BatchAxis | Unspecified | None:
-    """Where a word says that the rows of a leaf are. A number that is an argument is always whole."""
+    """The axis that a declaration gives a leaf. A number that is an argument is always whole."""
     if word is None or word is UNSPECIFIED:
         return word
     if isinstance(word, bool) or not isinstance(word, int | str):

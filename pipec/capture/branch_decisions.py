@@ -1,4 +1,4 @@
-"""Which way a branch goes that asks for the values of tensors: the way that the traced call takes.
+"""Decides branches on values of tensors while a model is traced: they go as in the traced call.
 
 Dynamo asks while it traces. What it has traced so far is then computed with the values of the call, so that
 the truth value of the condition is known. The graph gets a ``check_branch`` in its place, which fails in a
@@ -43,7 +43,7 @@ class BranchDecider:
 
     @contextlib.contextmanager
     def deciding(self, sample: ModelCall, symbolic: bool) -> Iterator[None]:
-        """Decide what is asked while ``sample`` is traced, whose tensors have no values.
+        """Decide the branches that are met while ``sample`` is traced, whose tensors have no values.
 
         If the batch is not ``symbolic``, code is traced that is right for the rows of the call alone.
         """
@@ -70,7 +70,7 @@ class BranchDecider:
 
 
 def describe_branches(captured: fx.GraphModule) -> None:
-    """Let each ``check_branch`` and ``require`` say which line of the model asked."""
+    """Give each ``check_branch`` and ``require`` the line of the model that asked."""
     for target, text in ((CHECK_BRANCH, ""), (REQUIRE, MICROBATCH_CHECK)):
         for node in captured.graph.find_nodes(op="call_function", target=target):
             module, _ = module_of(node)
@@ -79,7 +79,7 @@ def describe_branches(captured: fx.GraphModule) -> None:
 
 
 def refuse_branches(captured: fx.GraphModule, why: str) -> None:
-    """Raise CaptureError if the model asks for values of tensors."""
+    """Raise CaptureError if the model branches on values of tensors."""
     for node in captured.graph.find_nodes(op="call_function", target=CHECK_BRANCH):
         raise CaptureError(
             f"the model cannot be captured as one graph{at_line(node)}\n"
@@ -119,7 +119,7 @@ class _Values:
     _parameters: set[int] = field(default_factory=set)
 
     def follow(self, graph: fx.Graph, get_attribute: Callable[[str], Any]) -> None:
-        """Compute what was added to the graph since."""
+        """Compute the nodes added to the graph since the last call."""
         if graph is not self._graph:
             self._graph, self.known, self._seen, self.random_nodes = graph, {}, set(), set()
         with _preserved_random_state(), torch.no_grad(), torch_compat.WriteProtection(self._parameters):
@@ -171,7 +171,7 @@ class _Values:
 
 
 def _like_here() -> Callable[[], None]:
-    """What gives a thread the autocast of this one."""
+    """A function that gives another thread the autocast of this one."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]
 
@@ -185,7 +185,7 @@ def _like_here() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _preserved_random_state() -> Iterator[None]:
-    """Put back the generators of torch and of Python."""
+    """Restore the generators of torch and of Python afterwards."""
     state = random.getstate()
     with torch.random.fork_rng():
         yield

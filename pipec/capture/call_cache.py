@@ -1,4 +1,4 @@
-"""What was found out about calls, for later calls that differ from them in the values of tensors alone."""
+"""Caches checked calls, for later calls that differ in the values of tensors alone."""
 
 import inspect
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ CALL_CACHE_SIZE = 8
 
 @dataclass(frozen=True)
 class CallKey:
-    """All that decides how a call is split, and whether it is refused: calls of equal keys are treated alike.
+    """Everything that decides how a call is split and whether it is refused.
 
     ``structure`` has the type, the shape and the strides of each tensor, and plain values. ``binding`` is
-    what the model's ``forward`` takes, and ``request`` what the pipeline makes of the call.
+    the signature of the model's ``forward``, and ``request`` what the pipeline makes of the call.
     """
 
     structure: tuple[Any, ...]
@@ -31,7 +31,7 @@ class CallKey:
     def of(
         cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, request: object
     ) -> "tuple[CallKey | None, list[Any]]":
-        """The key of these arguments, and their leaves. None where something cannot be compared."""
+        """The key of these arguments, and their leaves; None if a part cannot be compared."""
         leaves: list[Any] = []
         try:
             structure = _structure((args, dict(sorted(kwargs.items())), target), leaves)
@@ -42,7 +42,7 @@ class CallKey:
 
 
 class CallCache:
-    """The calls of one model that were found to be right."""
+    """The checked calls of one model."""
 
     def __init__(self) -> None:
         self._known: list[tuple[CallKey, ModelCall]] = []
@@ -60,16 +60,16 @@ class CallCache:
         return None
 
     def put(self, key: CallKey, call: ModelCall) -> None:
-        """Remember a call that is right."""
+        """Remember a checked call."""
         self._known = [(key, call.without_arguments()), *self._known[: CALL_CACHE_SIZE - 1]]
 
 
 class _UnknownError(Exception):
-    """Something of a call cannot be compared."""
+    """A part of a call cannot be compared."""
 
 
 def _structure(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
-    """What a value is; its leaves are added to ``leaves``."""
+    """The structure of a value; its leaves are appended to ``leaves``."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind, *[_structure(each, leaves) for each in value]
@@ -87,7 +87,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 def _binding(function: Any) -> tuple[Any, ...]:
-    """What ``inspect.signature`` reads of a function, and of those that it wraps, but for annotations."""
+    """The parts of a function, and of those it wraps, that decide its signature."""
     found: list[Any] = [inspect.ismethod(function)]
     while function is not None:
         function = getattr(function, "__func__", function)

@@ -29,7 +29,7 @@ _BATCH_NORMS = {F.batch_norm, torch.ops.aten.batch_norm.default}
 
 @contextmanager
 def local_sync_batch_norms() -> Iterator[None]:
-    """Let each ``nn.SyncBatchNorm`` take its own statistics, as it does where there is no process group."""
+    """Let each ``nn.SyncBatchNorm`` use local statistics, as it does without a process group."""
     forward = nn.SyncBatchNorm.forward
     nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward  # type: ignore[method-assign]
     try:
@@ -39,13 +39,13 @@ def local_sync_batch_norms() -> Iterator[None]:
 
 
 def resolve_model_collectives(captured: fx.GraphModule, step: nn.Module, num_replicas: int | None) -> str:
-    """Let each ``nn.SyncBatchNorm`` in a captured graph of ``step`` take the statistics of a round.
+    """Let each ``nn.SyncBatchNorm`` in a captured graph use the statistics of a round.
 
     Returns the first call of ``pipec.ops``, if there is one. ``num_replicas`` is None if stages may have
     different numbers of replicas.
 
     Raises:
-        InputError: it is not known how many replicas are to be joined.
+        InputError: the number of replicas is not known.
         CaptureError: a call of ``pipec.ops`` is in a graph that a node calls.
     """
     calls = [node for node in captured.graph.nodes if node.target in MODEL_COLLECTIVES]
@@ -73,7 +73,7 @@ def resolve_model_collectives(captured: fx.GraphModule, step: nn.Module, num_rep
 
 
 def _all_nodes(captured: fx.GraphModule) -> Iterator[fx.Node]:
-    """Those of the graph, and of every graph that a node of it calls."""
+    """The nodes of the graph and of every graph that it calls."""
     for module in captured.modules():
         if isinstance(module, fx.GraphModule):
             yield from module.graph.nodes
@@ -104,7 +104,7 @@ def sync_batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """``F.batch_norm`` in training, over the replicas' rows together, of which all have as many.
+    """``F.batch_norm`` in training, over the rows of all replicas, which have equally many.
 
     Each replica takes mean and variance of its own rows. The variance of all is the mean of theirs and the
     variance of their means (Chan et al. 1983, "Algorithms for computing the sample variance").

@@ -51,7 +51,7 @@ def classify(graph: fx.Graph) -> None:
 
 
 def _keep_with_memory(reader: fx.Node) -> None:
-    """Let a node that reads memory, whatever the shape of its input, be where that memory was filled.
+    """Place a node that reads raw memory, such as ``as_strided``, on the stage that filled that memory.
 
     A stage sends values, and no gaps, order or neighbours that they have in memory. Of a model's input, whose
     memory has the rows of other microbatches too, the reader gets a copy.

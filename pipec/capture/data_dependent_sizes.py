@@ -1,4 +1,4 @@
-"""Sizes that values alone tell, as how many rows a mask selects: they become nodes of the graph.
+"""Data-dependent sizes, such as how many rows a mask selects, become nodes of the graph.
 
 ::
 
@@ -7,7 +7,7 @@
                                                    twice = size_expression(2 * u0, size)
                                                    y = zeros([twice])
 
-Whatever was asserted of them is required of every microbatch: tracing took it for granted.
+Conditions that tracing assumed of them are checked for every microbatch.
 """
 
 from collections.abc import Collection, Mapping
@@ -44,7 +44,7 @@ def lift_data_dependent_sizes(
     for each size: how many elements the tensor has that tells it.
 
     Raises:
-        DataDependentError: something depends on values in another way, as the result of ``.item()`` does.
+        DataDependentError: a number depends on values in another way, such as the result of ``.item()``.
     """
     sizes = _Sizes(joint.module.graph)
     predicted: dict[sympy.Symbol, sympy.Expr] = {}
@@ -90,14 +90,14 @@ def _tensor_of(found: DataDependentSize) -> fx.Node:
 
 
 def _what_tells(found: DataDependentSize) -> Any:
-    """Which of a tensor's sizes, and what the tensor is made of: for ``x[mask]``, the mask alone."""
+    """The dimension of a tensor, and the input that decides it: for ``x[mask]``, the mask alone."""
     node = found.node
     read = node.args[1] if node.target is torch.ops.aten.index.Tensor else node.args
     return found.item, found.dim, str(node.target), str(read)
 
 
 class _Sizes:
-    """Where each size is found: the tensors that have it, in order, and their dimension."""
+    """The tensors that have each size, in order, and their dimension."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: number for number, node in enumerate(graph.nodes)}
@@ -127,7 +127,7 @@ class _Sizes:
         return sorted(expression.free_symbols & self._found.keys(), key=str)
 
     def first(self, symbol: sympy.Symbol) -> fx.Node:
-        """The node that tells the size."""
+        """The first node that has the size."""
         return next(iter(self._found[symbol]))
 
     def formula(self, expression: Any, reader: fx.Node, value: Any) -> fx.Node:
@@ -139,7 +139,7 @@ class _Sizes:
             return _made(reader.graph.call_function(size_expression, (expression, *sizes)), reader, value)
 
     def node(self, symbol: sympy.Symbol, reader: fx.Node) -> fx.Node:
-        """The size as the tensor has it that the last operator up to that of ``reader`` made before it."""
+        """The size, read from the latest tensor that has it, up to the operator of ``reader``."""
         tensors, place = self._found[symbol], self._position.get(reader, 0)
         earlier = [tensor for tensor in tensors if self._position[tensor] < place]
         before = [tensor for tensor in earlier if _operator_of(tensor) <= _operator_of(reader)]
@@ -153,7 +153,7 @@ class _Sizes:
 
 
 def _require(condition: sympy.Basic, sizes: _Sizes) -> None:
-    """Let the stage that knows the last of the sizes in ``condition`` look whether it holds."""
+    """Check ``condition`` on the stage that makes the last of its sizes."""
     read = {sizes.node(symbol, sizes.first(symbol)) for symbol in sizes.symbols_in(condition)}
     last = [node for node in next(iter(read)).graph.nodes if node in read][-1]
     line = innermost_model_line(traceback_lines(last.meta.get("stack_trace") or ""))
@@ -174,14 +174,14 @@ def _operator_of(node: fx.Node) -> int:
 
 
 def _always_holds(condition: sympy.Basic, predicted: Mapping[sympy.Symbol, sympy.Expr]) -> bool:
-    """Whether a condition holds of all sizes that are not negative, and not more than what is predicted."""
+    """Whether a condition holds for all sizes from zero to the predicted maximum."""
     counts = {symbol: sympy.Symbol(str(symbol), integer=True, nonnegative=True) for symbol in predicted}
     at_most = [sympy.Le(symbol, most) for symbol, most in predicted.items()]
     return condition in at_most or condition.xreplace(counts) == sympy.true
 
 
 def _number_of_elements(node: fx.Node) -> sympy.Expr:
-    """Of the mask among the inputs of the node, or else of the first of them."""
+    """The number of elements of the mask among the node's inputs, else of its first input."""
     values = [source.meta["val"] for source in node.all_input_nodes]
     tensors = [value for value in values if isinstance(value, Tensor)]
     deciding_tensor = next((tensor for tensor in tensors if tensor.dtype is torch.bool), tensors[0])

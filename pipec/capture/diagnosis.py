@@ -1,4 +1,4 @@
-"""Why a model could not be captured: the line of the model at fault, what is wrong, and what to do."""
+"""Explains why a model could not be captured: the line at fault, what is wrong, and what to do."""
 
 import re
 import sysconfig
@@ -109,7 +109,7 @@ def is_library_file(file: str) -> bool:
 def capture_error(
     failures: Sequence[Exception], dry_run: torch_compat.DryRun, refused_branch: str = ""
 ) -> PipecError:
-    """What to raise when every attempt to capture has failed, with ``failures`` in that order.
+    """The error to raise when every attempt to capture has failed, with ``failures`` in order.
 
     It is an InputError if the model itself fails on these arguments, as it then does in the dry run too.
     Else it is a CaptureError, which explains the first error and lists the others. Where the model fails only
@@ -154,6 +154,6 @@ def _line_of(error: Exception) -> SourceLine | None:
 
 
 def error_summary(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
+    """The class of an error and the first line of its message."""
     first = next(filter(None, map(str.strip, str(error).splitlines())), "")
     return f"{type(error).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""Takes what is computed of the whole mini-batch out of a joint graph, into a small graph of its own."""
+"""Moves the values computed of the whole mini-batch into a small graph of their own."""
 
 from collections.abc import Iterable, Sequence
 
@@ -23,13 +23,13 @@ from pipec.graph import (
 
 
 def extract_batch_counts(graph: fx.Graph) -> fx.Graph | None:
-    """Let the graph take shares and values of the mini-batch as arguments.
+    """Let the graph take batch fractions and values of the mini-batch as arguments.
 
     Returns the graph that computes these values, in the order of their index; None if there are none. Its
     arguments have the roles that they have in ``graph``.
 
     Raises:
-        CaptureError: such a value depends on more than what ``step`` is given.
+        CaptureError: such a value depends on more than the arguments of ``step``.
     """
     shares = [node for node in graph.nodes if node.target is BATCH_FRACTION]
     marked = [node for node in graph.nodes if node.target is BATCH_COUNT and node.users]
@@ -57,7 +57,7 @@ def extract_batch_counts(graph: fx.Graph) -> fx.Graph | None:
 
 
 def input_branches(graph: fx.Graph, batch_counts: fx.Graph | None) -> InputBranches:
-    """The branches that follow from what ``step`` is given: whole arguments, and values of the mini-batch."""
+    """The branches that depend on whole arguments and on values of the mini-batch alone."""
     made: Sequence[fx.Node] = batch_counts.output_node().args[0] if batch_counts else ()  # type: ignore[assignment]
     merged, copies, found = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
     for assumed in graph.find_nodes(op="call_function", target=CHECK_BRANCH):
@@ -95,7 +95,7 @@ def _is_from_arguments(node: fx.Node, batch_counts: bool) -> bool:
 
 
 def _argument(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, role: ArgumentRole) -> None:
-    """Let the users of ``nodes`` read an argument instead."""
+    """Replace ``nodes`` by an argument of the graph."""
     with graph.inserting_before(next(iter(graph.nodes))):
         argument = graph.placeholder(name)
     argument.meta.update(val=nodes[0].meta["val"], role=role)
@@ -104,7 +104,7 @@ def _argument(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, role: Argume
 
 
 def _count_from_first(graph: fx.Graph, numbers: Sequence[fx.Node]) -> None:
-    """Let the numbers of rows begin with that of the microbatch's first row in the batch."""
+    """Let row numbers count from the microbatch's first row in the batch."""
     if not numbers:
         return
     with graph.inserting_before(next(iter(graph.nodes))):

@@ -1,4 +1,4 @@
-"""Calls in a captured graph, as either front end writes them: their names, arguments and lines."""
+"""Names, arguments and source lines of the calls in a captured graph, whichever front end made it."""
 
 import inspect
 from typing import Any
@@ -49,12 +49,12 @@ def is_random_call(node: fx.Node) -> bool:
 
 
 def is_random_except_dropout(node: fx.Node) -> bool:
-    """Whether the call draws random numbers, and not only to leave out some of what it is given."""
+    """Whether the call draws random numbers, and is not dropout."""
     return is_random_call(node) and "dropout" not in operator_name(node)
 
 
 def is_always_false(condition: fx.Node) -> bool:
-    """Whether the condition is that a number drawn from 0 to 1 is below zero, as where LayerDrop is off."""
+    """Whether the condition is a random number from 0 to 1 below zero, as where LayerDrop is off."""
     match condition.args:
         case (fx.Node() as drawn, int() | float() as limit):
             is_uniform = operator_name(drawn) in ("rand", "rand_like")

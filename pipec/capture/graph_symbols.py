@@ -21,7 +21,7 @@ class SpecializedBatchError(Exception):
 
 
 class SpecializedVariableError(Exception):
-    """A variable was to be symbolic, but the model makes a constant of it, or of it and another size one."""
+    """A variable was to be symbolic, but the model makes it a constant or equal to another size."""
 
 
 def batch_symbol(arguments: Sequence[fx.Node], specialized_by: str) -> sympy.Symbol:
@@ -36,7 +36,7 @@ def batch_symbol(arguments: Sequence[fx.Node], specialized_by: str) -> sympy.Sym
 
 
 def number_values(captured: fx.Graph, variables: Sequence[Variable]) -> dict[str, list[Any]]:
-    """By name, what a forward graph has for each number that its arguments bring in a tensor."""
+    """The symbolic value of each number that an argument holds in a 0-dim tensor, by name."""
     paths = {plain_name(variable.path): variable.name for variable in variables if variable.dim is None}
     found: dict[str, list[Any]] = {}
     for node in captured.find_nodes(op="placeholder"):
@@ -46,7 +46,7 @@ def number_values(captured: fx.Graph, variables: Sequence[Variable]) -> dict[str
 
 
 def number_symbols(joint: fx.Graph) -> set[sympy.Symbol]:
-    """The symbols of numbers that are found in arguments."""
+    """The symbols of numbers among the arguments."""
     read = joint.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default)
     return {node.meta["val"].node.expr for node in read if node.all_input_nodes[0].op == "placeholder"}
 
@@ -88,7 +88,7 @@ def variable_symbols(
 
 
 def _values(argument: fx.Node | None, dim: int | None) -> list[Any]:
-    """What a joint graph has for a dimension of an argument, or for the number in it; empty if nothing."""
+    """The values in a joint graph for a dimension of an argument, or for the number in it."""
     if argument is None or not isinstance(argument.meta.get("val"), Tensor):
         return []
     if dim is not None:

@@ -20,7 +20,7 @@ def refuse_kv_cache(call: ModelCall) -> None:
 
 @contextlib.contextmanager
 def without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Let the configurations in a model ask for no caches."""
+    """Turn off caches in the configurations of a model."""
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
     asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in asking:

@@ -1,7 +1,6 @@
-"""Operators that stand in a captured graph for what a microbatch cannot compute by itself.
+"""Placeholder operators for values that a microbatch cannot compute by itself.
 
-They are put in before differentiation, and ``extract_batch_counts`` takes them out after it. Nothing ever
-runs them.
+They are inserted before differentiation, and ``extract_batch_counts`` removes them after it. They never run.
 """
 
 from collections.abc import Sequence

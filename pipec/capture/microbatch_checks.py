@@ -1,4 +1,4 @@
-"""What is checked of each microbatch: what the model checks, and that rows do not depend on others."""
+"""Checks that every microbatch runs: the model's own, and that its rows do not depend on other rows."""
 
 import torch
 from torch import fx
@@ -10,7 +10,7 @@ from pipec.capture.node_insertion import NodeInserter
 
 
 def nodes_for_checks(graph: fx.Graph) -> set[fx.Node]:
-    """The checks of a graph, and the nodes that are read for checks alone."""
+    """The checks of a graph, and the nodes that only checks read."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         is_read_for_checks = bool(node.users) and found.issuperset(node.users)
@@ -22,8 +22,8 @@ def nodes_for_checks(graph: fx.Graph) -> set[fx.Node]:
 def require_full_scatter(graph: fx.Graph, call: ModelCall) -> None:
     """Let each microbatch check that ``masked_scatter`` takes all of its source, if it depends on rows.
 
-    It takes as many elements as the mask chooses, from the first on. Only if that is all that the rows before
-    brought along, a microbatch begins with its own.
+    It takes as many elements as the mask selects, from the first on. A microbatch begins with its own
+    elements only if the rows before it took all of theirs.
     """
     named = zip(call.paths, call.batched, strict=True)
     split = {plain_name(path) for path, is_split in named if is_split}
@@ -55,7 +55,7 @@ def _expect_scattered(node: fx.Node) -> None:
 
 
 def require_equal_counts(chosen: fx.Node, mask: fx.Node) -> None:
-    """Let each microbatch check that ``chosen``, which is ``x[mask]``, has as many elements of every row.
+    """Let each microbatch check that ``chosen``, ``x[mask]``, has equally many elements of each row.
 
     ``mask`` follows from the arguments of ``step``, so that rows of other microbatches are compared, too.
     """

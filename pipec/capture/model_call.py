@@ -21,7 +21,7 @@ from pipec.torch_compat import pytree
 class ModelCall:
     """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth.
 
-    As in any call, the order in which keyword arguments were written means nothing. ``split`` says for each
+    The order of keyword arguments means nothing. ``split`` says for each
     leaf where the user has the batch, None where every microbatch needs all of it. A leaf that is split has
     its rows in front here, and ``Step`` puts them back. ``split`` is None in the call of a whole batch, whose
     tensors say so by their sizes. A microbatch gets ``split`` from its batch: with two rows, an edge list of
@@ -48,7 +48,7 @@ class ModelCall:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
+        """The name of each leaf as Python writes it: ``args[0]``, ``kwargs['mask']``, ``target``."""
         tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
         return [leaf_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
@@ -89,7 +89,7 @@ class ModelCall:
         return self._structure, tuple(map(_kind, self.leaves, self.axes, self.paths, named))
 
     def without_arguments(self) -> "ModelCall":
-        """What was found out about this call, without its arguments."""
+        """A copy with what is known of this call, without its arguments."""
         form = ModelCall((), {}, None, self.split, self.ambiguous_leaves)
         vars(form).update({name: getattr(self, name) for name in _SHAPE_PROPERTIES})
         return form
@@ -124,7 +124,7 @@ class ModelCall:
 
     @functools.cached_property
     def cache(self) -> dict[Hashable, Any]:
-        """What others keep of calls of this form."""
+        """A cache for values that depend on the form of this call alone."""
         return {}
 
     @functools.cached_property
@@ -186,7 +186,7 @@ class ModelCall:
         return self.map(like)
 
     def map(self, function: Callable[[Any], Any]) -> "ModelCall":
-        """``function`` of every leaf, in order. What is split stays split."""
+        """Apply ``function`` to every leaf, in order. Split leaves stay split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
         return ModelCall(args, kwargs, target, self.axes, self.ambiguous_leaves)
 
@@ -214,7 +214,7 @@ def _kind(leaf: Any, axis: BatchAxis | None, path: str, names: Mapping[int | Non
 
 
 def _layout(tensor: Tensor, is_general: bool) -> Hashable:
-    """How a tensor lies in memory. The strides of one with variables are others in each call."""
+    """The memory layout of a tensor. With variables, strides differ from call to call."""
     if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)

@@ -1,8 +1,7 @@
-"""What a model consists of: one walk tells everything that may have changed between two calls.
+"""Finds what changed in a model between two calls, with one walk over its modules.
 
-A walk in Python costs some microseconds for each module. To find that nothing has changed, a model is not
-walked again: what the modules of the last walk hold is read once more, in loops that are torch's and Python's
-own, and compared with what they held then.
+A walk in Python costs some microseconds for each module. So an unchanged model is not walked again: the
+contents of the modules of the last walk are read in loops of torch and Python, and compared.
 """
 
 import operator
@@ -17,7 +16,7 @@ from pipec.torch_compat import ModuleContents, TensorMetadata, module_contents, 
 
 @dataclass(frozen=True, eq=False)
 class ModelSnapshot:
-    """A model as it was when it was looked at.
+    """The modules and tensors of a model at a moment.
 
     ``modules`` are in the order of ``modules_of``, and so are what each is and the numbers of its hooks.
     ``tensors`` are its parameters and buffers, module by module; one with two names appears twice.
@@ -46,7 +45,7 @@ class ModelSnapshot:
 
     @property
     def is_current(self) -> bool:
-        """Whether another look would find the same objects under the same names, and of the same kinds."""
+        """Whether a new snapshot would find the same objects, names and classes."""
         parts, before = module_contents(self.modules), self._contents
         return (
             parts.plain == before.plain
@@ -58,21 +57,21 @@ class ModelSnapshot:
 
 
 class SnapshotCache:
-    """Looks at a model time after time."""
+    """Holds the last snapshot of a model, and takes a new one when the model has changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._last: ModelSnapshot | None = None
 
     def current(self) -> ModelSnapshot:
-        """The model as it is now: the very object of the last time if nothing has changed."""
+        """The current snapshot: the same object as last time if nothing has changed."""
         if self._last is None or not self._last.is_current:
             self._last = ModelSnapshot.of(self._model)
         return self._last
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the very same objects. Tensors that are equal need not be one."""
+    """Whether two sequences hold the same objects, by identity."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

@@ -1,4 +1,4 @@
-"""What decides a capture besides its arguments and what code reads: modules, tensors and torch's modes."""
+"""The state that decides a capture besides arguments and guards: modules, tensors and torch's modes."""
 
 import functools
 import hashlib
@@ -15,7 +15,7 @@ from pipec.torch_compat import SETTINGS, global_hooks, read_settings
 
 
 class TorchModes(NamedTuple):
-    """What of torch's state a forward would meet: modes and defaults in words, and the values of settings."""
+    """The part of torch's global state that a forward depends on: modes, defaults and settings."""
 
     modes: tuple[str, ...]
     settings: tuple[Any, ...]
@@ -23,7 +23,7 @@ class TorchModes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelState:
-    """Equal states of one model may share a compilation. Nothing in it is particular to a process.
+    """Equal states of one model may share a compilation, also across processes.
 
     Modules and tensors are in the order in which the model lists them. A module is its class and its hooks. A
     tensor is its shape and type, the place of its first name, whether it has a hook and, if a step trains,
@@ -65,7 +65,7 @@ class ModelState:
 
     @functools.cached_property
     def digest(self) -> dict[str, str]:
-        """What the ranks must have in common. Whether tensors are trained, each knows of its own alone."""
+        """A digest of what ranks must have in common; ``requires_grad`` is not part of it."""
         flags = self.training
         kinds = [f"{kind.__module__}.{kind.__qualname__} {len(hooks)}" for kind, hooks in self.modules]
         tensors = [tensor[:-1] for tensor in self.tensors]
@@ -79,7 +79,7 @@ class ModelState:
         }
 
     def changes_since(self, before: "ModelState", model: nn.Module) -> str:
-        """What is other than it was in ``before``, in words."""
+        """The differences from ``before``, in words."""
         if len(before.modules) != len(self.modules) or len(before.tensors) != len(self.tensors):
             return "modules or tensors were added or removed"
         named = [*_named(model)]
@@ -102,7 +102,7 @@ class ModelState:
 
 
 def torch_modes() -> TorchModes:
-    """Autocast on each kind of device, what new tensors are by default, hooks of every module, settings."""
+    """The current autocast of each device type, tensor defaults, global module hooks and settings."""
     autocast = [
         f"autocast to {torch.get_autocast_dtype(kind)} on {kind}"
         for kind in ("cpu", "cuda")

@@ -1,4 +1,4 @@
-"""Puts nodes into a captured graph, each belonging to a node that was there."""
+"""Inserts nodes into a captured graph, each belonging to the operator of an existing node."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def insert_after(
 
 @dataclass
 class NodeInserter:
-    """Puts one node after the other into a graph."""
+    """Inserts nodes one after the other."""
 
     last: fx.Node
 
@@ -41,7 +41,7 @@ class NodeInserter:
         return self.last
 
     def scale_by_batch_fraction(self, whole: fx.Node, like: fx.Node) -> fx.Node:
-        """The microbatch's share of a value of the whole batch, in the type of ``like``."""
+        """The microbatch's fraction of a value of the whole batch, in the dtype of ``like``."""
         share = self("share", torch.mul, whole, self("share", BATCH_FRACTION, fake_value(like).device))
         return self("share", torch.ops.aten._to_copy.default, share, dtype=fake_value(like).dtype)
 

@@ -1,4 +1,4 @@
-"""From torch's joint graph to a TrainingGraph: what goes in and out gets a role, what does nothing goes."""
+"""Turns torch's joint graph into a TrainingGraph: inputs and outputs get roles, no-ops are removed."""
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -74,7 +74,7 @@ HIGHER_ORDER = {
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One call of the model as one joint graph, and what must be known to read it.
+    """A traced call of the model as a joint graph, with what is needed to read it.
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
     Its ``variables`` were to be symbolic, and are ``planned_sizes`` in the call; ``numbers`` has what the
@@ -169,13 +169,13 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
 
 
 def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
-    """The conditions that a call may break. Those that made one symbol of two hold from then on."""
+    """The conditions that a call may violate. Equalities that merged two symbols always hold."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
     return tuple(each for guard in guards for each in sympy.And.make_args(guard) if each != sympy.true)
 
 
 def _check_assumed(graph: fx.Graph, assumed: Sequence[AssumedPerRow]) -> None:
-    """Check operators that nobody knows when a step runs, in the order in which they are called."""
+    """Add run-time checks for operators without a rule, in the order in which they are called."""
     waiting = list(assumed)
     for node in list(graph.nodes):
         found = next((each for each in waiting if str(node.target) == each.op), None)
@@ -213,7 +213,7 @@ def _argument(described: tuple[str, str | int], traced: TracedCall) -> ArgumentR
 
 
 class _Fixed:
-    """Stands in the tree of the output for a value that is no tensor.
+    """Replaces a value that is no tensor in the tree of the output.
 
     To pytree it is a node without leaves; unflattening the tree puts the value in its place.
     """
@@ -227,7 +227,7 @@ pytree.register_pytree_node(_Fixed, lambda fixed: ([], fixed.value), lambda _, v
 
 @dataclass(frozen=True)
 class _Results:
-    """What a graph returns: the roles of its tensors, and over the model's output the tree of it.
+    """The results of a graph: the roles of its tensors, and the tree of the model's output.
 
     ``logs`` are the names of the tensors after the loss that belong to no output.
     """
@@ -272,7 +272,7 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
 
 
 def _marked(role: Output, marked: fx.Node, traced: TracedCall) -> tuple[Output, fx.Node]:
-    """What an ``OUTPUT_MERGE`` says of an output, and the output as the graph is to return it."""
+    """The declaration of an ``OUTPUT_MERGE``, and the output that the graph returns."""
     value, unproven, *fields = marked.args
     assert isinstance(value, fx.Node)
     if not fields:
@@ -349,7 +349,7 @@ def _result(described: tuple[str, str | int], traced: TracedCall, value: fx.Node
 
 
 def _fix_squeezes(graph: fx.Graph, batch: sympy.Symbol | None) -> str:
-    """Let each squeeze name the dimensions that had one element in the capture, whatever size others have.
+    """Let each squeeze name the dimensions that had one element in the capture.
 
     A microbatch of one row keeps its dimension of rows, as the batch does in eager torch. Returns where the
     first squeeze is that would remove it.
@@ -380,7 +380,7 @@ def _dims(given: Sequence[Any], rank: int) -> Iterable[int]:
 
 
 def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
-    """Remove ``no_ops`` and assertions, and put the formula of every size where its node was read."""
+    """Remove ``no_ops`` and assertions, and replace reads of size nodes by formulas."""
     for node in list(graph.nodes):
         if _does_nothing(node, no_ops):
             node.replace_all_uses_with(node.args[0])
@@ -405,7 +405,7 @@ def _is_number(value: object) -> bool:
 
 
 def _replace_by(node: fx.Node, value: Any) -> None:
-    """Let the users of a node read a number instead."""
+    """Replace a node by a number."""
 
     def replaced(read: fx.Node) -> Any:
         return value if read is node else read
@@ -416,7 +416,7 @@ def _replace_by(node: fx.Node, value: Any) -> None:
 
 
 def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
-    """Make buffers named ``constant.N`` of the tensors that the graph itself holds."""
+    """Turn tensors that the graph itself holds into buffers named ``constant.N``."""
     graph, constants, lifted = module.graph, dict[str, Tensor](), dict[str, fx.Node]()
     for node in graph.find_nodes(op="get_attr"):
         attribute = str(node.target)

@@ -23,7 +23,7 @@ INLINED = {torch.ops.higher_order.tag_activation_checkpoint}
 def number_operators(captured: fx.GraphModule) -> tuple[Operator, ...]:
     """Give every torch-level call its number.
 
-    A call that itself calls a graph, as a custom autograd function does, is one operator with all in it.
+    A call of a graph, such as a custom autograd function, is one operator.
     """
     operators: list[Operator] = []
     _number(captured, operators, None)

@@ -1,4 +1,4 @@
-"""Lets a captured graph return the rows of the batch in front where they are not one block each.
+"""Moves the rows of the batch to the front of outputs in which a row is not one block.
 
 ::
 
@@ -6,8 +6,8 @@
     return y                                                           ->    v = view(y, [7, b, 4])
                                                                              return permute(v, [1, 0, 2])
 
-Such results of microbatches can be concatenated. Of what comes of that, ``BatchAxis.restore`` makes the
-result of the batch.
+Such results of microbatches can be concatenated, and ``BatchAxis.restore`` turns the concatenation into the
+batch's result.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 def mark_output_merge(result: fx.Node, unproven: str = "", axis: BatchAxis | None = None) -> fx.Node:
-    """Say of a result of a captured graph that it adds up, or where it has the rows of the batch.
+    """Mark a result of a captured graph as a sum, or with the axis of the batch.
 
     The graph is to return what this returns. With an ``axis``, the output of the batch has its rows in their
     order. ``unproven`` names the call after which it is not known how results of microbatches make that of

@@ -1,4 +1,4 @@
-"""Random numbers of Python and numpy, which a capture freezes: whether a model draws them, and where."""
+"""Refuses models that draw random numbers of Python or numpy, which a capture would freeze."""
 
 import linecache
 import pickle
@@ -23,7 +23,7 @@ _MOMENT = 0.02
 
 
 class NonTorchGenerators:
-    """Those that are not torch's and that ``traced`` may draw from: two for all code, and those it holds."""
+    """The generators of Python and numpy that ``traced`` may use: global ones, and its own."""
 
     def __init__(self, traced: nn.Module) -> None:
         self._traced = traced
@@ -92,7 +92,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 class _LineFinder:
-    """Finds the line of the model on which something first happens, and the module that it belongs to."""
+    """Finds the line of the model, and its module, on which a condition first holds."""
 
     def __init__(self, happened: Callable[[], object]) -> None:
         self.line: SourceLine | None = None

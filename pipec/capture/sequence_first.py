@@ -1,4 +1,4 @@
-"""Where else the batch may be, if rows along dimension 0 depend on one another: time first, as of an RNN."""
+"""Guesses time-first layouts: the batch is dimension 1 if rows along dimension 0 depend on each other."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from pipec.capture.model_call import ModelCall
 
 
 def sequence_first_spec(call: ModelCall) -> BatchedOption | None:
-    """What ``batched`` would say if the batch were dimension 1 of the first argument; None if it cannot be.
+    """The ``batched`` option for a batch in dimension 1 of the first argument; None if that is impossible.
 
     Others are split where they have as many rows: along dimension 1 if they have it, with time and batch
     merged where they have the size of both, else along dimension 0. What the analysis then proves is right,

@@ -1,4 +1,4 @@
-"""Takes recurrent networks apart: a call of ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` runs all of its layers.
+"""Splits a call of ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` into one operator for each layer and direction.
 
 ::
 

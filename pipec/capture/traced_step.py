@@ -1,4 +1,4 @@
-"""What is traced: the model, the loss on top of it, and the names of their tensors."""
+"""The module that is traced: the model with its loss, and the names of their tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -96,13 +96,13 @@ def make_traced_step(
     outputs: bool,
     variables: Sequence[Variable],
 ) -> TracedStep:
-    """What is traced of a call in which these variables are symbols."""
+    """The traced step of a call in which these variables are symbols."""
     numbers = [variable.position for variable in variables if variable.dim is None]
     return TracedStep(model, loss_fn, mode, call.axes, outputs, equal_dimensions(variables), numbers)
 
 
 def _detached(tree: Any) -> Any:
-    """The same without gradients: only the loss has one, though a model may return it once more."""
+    """The outputs detached: only the loss has a gradient, even if the model returns it again."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 

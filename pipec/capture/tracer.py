@@ -1,4 +1,4 @@
-"""nn.Module to TrainingGraph: one graph of forward, loss and backward, every node knowing its operator.
+"""Captures an nn.Module as a TrainingGraph: forward, loss and backward, each node with its operator.
 
 Dynamo's full-graph capture comes first: it keeps torch-level operators, variable names, source lines and
 custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Where neither can, because the model
@@ -175,7 +175,7 @@ def _first_success(
 
 
 def _check_gradients(model: nn.Module, call: ModelCall) -> None:
-    """Refuse what eager torch would do with gradients and a pipeline would not."""
+    """Refuse uses of gradients that a pipeline would not reproduce."""
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise InputError(
@@ -327,7 +327,7 @@ class _Tracer:
         return self._call.sample(rows, self._device).map(as_symbol)
 
     def trace_ambiguous_leaves(self, variables: Sequence[Variable] = ()) -> CapturedGraph | None:
-        """Find out whether the model needs the tensors that may be split to have the batch's rows.
+        """Find out whether the model requires the tensors that may be split to have the batch's rows.
 
         They are traced with as many rows as the batch, but each with a symbol of its own; where the model
         computes with both, the symbols become one. Returns what was traced; None if that is of no use.
@@ -350,7 +350,7 @@ class _Tracer:
         return captured if all_share_batch_symbol(captured.module, self._call) else None
 
     def _capture_batch(self, front_end: FrontEnd) -> WholeBatchCapture | None:
-        """What is captured of the whole batch, to compare a graph with that is for these rows alone."""
+        """A capture of the whole batch, for comparison with a graph that is for these rows alone."""
         batch = self._branches.batch
         rows, batch_size = self._call.batch_size, batch.batch_size
         if rows == batch_size:
@@ -374,7 +374,7 @@ class _Tracer:
         first_collective: str,
         of_batch: WholeBatchCapture | None,
     ) -> BatchFindings:
-        """Make the losses of microbatches add up, as far as that can be proved.
+        """Analyse the graph, and rewrite it so that the losses of microbatches add up.
 
         Where the user says how they add up, only the other results are looked at.
         """

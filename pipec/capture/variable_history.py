@@ -1,10 +1,10 @@
-"""Which sizes and numbers of a call change from call to call, as the length of sequences does.
+"""Tracks which sizes and numbers change from call to call, such as the length of sequences.
 
-The first call of a kind is compiled for what it has. A dimension whose size is another in a later call, and
-a number that is another one, becomes a variable: it gets a name, and what is compiled for that name serves
-other sizes and numbers too. Dimensions that had the same size in every call share a name, until a call in
-which they differ. The sizes and whole numbers 0 and 1 never vary, because a dimension of one element is
-repeated where others are not, nor does a number that is not finite.
+The first call of a kind is compiled for its own sizes. A size or number that differs in a later call becomes
+a variable: it gets a name, and code compiled for that name serves other values too. Dimensions that had the
+same size in every call share a name, until a call in which they differ. The sizes and whole numbers 0 and 1
+never vary, because a dimension of one element is broadcast where others are not, nor does a number that is
+not finite.
 
 Every rank makes the same calls, and so comes to the same variables by itself.
 """
@@ -29,26 +29,26 @@ LeafDim = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the last call of a kind had that was compiled, and what had been other before."""
+    """The values of the last compiled call of a kind, and which of them have changed before."""
 
     values: Mapping[LeafDim, float]
     names: Mapping[LeafDim, str]
 
 
 class VariableHistory:
-    """What is known of the calls of one pipeline so far."""
+    """The history of one pipeline's calls."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, _Seen] = {}
 
     def of(self, call: ModelCall, mode: Mode) -> tuple[Variable, ...]:
-        """What of a call differs from those of its kind before it."""
+        """The variables of a call: values that differ from earlier calls of its kind."""
         values = _values(call)
         seen = self._seen.get(_kind(call, mode, values))
         return tuple(_variables(call, seen, values)) if seen else ()
 
     def change(self, call: ModelCall, mode: Mode) -> str:
-        """What a call has that is new, in words; empty if nothing is, or its kind is."""
+        """The new values of a call, in words; empty if there are none, or if its kind is new."""
         values = _values(call)
         seen = self._seen.get(_kind(call, mode, values))
         return _change(seen, self.of(call, mode), values) if seen else ""
@@ -80,7 +80,7 @@ def symbolic_candidates(variables: Sequence[Variable]) -> list[tuple[Variable, .
 
 
 def _values(call: ModelCall) -> dict[LeafDim, float]:
-    """What may vary: the sizes of all dimensions but that of the batch, and numbers."""
+    """The values that may vary: sizes of all dimensions except the batch, and numbers."""
     found: dict[LeafDim, float] = {}
     for position, (leaf, batched) in enumerate(zip(call.leaves, call.batched, strict=True)):
         if isinstance(leaf, Tensor):
@@ -96,7 +96,7 @@ def _may_vary(leaf: Any) -> bool:
 
 
 def _kind(call: ModelCall, mode: Mode, values: Mapping[LeafDim, float]) -> Hashable:
-    """What calls have in common that differ in variables alone."""
+    """A key shared by calls that differ in variables alone."""
     return mode, call.signature([Variable("*", position, "", dim) for position, dim in values])
 
 

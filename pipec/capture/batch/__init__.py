@@ -1,4 +1,4 @@
-"""What every value of a captured forward and loss is to the batch: closed by default.
+"""Proves how every value of a captured forward and loss depends on the batch: closed by default.
 
 ``dependence`` has what can be known of a value. ``analyse_batch`` runs the graph on tensors without memory,
 node by node, while a ``dependence_tracker`` looks up each operator that torch dispatches in ``rules``:

@@ -1,15 +1,15 @@
-"""What every value of a captured forward and loss is to the batch, and the rewriting that makes it right.
+"""Proves how every value depends on the batch, and rewrites the graph where that makes microbatches right.
 
 The graph runs node by node on tensors without memory, under a ``DependenceTracker``. Where a value can be
-made right it is, and the analysis goes on with what was put in::
+made right, nodes are inserted, and the analysis goes on with them::
 
     loss = cross_entropy(logits, labels)          n = batch_counts((labels != -100).sum())
                                             ->    s = cross_entropy(logits, labels, reduction="sum")
                                                   loss = s / (n * batch_fraction)
 
-* What follows from the arguments of ``step`` alone and has no rows, such as a count, is taken of the whole
-  batch.
-* Where a sum over rows is to be a mean, it is divided by the microbatch's share of the rows.
+* A value without rows that follows from the arguments of ``step`` alone, such as a count, is computed once of
+  the whole batch.
+* A sum over rows that is used as a mean is divided by the microbatch's fraction of the rows.
 * The numbers of the rows, ``arange(rows)``, count from the first row of the batch.
 """
 
@@ -98,7 +98,7 @@ def analyse_batch(
 
 
 def batch_symbol_of(graph: fx.Graph, batched: Collection[str]) -> sympy.Symbol | None:
-    """What stands for the number of rows in a captured graph; None if that is a constant there."""
+    """The symbol for the number of rows in a captured graph; None if the number is a constant."""
     names = {plain_name(path) for path in batched}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
@@ -161,7 +161,7 @@ class _BatchAnalysis:
                     self._call(node)
 
     def dependence_of(self, node: fx.Node) -> Dependence:
-        """What a node is to the batch; of several tensors, the first that is not proved."""
+        """How a node depends on the batch; of several tensors, the first that is mixed or unproven."""
         if node not in self.values:
             return Unproven("is not computed")
         if node in self._odd:
@@ -189,7 +189,7 @@ class _BatchAnalysis:
         return self.tracker.record(made, TensorFact(Whole(), not isinstance(tensor, nn.Parameter)))
 
     def _like(self, value: Tensor) -> Tensor:
-        """A tensor without memory, in the sizes of the analysis."""
+        """A meta tensor of the same dtype, in the sizes of the analysis."""
         compared = self.comparison.shape(value) if self.comparison else None
         shape = [self._size(size) for size in compared or tuple[Any, ...](value.shape)]
         return torch.empty(shape, dtype=value.dtype, device="meta")
@@ -204,7 +204,7 @@ class _BatchAnalysis:
         return 1 if found is None else int(found)
 
     def _worked_out(self, number: Any) -> Any:
-        """A symbolic number in the sizes of the analysis. Other symbols are what they are in this call."""
+        """The value of a symbolic number in the analysis. Other symbols have their values of this call."""
         expression = sympy.sympify(number.node.expr)
         for symbol in expression.free_symbols - self._sizes.keys():
             size = size_of_symbol(symbol, number)
@@ -222,7 +222,7 @@ class _BatchAnalysis:
         return int(found) if isinstance(number, torch.SymInt) else float(found)
 
     def _number(self, node: fx.Node, value: Any) -> Any:
-        """A Python number, which a symbolic one stands for, and whether it is a power of the rows."""
+        """The value of a number in the analysis. Records the degree of a power of the rows."""
         if not hasattr(value, "node"):
             return value
         expression = sympy.sympify(value.node.expr)
@@ -320,7 +320,7 @@ class _BatchAnalysis:
         return result
 
     def _divided_again(self, node: fx.Node) -> Tensor | None:
-        """``x[mask].view(rows, -1)``: as many elements for each row, which every microbatch checks."""
+        """Handle ``x[mask].view(rows, -1)``: microbatches check that rows have equally many elements."""
         if operator_name(node) not in ("view", "reshape") or len(node.args) < 2:
             return None
         chosen, size = node.args[0], node.args[1]
@@ -344,11 +344,11 @@ class _BatchAnalysis:
         return hasattr(value, "node") and self._symbol in sympy.sympify(value.node.expr).free_symbols
 
     def normalized(self, x: Tensor) -> Tensor:
-        """A batch norm over the rows of all replicas: a declared exception."""
+        """The result of a batch norm over the rows of all replicas: a declared exception."""
         return self.tracker.record(torch.empty_like(x), self.tracker.fact(x))
 
     def _constant(self, node: fx.Node, args: Sequence[Any], kwargs: Any) -> Any:
-        """``torch.tensor`` of numbers, which torch puts into memory without any operator."""
+        """Handle ``torch.tensor`` of numbers, for which torch dispatches no operator."""
         read = [source for source in node.all_input_nodes if not isinstance(self.values[source], Tensor)]
         values = {self.dependence_of(source) for source in read}
         data = next(iter([*args[-1:], *kwargs.values()]), None)
@@ -367,7 +367,7 @@ class _BatchAnalysis:
         return self._stand_in(node, value if isinstance(value, Whole) else reason)
 
     def _bags(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """``embedding_bag`` of rows of numbers, which torch calls with the places where rows begin."""
+        """Handle ``embedding_bag`` of a matrix of indices, which torch calls with offsets."""
         values = {
             self.tracker.dependence_of(x) for x in tensors_in((args, dict(node.kwargs))) if x is not args[1]
         }
@@ -390,7 +390,7 @@ class _BatchAnalysis:
         raise TypeError(f"a call of {name}")
 
     def _with_own_backward(self, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any) -> Any:
-        """What an autograd function returns, if its backward treats rows as its forward does."""
+        """The results of an autograd function. Its backward must treat rows as its forward does."""
         output, saved = forward(*_as_many(forward, args))
         made, read = tensors_in(output), tensors_in(args)
         values = {self.tracker.dependence_of(tensor) for tensor in made}
@@ -424,13 +424,13 @@ class _BatchAnalysis:
         return output
 
     def _with_dependence(self, result: Any, value: Dependence) -> Any:
-        """New tensors like these, of which ``value`` is known."""
+        """New tensors like these, recorded as ``value``."""
         return pytree.tree_map_only(
             Tensor, lambda x: self.tracker.record(torch.empty_like(x), TensorFact(value)), result
         )
 
     def _collective_result(self, node: fx.Node, own: Tensor) -> Tensor:
-        """What a collective makes of a microbatch's value, if a step is one round."""
+        """The result of a collective over one round of microbatches."""
         known = self.tracker.fact(own)
         in_front = isinstance(known.value, PerRow) and known.value == PerRow(0, known.value.outer)
         if in_front and node.target in ALL_GATHERS:
@@ -456,7 +456,7 @@ class _BatchAnalysis:
         return self.tracker.record(made, TensorFact(value))
 
     def _stand_in(self, node: fx.Node, value: Dependence) -> Any:
-        """Tensors like those that the front end saw, of which only ``value`` is known."""
+        """Tensors of the captured shapes, recorded as ``value``, for a call that is not run."""
         read = tensors_in(fx.map_arg((node.args, node.kwargs), self.values.get))
         known = [self.tracker.fact(tensor) for tensor in read]
         unknown: list[Dependence] = [k.value for k in known if isinstance(k.value, MixedRows)] or [value]
@@ -483,7 +483,7 @@ class _BatchAnalysis:
         return is_of_rows and not unbacked_symbols(size)
 
     def _check_sizes(self, node: fx.Node, result: Any) -> None:
-        """A size such as ``rows - 1``, that is no multiple of the rows, is another one in a microbatch."""
+        """Mark results with a size such as ``rows - 1``, which is no multiple of the rows, as mixed."""
         for tensor, seen in zip(tensors_in(result), tensors_in(fake_value(node)), strict=False):
             is_known = not isinstance(self.tracker.dependence_of(tensor), MixedRows | Unproven)
             if self.comparison is not None:
@@ -496,7 +496,7 @@ class _BatchAnalysis:
                 self.tracker.record(tensor, replace(self.tracker.fact(tensor), value=MixedRows(why)))
 
     def _note(self, node: fx.Node, result: Any) -> None:
-        """Remember which node began not to be proved, and what sizes values tell."""
+        """Remember the node at which a value became unproven, and the sizes that values decide."""
         for tensor in tensors_in((result, self._read(node))):
             value = self.tracker.dependence_of(tensor)
             if isinstance(value, MixedRows | Unproven) and id(value) not in self._causes:
@@ -511,21 +511,21 @@ class _BatchAnalysis:
                     self._sizes.setdefault(size.node.expr, made)
 
     def _read(self, node: fx.Node) -> Any:
-        """What a node reads, which it may have written to."""
+        """The values of a node's inputs, which it may have written to."""
         return [self.values.get(source) for source in node.all_input_nodes]
 
     _kept_causes: list[Dependence] = field(default_factory=list)
     _drawn: list[fx.Node] = field(default_factory=list)
 
     def _replace(self, node: fx.Node, tensors: Sequence[Tensor], made: Any) -> bool:
-        """Let a node read something else in place of these tensors. Returns whether that can be done."""
+        """Replace those inputs of a node that are ``tensors``. Returns whether that is possible."""
         wanted = {id(tensor) for tensor in tensors}
         found = [x for x in node.all_input_nodes if id(self.values.get(x)) in wanted]
         replaced = [made(source, node) for source in found]
         return bool(found) and all(replaced)
 
     def _mean_of(self, total: fx.Node, reader: fx.Node) -> bool:
-        """Let ``reader`` read a sum divided by the microbatch's share."""
+        """Let ``reader`` read the sum divided by the microbatch's fraction of the rows."""
         is_written = mutates_argument(reader) and reader.args[0] is total
         is_shared = len(total.users) > 1 or self.tracker.shares_memory(self.values[total])
         if (is_written and is_shared) or not fake_value(total).is_floating_point():
@@ -546,14 +546,14 @@ class _BatchAnalysis:
     def _before(
         self, reader: fx.Node, source: fx.Node, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """A call right before ``reader``, behind all that writes into ``source``, whose operator it is of."""
+        """Insert a call of the operator of ``source`` right before ``reader``, after all writes into it."""
         with reader.graph.inserting_before(reader):
             node = reader.graph.create_node("call_function", function, args, kwargs)
         node.meta = {key: source.meta[key] for key in INHERITED_META if key in source.meta}
         return node
 
     def _numbers_of(self, numbers: fx.Node, reader: fx.Node) -> bool:
-        """Let ``reader`` read the numbers of rows as they are in the batch."""
+        """Let ``reader`` read row numbers that count from the first row of the batch."""
         made = self._before(reader, numbers, ROW_NUMBERS, numbers)
         made.meta["example_value"] = fake_value(numbers)
         self.visit(made)
@@ -562,7 +562,7 @@ class _BatchAnalysis:
         return True
 
     def _take_of_batch(self, node: fx.Node, result: Any) -> None:
-        """Let the users of a node read what it is of the whole batch, if that follows from the arguments."""
+        """Let the users of a node read its value of the whole batch, if it follows from the arguments."""
         if not isinstance(result, Tensor) or node in self._leading or node.target is BATCH_COUNT:
             return
         if any(user.target is BATCH_COUNT for user in node.users):
@@ -589,15 +589,15 @@ class _BatchAnalysis:
             user.replace_input_with(node, whole)
 
     def _is_written_view(self, node: fx.Node, result: Tensor) -> bool:
-        """Whether a node shows memory of another, which is written through it later."""
+        """Whether a node is a view that is written through later."""
         shown = tensors_in(self._read(node))
         shares = any(x.untyped_storage()._cdata == result.untyped_storage()._cdata for x in shown)
         return shares and node in self._written
 
     def _make_count(self, node: fx.Node) -> bool:
-        """Let a mean over targets that count be their sum over the number of them in the batch.
+        """Replace a mean over counted targets by their sum divided by the count of the whole batch.
 
-        Returns whether it was done; what was put in is visited next.
+        Returns whether it was done; the inserted nodes are visited next.
         """
         if operator_name(node) not in _COUNTED:
             return False
@@ -631,7 +631,7 @@ class _BatchAnalysis:
         return True
 
     def finish(self, has_loss: bool) -> BatchFindings:
-        """Make a sum the mean that a loss is, and mark the results that are no means."""
+        """Turn a loss that is a sum into a mean, mark outputs that are no means, return the findings."""
         output = self.module.graph.output_node()
         leaves = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
         loss = leaves[0] if has_loss and leaves else None
@@ -656,13 +656,13 @@ class _BatchAnalysis:
         )
 
     def _placed(self, value: Dependence, node: fx.Node | None = None) -> str:
-        """Which line makes a value what it is, and how."""
+        """The reason for a value, with the line of the model where it arose."""
         found = self._causes.get(id(value), node)
         assert isinstance(value, MixedRows | Unproven)
         return f"{describe_call(found)} {value.why}" if found is not None else value.why
 
     def _marked(self, node: fx.Node) -> fx.Node:
-        """What to return instead of a result besides the loss: one that says how it adds up."""
+        """The node to return in place of an output, marked with how microbatches make up the batch's."""
         value = self.dependence_of(node)
         tensor = fake_value(node)
         of_round = any(
@@ -718,7 +718,7 @@ _NOT_FOLLOWED = {
 
 
 def _as_many(module: fx.GraphModule, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of a graph, which may take a context before them."""
+    """The arguments for a graph, preceded by None for a context if it takes one."""
     return [None] * (len(module.graph.find_nodes(op="placeholder")) - len(args)) + list(args)
 
 
@@ -728,7 +728,7 @@ def _free(expression: Any) -> set[Any]:
 
 
 def _leading_to(output: fx.Node) -> set[fx.Node]:
-    """A node, and those that it depends on."""
+    """A node and all nodes that it depends on."""
     needed = {output}
     for node in reversed(output.graph.nodes):
         written = [x for x in node.args[:1] if isinstance(x, fx.Node)] if mutates_argument(node) else []
@@ -738,7 +738,7 @@ def _leading_to(output: fx.Node) -> set[fx.Node]:
 
 
 def _written_through(graph: fx.Graph) -> set[fx.Node]:
-    """What calls write to, and all that it may be a view of."""
+    """The nodes that calls write to, and the nodes that they may be views of."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if mutates_argument(node) or node in found:
@@ -747,7 +747,7 @@ def _written_through(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _leading_to_collectives(graph: fx.Graph) -> set[fx.Node]:
-    """What replicas join, so that each must have its own."""
+    """The inputs of model collectives: each replica must compute its own."""
     leading: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.target in MODEL_COLLECTIVES or any(user in leading for user in node.users):

@@ -1,8 +1,9 @@
 """Whether a condition that is the same for every microbatch is the same for the batch, too.
 
-A model that is not split asks once, of all rows. Its stages ask for each microbatch. Where all of these find
-``(x > 2).any()`` true, or all false, so would the batch; ``x.std() > 2`` may be false for each of them, and
-true for the batch. These rules tell the two apart. They know few operators; of any other nothing is known.
+An unsplit model evaluates a condition once, over all rows; stages evaluate it for each microbatch. If every
+microbatch finds ``(x > 2).any()`` true, or every one false, so does the batch; ``x.std() > 2`` may be false
+for each microbatch and true for the batch. These rules tell the two apart. Unknown operators count as the
+latter.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from pipec.errors import CaptureError
 
 
 class ConditionReduction(Enum):
-    """How the values of microbatches make that of the batch, where each is one number or truth value."""
+    """How the one-element values of microbatches make that of the batch."""
 
     SAME = auto()
     """All are that of the batch."""
@@ -68,7 +69,7 @@ _JOINED = {
 
 
 def refuse_ambiguous_branch(assumed: fx.Node, dependence_of: DependenceOf, rows: int | None) -> None:
-    """Raise CaptureError for a branch that all microbatches could take, and the batch not.
+    """Raise CaptureError for a branch that the batch might not take though every microbatch does.
 
     ``rows`` are those of a microbatch if the graph is for these alone.
     """
@@ -90,7 +91,7 @@ def refuse_ambiguous_branch(assumed: fx.Node, dependence_of: DependenceOf, rows:
 
 
 def _number_of_rows(condition: fx.Node, rows: int) -> int | None:
-    """A multiple of ``rows`` in what is computed of values of the batch; None if there is none."""
+    """A multiple of ``rows`` that enters the condition; None if there is none."""
     reached, pending, numbers = set[fx.Node](), [condition], list[int]()
     while pending:
         node = pending.pop()
@@ -107,7 +108,7 @@ def is_batch_condition(condition: fx.Node, dependence_of: DependenceOf) -> bool:
 
 
 def _truth(node: fx.Node, dependence_of: DependenceOf) -> ConditionReduction | None:
-    """How a value of one element adds up; None if that is not known."""
+    """How a value of one element is reduced over microbatches; None if unknown."""
     if is_whole(dependence_of(node)):
         return ConditionReduction.SAME
     value = dependence_of(node)
@@ -125,7 +126,7 @@ def _truth(node: fx.Node, dependence_of: DependenceOf) -> ConditionReduction | N
 
 
 def _of_rows(name: str, rows: fx.Node) -> ConditionReduction | None:
-    """What a call makes of ``rows`` that returns one element. How many of them are true is ``ANY``, too."""
+    """How a call reduces rows to one element. The number of true elements counts as ``ANY``."""
     if name == "count_nonzero" or (name == "sum" and _dtype(rows) is torch.bool):
         return ConditionReduction.ANY
     return _REDUCED.get(name)
@@ -134,7 +135,7 @@ def _of_rows(name: str, rows: fx.Node) -> ConditionReduction | None:
 def _made_of(
     node: fx.Node, truth: ConditionReduction, operands: list[fx.Node], is_beside_same: bool
 ) -> ConditionReduction | None:
-    """What a call makes of operands of which it is known, and of those that are the same for all."""
+    """How a call combines operands whose reduction is known with operands that are the same for all."""
     name = operator_name(node)
     if len(operands) == 1 and (name in _KEEPING or (name in _OF_ONE and truth in _BOOLEAN)):
         return truth if name in _KEEPING or _has_one(operands[0]) else None
@@ -181,5 +182,5 @@ def _value(node: fx.Node) -> Any:
 
 
 def _of_numbers(node: fx.Node) -> set[ConditionReduction]:
-    """What is known of the operands that are Python numbers."""
+    """The reductions of operands that are Python numbers."""
     return {ConditionReduction.SAME for x in node.args if isinstance(x, int | float)}

@@ -1,4 +1,4 @@
-"""Which numbers of a graph come from the number of its rows: a second graph, of the whole batch, tells.
+"""Tells which numbers of a graph come from the number of its rows, by a second capture of the whole batch.
 
 ::
 
@@ -23,7 +23,7 @@ from pipec.capture.node_insertion import fake_value
 
 @dataclass(frozen=True)
 class WholeBatchCapture:
-    """What was captured of the whole batch, which has ``batch_size`` rows; None if that failed.
+    """The graph captured of the whole batch, which has ``batch_size`` rows; None if that failed.
 
     The graph to compare it with is for ``rows`` rows alone.
     """
@@ -33,7 +33,7 @@ class WholeBatchCapture:
     batch_size: int
 
     def compare(self, module: fx.GraphModule) -> "Comparison | None":
-        """Compare a graph of ``rows`` rows with that of the batch; None if their nodes differ."""
+        """The comparison of a graph of ``rows`` rows with that of the batch; None if their nodes differ."""
         if self.module is None:
             return None
         found = Comparison(self.rows, self.batch_size)
@@ -55,7 +55,7 @@ class WholeBatchCapture:
         return found
 
     def why_unproven(self) -> str:
-        """What to say where no comparison is possible."""
+        """The warning where no comparison is possible."""
         return (
             f"it is captured for {self.rows} rows alone, and differently for {self.batch_size}, so that "
             "nothing tells which of its numbers come from the rows"
@@ -78,11 +78,11 @@ class Comparison:
     _shapes: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
 
     def arguments(self, node: fx.Node) -> Any:
-        """The ``args`` and ``kwargs`` of a node, with numbers as they are in the analysis."""
+        """The ``args`` and ``kwargs`` of a node, their numbers scaled to the sizes of the analysis."""
         return self._arguments.get(node, (node.args, node.kwargs))
 
     def shape(self, tensor: Tensor) -> tuple[int, ...] | None:
-        """The shape of a captured tensor in the analysis; None if that is unclear."""
+        """The shape of a captured tensor, scaled to the sizes of the analysis; None if that is unclear."""
         return self._shapes.get(id(tensor), tuple(tensor.shape))
 
     def add(self, node: fx.Node, other: fx.Node) -> bool:
@@ -106,7 +106,7 @@ class Comparison:
         return True
 
     def _scale(self, number: float, of_batch: float) -> float | None:
-        """A number as it is in the analysis; None if that is no power of the number of rows."""
+        """A number scaled to the sizes of the analysis; None if it is no power of the rows."""
         if number == of_batch:
             return number
         for power in (1, -1):
@@ -131,7 +131,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _differ(own: Any, of_batch: Any) -> bool:
-    """Whether two arguments differ otherwise than two numbers do."""
+    """Whether two arguments differ, and are not two numbers."""
     if _is_number(own) and _is_number(of_batch):
         return False
     if isinstance(own, fx.Node) and isinstance(of_batch, fx.Node):

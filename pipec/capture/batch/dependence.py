@@ -1,17 +1,17 @@
-"""What a value of a microbatch is to that of the whole mini-batch.
+"""How a value of a microbatch relates to that of the whole mini-batch.
 
 Let the batch of N rows be divided into microbatches of n rows, each with a share n / N. A value of the
 captured forward is one of these:
 
-=============  ====================================================================================
-``Whole``      the same for every microbatch: parameters, constants, what has no rows
-``PerRow``       row by row: microbatch values, one behind the other along a dimension, are the batch's
-``SumOverRows``        the batch's is the sum over microbatches
-``SelectedRows``     rows that values choose
-``SortedRows``     rows that were sorted by whole numbers
-``MixedRows``      proved to depend on other rows of the batch, in a way that microbatches cannot make up for
-``Unproven``   no rule covers it
-=============  ====================================================================================
+================  =================================================================================
+``Whole``         the same for every microbatch: parameters, constants, values without rows
+``PerRow``        row by row: concatenating microbatch values along a dimension gives the batch's
+``SumOverRows``   the batch's value is the sum over microbatches
+``SelectedRows``  rows that values choose
+``SortedRows``    rows sorted by integer keys
+``MixedRows``     proved to depend on other rows of the batch, in a way that microbatches cannot make up for
+``Unproven``      no rule covers it
+================  =================================================================================
 
 A ``degree`` counts factors of the number of rows: a mean is a sum with degree -1, whose batch value is the
 mean of the microbatches' values, each weighted with its share. Only a sum of degree -1 is a loss as it is.
@@ -67,7 +67,7 @@ class SelectedRows:
 
 
 class SortedContent(Enum):
-    """What the results of sorting rows by whole numbers are, and what is computed of them."""
+    """The results of sorting rows by integer keys, and values computed from them."""
 
     ROWS = auto()
     """What is computed of each row, or of a part of one, in sorted order."""
@@ -85,7 +85,7 @@ class SortedContent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """Along dimension 0, in the order of the sort ``sort_id``, that of ``inner`` elements for each row."""
+    """Along dimension 0, in the order of the sort ``sort_id`` of ``inner`` elements for each row."""
 
     sort_id: int
     inner: int
@@ -93,7 +93,7 @@ class SortedRows:
     divisor: int = 1
 
     def of(self, content: SortedContent) -> "SortedRows":
-        """Something else of the same sort, not divided."""
+        """Other content in the order of the same sort, undivided."""
         return SortedRows(self.sort_id, self.inner, content)
 
 
@@ -107,7 +107,7 @@ class MixedRows:
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """No rule says what it is. ``at`` is the call where that began."""
+    """No rule covers it. ``at`` is the call where that began."""
 
     why: str
     at: object = None

@@ -1,7 +1,7 @@
-"""Follows what every tensor is to the batch, while operators run on tensors without memory.
+"""Tracks how every tensor depends on the batch, while operators run on meta tensors.
 
 Each operator that torch dispatches is looked up in ``rules``. Tensors that share memory share what is known:
-a write through a view changes what its base is.
+a write through a view changes what is known of its base.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True)
 class TensorFact:
-    """What a tensor is to the batch.
+    """How a tensor depends on the batch.
 
     ``from_arguments``: it follows from the arguments of ``step`` alone. ``uniform``: all its elements are one
     number, so that its rows may be in any order.
@@ -50,7 +50,7 @@ class TensorFact:
 
 @dataclass(eq=False)
 class DependenceTracker(TorchDispatchMode):
-    """Knows the tensors that were made while it was active.
+    """Records the dependence of every tensor that is made while it is active.
 
     ``rows`` stands for the rows of a microbatch; ``symbolic``: no other number is a multiple of it.
     """
@@ -77,14 +77,14 @@ class DependenceTracker(TorchDispatchMode):
         self._depth = 0
 
     def fact(self, tensor: Tensor) -> TensorFact:
-        """What is known of a tensor; one that nobody told of is a constant."""
+        """The facts recorded of a tensor; one that was never recorded is a constant."""
         return self._known.get(id(tensor), TensorFact(Whole(), from_arguments=True))
 
     def dependence_of(self, tensor: Tensor) -> Dependence:
         return self.fact(tensor).value
 
     def record(self, tensor: Tensor, known: TensorFact) -> Tensor:
-        """Note what a tensor is."""
+        """Record how a tensor depends on the batch."""
         if id(tensor) not in self._known:
             self._kept.append(tensor)
             self._sharing.setdefault(_memory(tensor), []).append(tensor)
@@ -92,7 +92,7 @@ class DependenceTracker(TorchDispatchMode):
         return tensor
 
     def overwrite(self, tensor: Tensor, value: Dependence) -> None:
-        """Note that a call has written to a tensor, and so to all that shares its memory."""
+        """Record a write to a tensor, and so to all tensors that share its memory."""
         for other in self._sharing.get(_memory(tensor), []):
             self.record(other, TensorFact(value))
 
@@ -101,7 +101,7 @@ class DependenceTracker(TorchDispatchMode):
         return any(other is not tensor for other in self._sharing.get(_memory(tensor), []))
 
     def meta_copy(self, tensor: Tensor) -> Tensor:
-        """A tensor without memory in place of one that has some."""
+        """The meta tensor that stands in for a real one."""
         if tensor.device == _META:
             return tensor
         if id(tensor) not in self._twins:
@@ -154,7 +154,7 @@ class DependenceTracker(TorchDispatchMode):
         return result
 
     def _in_one_order(self, tensors: Sequence[Tensor]) -> Callable[[Tensor], Dependence]:
-        """What tensors are, where rows that are uniform follow the order of those that are not."""
+        """The dependence of tensors, where uniform rows take the order of the other rows."""
         rows = [(self.fact(x), v) for x in tensors if isinstance(v := self.dependence_of(x), PerRow)]
         orders = {v.outer * v.inner: v for known, v in rows if not known.uniform}
         sizes = {v.inner // v.divisor for v in map(self.dependence_of, tensors) if isinstance(v, SortedRows)}
@@ -177,7 +177,7 @@ class DependenceTracker(TorchDispatchMode):
         return func(*args, **kwargs) if found is None else found
 
     def _values(self, call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
-        """What the results of a call are."""
+        """The dependence of a call's results."""
         name = call.name
         if unknown := None if name in IGNORES_VALUES else mixed_or_unproven(call.values):
             return unknown
@@ -210,7 +210,7 @@ class DependenceTracker(TorchDispatchMode):
         return apply_in_sorted_order(call, rule) if rule else self._decomposed(call) or call.unproven()
 
     def _needs_order(self, call: OperatorCall) -> bool:
-        """Whether a call tells rows of all replicas apart by their place, where that is not the batch's."""
+        """Whether a call depends on the order of rows gathered from replicas, which is not the batch's."""
         if (
             not self.not_in_batch_order
             or not call.tensors
@@ -230,7 +230,7 @@ class DependenceTracker(TorchDispatchMode):
             self.num_batch_norms += 1
 
     def _decomposed(self, call: OperatorCall) -> tuple[Dependence, ...] | None:
-        """What torch's decomposition of an operator makes of its arguments."""
+        """The dependence of the results by torch's decomposition of the operator; None without one."""
         decompose = _trilinear if call.name == "_trilinear" else decompositions().get(call.op)
         if decompose is None or self._depth > 3:
             return None
@@ -281,7 +281,7 @@ class DependenceTracker(TorchDispatchMode):
         return call.mixed("makes something for every pair of rows") if own else call.unproven()
 
     def _write(self, call: OperatorCall, given: bool) -> None:
-        """Note what a call has written into an argument, and into all that shares its memory."""
+        """Record what a call has written into its arguments and into tensors that share their memory."""
         schema = call.op._schema.arguments
         written = [
             call.arguments[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write
@@ -307,7 +307,7 @@ class DependenceTracker(TorchDispatchMode):
             self.drew_random |= _RANDOM in call.op.tags and isinstance(value, Whole)
 
     def _overwritten(self, call: OperatorCall) -> Dependence:
-        """``copy_`` and ``fill_``: what was there is gone."""
+        """The value after ``copy_`` or ``fill_``, which overwrite all elements."""
         target = call.first
         if call.name == "copy" and len(call.tensors) > 1:
             source = call.tensors[1]
@@ -327,7 +327,7 @@ class DependenceTracker(TorchDispatchMode):
         return self._kept_rows(call, call.unproven() if degree is None else Whole(degree, number))
 
     def _kept_rows(self, call: OperatorCall, value: Dependence) -> Dependence:
-        """What is whole, written to each row, is rows. An unknown value may have any number of elements."""
+        """The dependence after writing ``value``: a whole value written to each row has rows."""
         old = self.dependence_of(call.first)
         if not isinstance(value, Whole):
             return value
@@ -339,7 +339,7 @@ class DependenceTracker(TorchDispatchMode):
     def _beside(
         self, call: OperatorCall, other: Tensor, view: Tensor, before: Dependence, value: Dependence
     ) -> Dependence:
-        """What a tensor is of whose memory a part was written, that ``view`` shows."""
+        """The dependence of ``other``, after a write through ``view`` into a part of its memory."""
         old = self.dependence_of(other)
         if unknown := mixed_or_unproven([old, value]) or mixed_or_unproven([before]):
             return unknown
@@ -405,7 +405,7 @@ def _masked_select(args: Sequence[Any]) -> Tensor:
 
 
 def _index(args: Sequence[Any]) -> Tensor | None:
-    """``x[mask]``, whose size torch cannot tell without values."""
+    """``x[mask]``, whose size depends on values."""
     x, given = args[0], list(args[1])
     masks = [
         (place, i) for place, i in enumerate(given) if i is not None and i.dtype in (torch.bool, torch.uint8)
@@ -428,7 +428,7 @@ def _bincount(args: Sequence[Any]) -> Tensor:
 
 
 def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], unroll_dim: int = 1) -> Tensor:
-    """What ``nn.Bilinear`` calls, as its formula says."""
+    """The decomposition of ``_trilinear``, which ``nn.Bilinear`` calls."""
     *expanded, summed = dims[:4]
     for each, tensor in enumerate(factors := [one, two, three]):
         for dim in expanded[each]:

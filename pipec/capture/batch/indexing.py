@@ -1,4 +1,4 @@
-"""What becomes of rows where places choose elements: lookups, and writes to places."""
+"""Rules for lookups by index and for writes to indices."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from pipec.capture.batch.operator_call import (
 
 
 def embedding(call: OperatorCall) -> Dependence:
-    """A table that is whole, looked up by rows."""
+    """``embedding``: a whole table, looked up by rows."""
     table, index = call.dependence_of(call["weight"]), call.dependence_of(call["indices"])
     if unknown := mixed_or_unproven([table, index]):
         return unknown
@@ -53,7 +53,7 @@ def index_select(call: OperatorCall) -> Dependence:
 
 
 def index(call: OperatorCall) -> Dependence:
-    """``x[i, :, j]``: indices broadcast, and their dimensions stand at the first, or in front."""
+    """``x[i, :, j]``: indices broadcast; their dimensions are placed at the first index, or in front."""
     x, given = call["self"], list(call["indices"])
     source = call.dependence_of(x)
     given += [None] * (x.ndim - sum(_width(i) for i in given))
@@ -109,14 +109,14 @@ def index(call: OperatorCall) -> Dependence:
 
 
 def _width(index: Tensor | None) -> int:
-    """How many dimensions an index takes the place of."""
+    """How many dimensions an index replaces."""
     return index.ndim if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _by_mask(
     call: OperatorCall, source: Dependence, given: list[Tensor | None], values: list[Dependence]
 ) -> Dependence:
-    """``x[mask]``, whose result has rows, or parts of them, as many as the mask says."""
+    """``x[mask]``: its result has as many rows, or parts of rows, as the mask selects."""
     place = next(place for place, i in enumerate(given) if i is not None)
     (mask, *others), (value, *_) = [i for i in given if i is not None], values
     if others:
@@ -140,7 +140,7 @@ def _by_mask(
 def _of_places(
     call: OperatorCall, source: Dependence, given: list[Tensor | None], values: list[Dependence]
 ) -> Dependence:
-    """``x[mask.nonzero()]``: rows that values choose."""
+    """``x[mask.nonzero()]``: the rows that values choose."""
     places = SelectedRows(are_indices=True)
     if isinstance(source, PerRow) and source == PerRow(0) and given[0] is not None and values[0] == places:
         return (
@@ -156,7 +156,7 @@ def _of_places(
 
 
 def gather(call: OperatorCall) -> Dependence:
-    """Along ``dim``; in the other dimensions each element reads from its own place."""
+    """``gather`` along ``dim``; in other dimensions each element reads from its own position."""
     x, places = call["self"], call["index"]
     source, index = call.dependence_of(x), call.dependence_of(places)
     dim = call["dim"] % max(x.ndim, 1)
@@ -184,7 +184,7 @@ def gather(call: OperatorCall) -> Dependence:
 
 
 def scatter(call: OperatorCall) -> Dependence:
-    """Writes to places along ``dim``: within rows, or from rows into sums."""
+    """``scatter`` along ``dim``: within rows, or from rows into sums."""
     target, x = call.dependence_of(call["self"]), call["self"]
     dim = call["dim"] % max(x.ndim, 1)
     others = [call.dependence_of(t) for t in call.tensors[1:]]
@@ -225,7 +225,7 @@ def scatter(call: OperatorCall) -> Dependence:
 
 
 def _puts_back(others: list[Dependence]) -> bool:
-    """Whether rows that values choose are written to where they come from."""
+    """Whether selected rows are written back to where they come from."""
     places = SelectedRows(are_indices=True)
     return places in others and all(v in (places, SelectedRows()) for v in others)
 
@@ -317,7 +317,7 @@ def index_put(call: OperatorCall) -> Dependence:
 
 
 def masked_select(call: OperatorCall) -> Dependence:
-    """``masked_select``: what the mask chooses, in order."""
+    """``masked_select``: the selected elements, in order."""
     rows = {replace(v, is_row_number=False) for v in call.values if isinstance(v, PerRow)}
     if unknown := mixed_or_unproven(call.values):
         return unknown
@@ -331,7 +331,7 @@ def masked_select(call: OperatorCall) -> Dependence:
 
 
 def nonzero(call: OperatorCall) -> Dependence:
-    """``nonzero``: the numbers of rows that count are those of the microbatch."""
+    """``nonzero``: row numbers within the microbatch."""
     value = call.dependence_of(call.first)
     if isinstance(value, PerRow) and value.dim == 0 and not value.degree:
         return SelectedRows(are_indices=True)
@@ -339,7 +339,7 @@ def nonzero(call: OperatorCall) -> Dependence:
 
 
 def masked_scatter(call: OperatorCall) -> Dependence:
-    """Each microbatch checks that the mask chooses all of the source, which then belongs to its own rows."""
+    """``masked_scatter``: each microbatch checks that the mask takes all of its source."""
     target, mask = call.dependence_of(call["self"]), call.dependence_of(call["mask"])
     source = call.dependence_of(call["source"])
     if unknown := mixed_or_unproven([target, mask, source]):

@@ -1,4 +1,4 @@
-"""Where operators that move elements put the rows."""
+"""Rules for operators that move elements: views, slices, concatenation, creation."""
 
 import math
 import sys
@@ -23,7 +23,7 @@ from pipec.capture.batch.sorting import IN_ORDER
 
 
 def move(call: OperatorCall) -> Dependence:
-    """Sums and what is whole stay that wherever their elements go; rows ask ``_PLACES``."""
+    """Sums and whole values keep their dependence; rows are looked up in ``_PLACES``."""
     value = call.dependence_of(call.first)
     if isinstance(value, Whole) and call.name in _CUTTING and any(map(call.is_row_multiple, _integers(call))):
         why = "takes as many elements as the microbatch has rows"
@@ -77,7 +77,7 @@ def _reinterpreted(call: OperatorCall, value: Dependence) -> Dependence:
 
 
 def _keeps_first(call: OperatorCall) -> bool:
-    """Whether dimension 0, of rows that values choose, stays the first and as it is."""
+    """Whether dimension 0, of selected rows, stays first and unchanged."""
     return call.first.shape[:1] == call.shape[:1]
 
 
@@ -198,7 +198,7 @@ def _as_strided(call: OperatorCall, rows: PerRow) -> Dependence:
 
 
 def _written(call: OperatorCall, rows: PerRow) -> Dependence:
-    """What is written to a place of each row must be of that row, or whole."""
+    """The result of writing into a position of each row: the written value must be per row, or whole."""
     dim, part = _dim(call), call.dependence_of(call["src"])
     shift = call.name == "select_scatter" and dim < rows.dim
     is_fill = isinstance(part, Whole) and (part.fill == 0 or (part.fill is not None and not rows.degree))
@@ -209,14 +209,14 @@ def _written(call: OperatorCall, rows: PerRow) -> Dependence:
 
 
 def _written_to_whole(call: OperatorCall, value: Dependence, part: Dependence) -> Dependence:
-    """What has no rows, of which a part is replaced by something else."""
+    """The result of replacing a part of a whole value."""
     if isinstance(value, Whole) and isinstance(part, Whole) and value.degree == part.degree:
         return Whole(value.degree)
     return mixed_or_unproven([value, part]) or (value if value == part else call.unproven())
 
 
 def _put_back(call: OperatorCall, rows: PerRow) -> Dependence:
-    """The gradient of a part is that of the whole, and zero elsewhere."""
+    """The gradient of a slice, padded with zeros."""
     dim = call["dim"] % len(call.shape)
     found = rows.at(rows.dim + (call.name == "select_backward" and dim <= rows.dim))
     if call.name == "slice_backward" and call.first.shape[dim] == call.shape[dim] and call["step"] == 1:
@@ -251,7 +251,7 @@ _PLACES = {
 
 
 def expand(call: OperatorCall) -> Dependence:
-    """As ``move``; and what is whole has rows once a dimension of it is as long as the batch."""
+    """``expand``: as ``move``; a whole value has rows once it is expanded to the length of the batch."""
     value, first = call.dependence_of(call.first), call.first
     shift = len(call.shape) - first.ndim
     if isinstance(value, Whole) and call.symbolic:
@@ -267,7 +267,7 @@ def expand(call: OperatorCall) -> Dependence:
 
 
 def repeat(call: OperatorCall) -> Dependence:
-    """``x.repeat(2, 1)`` puts all rows once more behind the rows."""
+    """``x.repeat(2, 1)``: all rows follow once more after the rows."""
     value, first = call.dependence_of(call.first), call.first
     shift = len(call.shape) - first.ndim
     sizes = [1] * shift + list(first.shape)
@@ -340,7 +340,7 @@ def pad(call: OperatorCall) -> Dependence:
 
 
 def create(call: OperatorCall) -> Dependence:
-    """Zeros, ones, or a number: rows like any other, if there is one for each."""
+    """``zeros``, ``ones``, ``full``: rows, if a dimension is as long as the batch."""
     results = tensors_in(call.result)
     tagged = [dim for dim, size in enumerate(call.shape) if call.is_row_multiple(size)]
     degree = call.degree(call.arguments.get("fill_value", 0)) if call.name in _FILLED else 0

@@ -1,4 +1,4 @@
-"""One operator call on tensors without memory, and what is known of its arguments."""
+"""An operator call on meta tensors, and how its arguments depend on the batch."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +20,14 @@ size.
 
 
 class NeedsMeanError(Exception):
-    """Sums over the rows of a microbatch are to be divided by its share first."""
+    """Sums over the rows of a microbatch must first be divided by its fraction of the rows."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
 
 class NeedsRowNumbersError(Exception):
-    """The numbers of rows are to be counted from the first row of the batch first."""
+    """Row numbers must first count from the first row of the batch."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
@@ -85,7 +85,7 @@ class OperatorCall:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the first result."""
+        """The shape of the first result."""
         result = self.result[0] if isinstance(self.result, tuple | list) else self.result
         assert isinstance(result, Tensor)
         return result.shape
@@ -178,7 +178,7 @@ Rule = Callable[[OperatorCall], Dependence | tuple[Dependence, ...]]
 
 
 def mixed_or_unproven(values: Sequence[Dependence]) -> MixedRows | Unproven | None:
-    """The first value of which it is known that it mixes rows, else the first that is not proved."""
+    """The first value that mixes rows, else the first that is unproven."""
     unproven = next((value for value in values if isinstance(value, Unproven)), None)
     return next((value for value in values if isinstance(value, MixedRows)), unproven)
 

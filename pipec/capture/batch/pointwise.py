@@ -1,4 +1,4 @@
-"""What arithmetic makes of rows, and of sums over rows. torch's tag tells which operators are elementwise."""
+"""Rules for elementwise operators, which torch tags, on rows and on sums over rows."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ KEEPING = {
 
 
 def pointwise(call: OperatorCall) -> Dependence:
-    """Each element of the result is made of the elements of the arguments at the same place."""
+    """Each element of the result depends on the elements of the arguments at the same position."""
     if unknown := mixed_or_unproven(call.values):
         return unknown
     if not _keeps(call):
@@ -46,7 +46,7 @@ def pointwise(call: OperatorCall) -> Dependence:
 
 
 def _keeps(call: OperatorCall) -> bool:
-    """Whether the elements of the result are those of the first argument, but for rounding."""
+    """Whether the result equals the first argument, up to rounding."""
     return call.name in KEEPING and not truncates(call.first, tensors_in(call.result)[0])
 
 
@@ -62,7 +62,7 @@ def aligned_rows(call: OperatorCall) -> list[PerRow] | None:
 
 
 def _fits(call: OperatorCall, rows: PerRow) -> bool:
-    """Whether what is no row is the same for each of them."""
+    """Whether the arguments without rows broadcast over all rows alike."""
     from_end = len(call.shape) - rows.dim
     for tensor, value in zip(call.tensors, call.values, strict=True):
         is_plain = isinstance(value, Whole) and value.fill is None
@@ -72,7 +72,7 @@ def _fits(call: OperatorCall, rows: PerRow) -> bool:
 
 
 def _degree(call: OperatorCall) -> int | None:
-    """The power of the number of rows in the result; None if it has no power of it as a factor."""
+    """The degree of the result in the number of rows; None if it has none."""
     degrees = []
     for value in call.values:
         assert isinstance(value, Whole | PerRow)

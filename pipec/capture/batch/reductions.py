@@ -1,4 +1,4 @@
-"""What becomes of rows where elements are brought together: sums, means, products of matrices, statistics."""
+"""Rules for operators that combine elements: sums, means, matrix products, statistics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ def sum_or_mean(call: OperatorCall) -> Dependence:
 
 
 def count(call: OperatorCall) -> Dependence:
-    """``count_nonzero`` and the like: how many elements are so is a sum; of a sum it is nothing."""
+    """``count_nonzero`` and its kin: a sum over rows; unproven of a sum."""
     value = call.dependence_of(call.first)
     if isinstance(value, SumOverRows):
         return call.mixed("counts in what is a sum over the rows of a microbatch")
@@ -62,7 +62,7 @@ def count(call: OperatorCall) -> Dependence:
 
 
 def reduction(call: OperatorCall) -> Dependence:
-    """Reductions of another kind: along rows they mix them."""
+    """Other reductions: along rows they mix them."""
     value, dims = call.dependence_of(call.first), dims_of(call)
     if unknown := mixed_or_unproven(call.values):
         return unknown
@@ -83,7 +83,7 @@ def reduction(call: OperatorCall) -> Dependence:
 
 
 def _left(call: OperatorCall, rows: PerRow, dims: Sequence[int]) -> PerRow:
-    """The rows once some other dimensions are gone."""
+    """The rows after some other dimensions are removed."""
     result = call.result[0] if isinstance(call.result, tuple | list) else call.result
     keeps = result.ndim == call.first.ndim
     return rows if keeps else rows.at(rows.dim - sum(dim < rows.dim for dim in set(dims)))
@@ -108,7 +108,7 @@ def along_dim(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
 
 
 def each_row_alone(call: OperatorCall) -> Dependence:
-    """As an operator that computes each row by itself, whatever it does within one."""
+    """A rule for operators that compute each row by itself."""
     if unknown := mixed_or_unproven(call.values):
         return unknown
     call.require_no_row_numbers()
@@ -148,7 +148,7 @@ def elementwise_loss(call: OperatorCall) -> Dependence:
 
 
 def margin_loss(call: OperatorCall) -> Dependence:
-    """Losses of scores (rows, classes) and targets with a row for each."""
+    """Losses of scores (rows, classes) and targets (rows, ...)."""
     scores, targets = (call.dependence_of(call[name]) for name in ("self", "target"))
     others = [value for value in call.values if not isinstance(value, PerRow)]
     if unknown := mixed_or_unproven(call.values):
@@ -195,7 +195,7 @@ def nll_loss(call: OperatorCall) -> Dependence:
 
 
 def product(call: OperatorCall) -> Dependence:
-    """Products of matrices: ``mm``, ``bmm``, ``mv``, ``dot``, and those that add something to one."""
+    """Matrix products: ``mm``, ``bmm``, ``mv``, ``dot``, and ``addmm`` and its kin."""
     if unknown := mixed_or_unproven(call.values):
         return unknown
     call.require_no_row_numbers()
@@ -245,7 +245,7 @@ def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Dependence:
 
 
 def _with_added(call: OperatorCall, value: Dependence, added: Tensor, made: Dependence) -> Dependence:
-    """``addmm`` and the like: what is added is whole, or has the same rows."""
+    """``addmm`` and its kin: the added operand is whole, or has the same rows."""
     if isinstance(made, PerRow) and isinstance(value, Whole):
         from_end = len(call.shape) - made.dim
         fits = added.ndim < from_end or added.shape[-from_end] == 1 or value.fill is not None
@@ -278,7 +278,7 @@ def group_norm(call: OperatorCall) -> Dependence:
 
 
 def _only_first(call: OperatorCall, value: Dependence) -> Dependence:
-    """For operators whose further arguments are parameters."""
+    """A rule for operators whose further arguments are parameters."""
     if any(isinstance(v, PerRow) for v in call.values[1:]):
         return call.unproven()
     return each_row_alone(call)
@@ -351,7 +351,7 @@ def recurrence(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 
 
 def histogram(call: OperatorCall) -> Dependence:
-    """Counts by value, between limits that are given."""
+    """``histc`` and ``bincount``: counts by value, between given limits."""
     value = call.dependence_of(call.first)
     if unknown := mixed_or_unproven(call.values):
         return unknown
@@ -367,7 +367,7 @@ def histogram(call: OperatorCall) -> Dependence:
 
 
 def search_sorted(call: OperatorCall) -> Dependence:
-    """``searchsorted`` and ``bucketize``: where values belong in what is sorted."""
+    """``searchsorted`` and ``bucketize``: positions of values in a sorted tensor."""
     table = call.arguments.get("sorted_sequence", call.arguments.get("boundaries"))
     values = call["self"]
     if not isinstance(values, Tensor) or not isinstance(table, Tensor):

@@ -1,7 +1,7 @@
-"""The rule of each operator: what it makes of what its arguments are to the batch.
+"""The rule of each operator: how the dependence of its results follows from that of its arguments.
 
-Elementwise operators are told by torch's own tag. An operator that is not here is decomposed into others by
-torch's decompositions; one that has none is unproven.
+Elementwise operators are recognised by torch's own tag. An operator without a rule is decomposed by torch's
+decompositions; one without a decomposition is unproven.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ def _permutation(call: OperatorCall) -> Dependence:
 
 
 def _batch_fraction(call: OperatorCall) -> Dependence:
-    """A microbatch's share of the rows, which grows with their number."""
+    """The batch fraction, which is proportional to the number of rows."""
     return Whole(degree=1)
 
 
 def _row_numbers(call: OperatorCall) -> Dependence:
-    """What belongs to a row, once it counts from the first row of the batch."""
+    """Row numbers that count from the first row of the batch, which belong to their rows."""
     value = call.dependence_of(call.first)
     return PerRow(value.dim) if isinstance(value, PerRow) else call.unproven()
 

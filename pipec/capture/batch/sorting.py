@@ -8,8 +8,8 @@ What is sorted has ``inner`` elements for each row. This is followed, under any 
     back[order] = arange(len(order))                       INVERSE
     z = y[back]                                            rows again, as ``PerRow``
 
-Every sort has a number of its own, ``SortedRows.sort_id``: what is in the order of one is never combined with
-another. Only arithmetic that computes each element by itself is done in between.
+Every sort has its own ``SortedRows.sort_id``: values in the order of one sort are never combined with values
+in the order of another. In between, only elementwise arithmetic is followed.
 """
 
 import itertools
@@ -39,7 +39,7 @@ _numbers = itertools.count(IN_ORDER + 1)
 
 
 def sort_results(call: OperatorCall) -> tuple[Dependence, ...] | None:
-    """The results of sorting whole numbers in ascending order; None if it is not known what that does."""
+    """The results of sorting integers in ascending order; None for any other sort."""
     keys, value = call.first, call.dependence_of(call.first)
     is_plain = isinstance(value, PerRow) and value == PerRow(0, 1, value.inner)
     if not is_plain or keys.ndim != 1 or keys.is_floating_point() or not call.symbolic:
@@ -52,7 +52,7 @@ def sort_results(call: OperatorCall) -> tuple[Dependence, ...] | None:
 
 
 def sorted_rule(call: OperatorCall) -> Dependence | tuple[Dependence, ...] | None:
-    """What a call makes of the results of a sort, besides arithmetic with rows; None for all other calls."""
+    """The result of a call that reads a sort's results; None for elementwise and other calls."""
     if call.name in KEEPING and len(call.values) == 1:
         return call.values[0]
     match call.name:
@@ -76,7 +76,7 @@ def sorted_rule(call: OperatorCall) -> Dependence | tuple[Dependence, ...] | Non
 
 
 def apply_in_sorted_order(call: OperatorCall, rule: Rule) -> Dependence | tuple[Dependence, ...]:
-    """What a rule for rows makes of sorted ones: each element is computed by itself, wherever it is."""
+    """The result of a rule for rows, applied to sorted rows: each element is computed by itself."""
     sorts = {(v.sort_id, v.inner) for v in call.values if isinstance(v, SortedRows)}
     others = [
         v
@@ -127,7 +127,7 @@ def _changed(call: OperatorCall, old: SortedContent, new: SortedContent) -> Depe
 
 
 def _divided(call: OperatorCall) -> Dependence | None:
-    """``order // 2``: which pair of elements each belongs to, such as the two choices of a token."""
+    """``order // 2``: the pair that each element belongs to, such as the two experts of a token."""
     value, divisors = call.values[0], [x for x in call.numbers if isinstance(x, int)]
     if not isinstance(value, SortedRows) or value.content is not SortedContent.ORDER:
         return None
@@ -140,7 +140,7 @@ def _divided(call: OperatorCall) -> Dependence | None:
 
 
 def _counts(call: OperatorCall) -> Dependence:
-    """How many elements have each key, which is taken to be no less than the lower limit of ``histc``.
+    """The counts of each key; no key may be below the lower limit of ``histc``.
 
     Without limits ``histc`` takes the smallest key of the microbatch for one.
     """
@@ -150,7 +150,7 @@ def _counts(call: OperatorCall) -> Dependence:
 
 
 def _by_group(call: OperatorCall) -> Dependence:
-    """Each row times the matrix of its group; the groups end where the counts of the keys say."""
+    """Each row times the matrix of its group; cumulative counts of the keys are the group ends."""
     if len(call.values) != 3:
         return call.mixed(_OTHERWISE)
     x, weights, ends = call.values
@@ -160,7 +160,7 @@ def _by_group(call: OperatorCall) -> Dependence:
 
 
 def _index(call: OperatorCall) -> SortedRows | None:
-    """What the one index is, along dimension 0; None if there are others, or if it is not of a sort."""
+    """The one index, along dimension 0; None if there are others, or if it is not of a sort."""
     if call.name in ("index_select", "index_add"):
         index = call["index"] if call["dim"] == 0 else None
     else:
@@ -186,7 +186,7 @@ def _looked_up(call: OperatorCall) -> Dependence | None:
 
 
 def _put(call: OperatorCall) -> Dependence:
-    """``back[order] = arange(len(order))``, or ``z[order] = y``, which overwrite all that was there."""
+    """``back[order] = arange(len(order))``, or ``z[order] = y``, which overwrite every element."""
     at, value = _index(call), call.dependence_of(call["values"])
     if at is not None and at == at.of(SortedContent.ORDER) and not call.arguments.get("accumulate"):
         if value in (SortedRows(IN_ORDER, at.inner, SortedContent.ORDER), PerRow(0, is_row_number=True)):
@@ -197,7 +197,7 @@ def _put(call: OperatorCall) -> Dependence:
 
 
 def _added(call: OperatorCall) -> Dependence:
-    """``index_add(0, order // 2, y)`` adds to each element what was made of it."""
+    """``index_add(0, order // 2, y)``, which adds each result to the element that it was made of."""
     at, source, target = _index(call), call.dependence_of(call["source"]), call.dependence_of(call["self"])
     if at is None or at.content is not SortedContent.ORDER or source != at.of(SortedContent.ROWS):
         return call.mixed("adds sorted rows to others")
