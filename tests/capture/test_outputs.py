@@ -137,7 +137,8 @@ def test_what_a_step_returns_besides_the_loss_has_no_gradient(weight: str | None
 def test_every_rank_has_the_logs_and_the_output(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import pipec, test_outputs\n"
+        "import pipec\n"
+        "from tests.capture import test_outputs\n"
         "model, _, _ = test_outputs.make()\n"
         "pipe = pipec.compile(model, 2, microbatches=3, loss_fn=test_outputs.loss_and_logs)\n"
         "test_outputs.check_step(pipe, model)\n"

@@ -317,7 +317,7 @@ def test_collectives_have_a_band_below_the_lane_of_their_rank(open_page: Open) -
     assert color_at(page, lane(update.rank, update.start + 0.1, part="y + 3")) == "#f2d45c"
     words = page.locator("#legend").inner_text()
     assert all(
-        each in words for each in ("gradient reduction", "parameter all-gather", "update", "grad_norm")
+        each in words for each in ("gradient reduction", "parameter all-gather", "update", "gradient norm")
     )
 
 
