@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test full zoo lint benchmark gpu format clean
+.PHONY: help setup demo smoke test full zoo lint benchmark gpu format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ $(READY): pyproject.toml
 
 demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in build/demo
 	$(BIN)/python examples/train_gpt.py --output build/demo
+
+smoke: $(READY) ## every schedule on one tiny model, against eager torch, in half a minute
+	$(BIN)/pytest -q tests/test_smoke.py
 
 test: lint ## lint, types and the tests that take no longer than a second or two
 	$(BIN)/pytest $(PARALLEL) -m "not slow"

@@ -1,6 +1,7 @@
 """A sample of the zoo: cheap models that have little in common. ``make zoo`` tries all."""
 
 import pytest
+
 from zoo.comparison import compare_case
 from zoo.families import find
 from zoo.report import surprise

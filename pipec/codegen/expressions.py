@@ -1,8 +1,8 @@
 """One node as a Python expression: the ordinary torch call where it is the same operator, else the ATen one.
 
 Calling ``torch.ops.aten.mm.default`` costs microseconds more than ``torch.mm`` and reads worse.
-``tests/test_expressions.py`` proves for every name below that the ordinary call dispatches to the ATen
-operator it stands for.
+``tests/codegen/test_expressions.py`` proves for every name below that the ordinary call dispatches to the
+ATen operator it stands for.
 """
 
 import math

@@ -61,7 +61,7 @@ ROWWISE: Mapping[Any, OpOverload] = {
 }
 """The same of operators whose kernels on CPUs read all of a row before they write its elements, one by one.
 
-``tests/test_in_place.py`` shows that for every type, size and dimension.
+``tests/graph/test_in_place.py`` shows that for every type, size and dimension.
 """
 
 

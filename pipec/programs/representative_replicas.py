@@ -20,8 +20,8 @@ those of all replicas:
   before it sends results itself: no ring goes through them.
 
 Costs are those of stages and links, whichever replica runs them, so that replicas of a kind also take the
-same time. tests/test_alike.py compares all this with steps of all replicas. It serves to plan: programs that
-run, or are written down, are those of all ranks, and have been verified one by one.
+same time. tests/programs/test_alike.py compares all this with steps of all replicas. It serves to plan:
+programs that run, or are written down, are those of all ranks, and have been verified one by one.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
+"""The only package that names private parts of torch. ``tests/torch_compat`` pins each of them.
 
 torch 2.11 to 2.13 are supported. ``front_ends`` and ``autograd_front_end`` trace a module, with the branches
 that ``dynamo_branches`` lets them be told, and ``guards`` tell later whether tracing again would give the

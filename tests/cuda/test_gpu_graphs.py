@@ -7,7 +7,6 @@ import pytest
 import torch
 from gpu_models import decoder, on, token_loss, tokens
 from replayed_cuda_graphs import ReplayedGraphs
-from test_graphs import Selecting
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +14,7 @@ from worker_processes import run_script
 
 import pipec
 from pipec.runtime.step import execution
+from tests.runtime.test_graphs import Selecting
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_models import decoder, eager_step, errors, on, token_loss, tokens, vectors, wide
-from test_precision import batches as mixed_batches
-from test_precision import difference, pair
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pipec
 from pipec.schedules import SEARCHED_SCHEDULES
 from pipec.schedules.registry import SCHEDULES
+from tests.pipeline.test_precision import batches as mixed_batches
+from tests.pipeline.test_precision import difference, pair
 
 ROWS, MICROBATCHES = 16, 8
 

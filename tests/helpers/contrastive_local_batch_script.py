@@ -1,8 +1,7 @@
 """One of two replicas that pass parts of a batch to a contrastive loss: equal ones, and then others."""
 
-from test_ops import batch, contrastive, model
-
 import pipec
+from tests.test_ops import batch, contrastive, model
 
 pipe = pipec.compile(model(), devices=2, stages=1, loss_fn=contrastive, batch="local")
 (x, y), own = batch(), slice(8 * pipe.replica, 8 * pipe.replica + 8)

@@ -1,0 +1,438 @@
+"""Batches along another dimension than the first: losses, gradients and outputs are the unsplit model's."""
+
+import copy
+import functools
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from unsplit_reference import relative_error
+from worker_processes import run_ranks
+
+import pipec
+from pipec.artifact.plan_rules import check_plan
+from pipec.errors import ArtifactError, InputError
+from pipec.ir.batch_axis import BatchAxis
+
+TIME, ROWS, WIDTH, WORDS = 7, 5, 8, 11
+BY_TIME = {"x": 1, "target": "(t b)"}
+
+
+class Recurrent(nn.Module):
+    """Tokens of shape (time, batch), as recurrent layers of torch have them."""
+
+    def __init__(self, kind: str = "LSTM", **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = getattr(nn, kind)(WIDTH, WIDTH, **options)
+        self.head = nn.Linear(WIDTH * (1 + options.get("bidirectional", False)), WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x))[0])
+
+
+class Encoder(nn.Module):
+    """The language model of PyTorch's tutorial: ``(time, batch)``, and a mask of time by time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.randn(16, 1, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[0], x.shape[0]), float("-inf"), dtype=torch.float64).triu(1)
+        return self.head(self.layers(self.embed(x) + self.places[: x.shape[0]], mask))
+
+
+class Translator(nn.Module):
+    """``nn.Transformer`` as PyTorch's tutorial calls it: everything time first, but masks of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.Transformer(WIDTH, 2, 1, 1, 12, dropout=0.0)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor, padding: Tensor
+    ) -> Tensor:
+        hidden = self.layers(
+            self.embed(src),
+            self.embed(tgt),
+            src_mask=src_mask,
+            tgt_mask=tgt_mask,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        return self.head(hidden)
+
+
+def flat_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.reshape(-1, WORDS), target)
+
+
+def made(kind: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(WORDS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Trained:
+    """A pipeline, and the unsplit model that it is compared with."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, **options: Any) -> None:
+        self.unsplit, self.model, self.loss_fn = model, copy.deepcopy(model), loss_fn
+        self.pipe = pipec.compile(self.model, **{"devices": 2, "loss_fn": loss_fn, **options})
+
+    def step(self, *args: Any, target: Any = None, outputs: bool = False) -> None:
+        for each in (self.unsplit, self.model):
+            each.zero_grad()
+        output = self.unsplit(*args)
+        expected = output if self.loss_fn is None else self.loss_fn(output, target)
+        expected.backward()
+        found = self.pipe.step(*args, target=target, outputs=outputs)
+        loss = found[0] if outputs else found
+        assert relative_error(loss, expected.detach()) < 1e-12
+        self.check_gradients()
+        if outputs:
+            assert relative_error(found[1], output.detach()) < 1e-12
+
+    def check_gradients(self) -> None:
+        for found, wanted in zip(self.model.parameters(), self.unsplit.parameters(), strict=True):
+            assert wanted.grad is not None
+            assert found.grad is not None
+            assert relative_error(found.grad, wanted.grad) < 1e-12
+
+
+MODELS: Mapping[str, tuple[Any, int]] = {
+    "LSTM": (Recurrent, 1),
+    "LSTM of uneven rows": (Recurrent, 3),
+    "GRU, two directions": (functools.partial(Recurrent, "GRU", bidirectional=True), 2),
+    "encoder": (Encoder, 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_time_first_models_train_as_the_unsplit_one(name: str) -> None:
+    """Five rows are split into two or three microbatches, which have different numbers."""
+    kind, microbatches = MODELS[name]
+    trained = Trained(made(kind), flat_loss, microbatches=microbatches, batched=BY_TIME)
+    x, target = tokens(TIME, ROWS), tokens(TIME * ROWS, seed=2)
+    trained.step(x, target=target, outputs=True)
+    trained.step(tokens(TIME, ROWS, seed=3), target=target, outputs=True)
+
+
+def test_outputs_are_joined_along_their_own_dimension() -> None:
+    model = made(Recurrent)
+    output = pipec.compile(model, 2, microbatches=2, batched={"x": 1})(tokens(TIME, ROWS))
+    assert relative_error(output, model(tokens(TIME, ROWS)).detach()) < 1e-12
+
+
+def translation() -> tuple[tuple[Tensor, ...], Tensor]:
+    src, tgt = tokens(6, ROWS), tokens(TIME, ROWS, seed=2)
+    causal = torch.full((TIME, TIME), float("-inf"), dtype=torch.float64).triu(1)
+    padding = torch.arange(6) >= torch.tensor([6, 5, 3, 6, 4])[:, None]
+    none = torch.zeros(6, 6, dtype=torch.float64)
+    padding = torch.zeros(ROWS, 6, dtype=torch.float64).masked_fill(padding, float("-inf"))
+    return (src, tgt, none, causal, padding), tokens(TIME * ROWS, seed=4)
+
+
+TRANSLATION = {"src": 1, "tgt": 1, "padding": 0, "target": "(t b)"}
+
+
+def test_a_transformer_trains_with_targets_flattened_time_first() -> None:
+    trained = Trained(made(Translator), flat_loss, microbatches=2, batched=TRANSLATION)
+    args, target = translation()
+    trained.step(*args, target=target, outputs=True)
+    split, whole = str(trained.pipe.plan).splitlines()[-2:]
+    assert whole == "whole in every microbatch: args[2] f64[6, 6], args[3] f64[7, 7]"
+    assert sorted(split.removeprefix("split into microbatches: ").split(", args")) == [
+        "[1] i64[7, b] by dimension 1",
+        "[4] f64[b, 6], target i64[7*b] by dimension 0",
+        "args[0] i64[6, b] by dimension 1",
+    ]
+
+
+def test_replicas_train_on_rows_of_another_dimension() -> None:
+    trained = Trained(made(Recurrent), flat_loss, stages=1, microbatches=3, batched=BY_TIME)
+    trained.step(tokens(TIME, ROWS), target=tokens(TIME * ROWS, seed=2), outputs=True)
+
+
+class Last(nn.Module):
+    """Returns a batch that is the last dimension, and the first, and in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = self.last(torch.tanh(self.first(x.movedim(-1, 0)))) + other["rows"].view(-1, 2, 4)
+        return {"last": hidden.movedim(0, -1), "first": hidden, "middle": hidden.transpose(0, 1)}
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("word", [-1, 2, "t d b", "... b"])
+def test_every_way_to_name_a_dimension(word: Any, rows: int) -> None:
+    """Rows of another argument are merged with a dimension behind them, in a structure."""
+    model = made(Last)
+    pipe = pipec.compile(model, 2, microbatches=2, batched={"x": word, "other": {"rows": "(b t) ..."}})
+    x, other = torch.randn(2, 3, rows).double(), {"rows": torch.randn(rows * 2, 4).double()}
+    with torch.no_grad():
+        expected = model(x, other)
+    for name, found in pipe(x, other).items():
+        assert relative_error(found, expected[name]) < 1e-12
+
+
+def test_another_length_of_sequences_becomes_a_variable() -> None:
+    trained = Trained(made(Encoder), flat_loss, microbatches=2, batched=BY_TIME)
+    for time in (TIME, 4, 9, 6):
+        trained.step(tokens(time, ROWS), target=tokens(time * ROWS, seed=2))
+    variables = trained.pipe.plan.variables
+    assert [(each.name, each.what) for each in variables] == [
+        ("t", "dimension 0 of args[0]"),
+        ("t", "what is beside the batch in dimension 0 of target"),
+    ]
+    assert "args[0] i64[t, b] by dimension 1" in str(trained.pipe.plan)
+    assert "target i64[t*b] by dimension 0" in str(trained.pipe.plan)
+
+
+def test_an_argument_may_be_viewed_as_its_user_passes_it() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.view(-1, 3)).view(x.shape).square().mean()
+
+    Trained(made(Viewing), None, microbatches=2, batched={"x": 1}).step(torch.randn(4, ROWS, 3).double())
+
+
+def test_weights_of_microbatches_are_told_by_what_the_user_passes() -> None:
+    shapes = []
+
+    def weight(x: Tensor, target: Tensor) -> Tensor:
+        shapes.append((tuple(x.shape), tuple(target.shape)))
+        return (target != 0).sum()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.reshape(-1, WORDS), target, ignore_index=0)
+
+    options = {"microbatches": 2, "batched": BY_TIME, "microbatch_weight": weight}
+    Trained(made(Recurrent), loss, **options).step(tokens(TIME, ROWS), target=tokens(TIME * ROWS, seed=2))
+    assert shapes == [((TIME, 3), (TIME * 3,)), ((TIME, 2), (TIME * 2,))]
+
+
+def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
+    trained = Trained(
+        made(Recurrent),
+        flat_loss,
+        microbatches=2,
+        batched=BY_TIME,
+        microbatch_weight=lambda x, target: x.shape[1],
+    )
+    for time in (TIME, 4):
+        trained.step(tokens(time, ROWS), target=tokens(time * ROWS, seed=2))
+    trained.pipe.save(tmp_path / "saved", tensors=True)
+    shapes = []
+
+    def weight(x: Tensor, target: Tensor) -> float:
+        shapes.append((tuple(x.shape), tuple(target.shape)))
+        return x.shape[1] / ROWS
+
+    loaded = pipec.load(tmp_path / "saved", microbatch_weight=weight)
+    for time in (4, TIME) if loaded.plan.variables else (4,):
+        shapes.clear()
+        x, target = tokens(time, ROWS, seed=5), tokens(time * ROWS, seed=6)
+        expected = flat_loss(trained.unsplit(x), target).detach()
+        assert relative_error(loaded.step(x, target=target), expected) < 1e-12
+        assert shapes == [((time, 3), (time * 3,)), ((time, 2), (time * 2,))]
+    for x, target, message in (
+        (tokens(4, ROWS), tokens(4 * ROWS - 1), r"target is of shape \(19,\); expected 5 rows"),
+        (tokens(4, ROWS, 1), tokens(4 * ROWS), r"args\[0\] is .*shape \(4, 5, 1\); expected .*\(4, 5\)"),
+        (
+            tokens(4, ROWS).int(),
+            tokens(4 * ROWS),
+            r"int32 of shape \(4, 5\); expected .*int64 of shape \(4, 5\)",
+        ),
+        (tokens(20), tokens(4 * ROWS), r"hold no batch; expected args\[0\] \(args_0: i64\[.*, b\]\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            loaded.step(x, target=target)
+
+    plan = loaded.plan
+    for change, said in (
+        ({"batch_axes": plan.batch_axes[:1]}, "it says of 1 arguments how they are split, and has 2"),
+        (
+            {"batch_axes": (BatchAxis(-1), plan.batch_axes[1])},
+            r"'args\[0\]' has its rows in BatchAxis\(dim=-1,",
+        ),
+        (
+            {"batch_axes": (None, plan.batch_axes[1])},
+            r"input 'args\[0\]' is split or whole, and its argument is not",
+        ),
+        (
+            {"batch_axes": (BatchAxis(2), plan.batch_axes[1])},
+            r"input 'args\[0\]' .* has no dimension for that",
+        ),
+    ):
+        with pytest.raises(ArtifactError, match=said):
+            check_plan(replace(plan, **change), tmp_path)
+
+
+REFUSED: Mapping[str, tuple[Any, tuple[int, ...], tuple[int, ...], str]] = {
+    "no such dimension": ({"x": 2}, (7, 5), (35,), r"batched has 2 for args\[0\], which has no dimension 2"),
+    "a flag": ({"x": True}, (7, 5), (35,), r"batched has True for args\[0\]; expected the dimension"),
+    "other rows": ({"x": 1, "target": 1}, (7, 5), (7, 4), r"args\[0\] has 5 rows and target has 4"),
+    "no multiple": (
+        BY_TIME,
+        (7, 5),
+        (34,),
+        r"target has size 34 in dimension 0; expected a multiple of the 5",
+    ),
+    "nothing tells the rows": ({"target": "(t b)"}, (7, 5), (35,), "and not how many rows the batch has"),
+    "on both sides": (
+        {"x": 1, "target": "(t b k)"},
+        (7, 5),
+        (35,),
+        "before b and behind it are both unknown",
+    ),
+    "no batch": ({"x": 1, "target": "(t n)"}, (7, 5), (35,), "it names b 0 times"),
+    "two batches": ({"x": "b b"}, (7, 5), (35,), "it names b 2 times"),
+    "a name twice": ({"x": "t t b"}, (7, 5), (35,), "it names t twice"),
+    "too many names": ({"x": "t b d"}, (7, 5), (35,), "the tensor has 2 dimensions"),
+    "too few names": ({"x": "b"}, (7, 5), (35,), "the tensor has 2 dimensions"),
+    "nested": ({"x": "((t) b)"}, (7, 5), (35,), "means nothing there"),
+    "a number": ({"x": "t 5 b"}, (7, 5), (35,), "'5' means nothing there"),
+    "undeclared, as long as wide": ({"x": 1}, (5, 5), (5, 5), r"target has 5 rows in dimensions 0 and 1"),
+    "an undeclared target": ({"x": 1}, (7, 5), (35,), r"target has 35 rows but the batch has 5.*'\(t b\)'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    batched, x, target, message = REFUSED[name]
+    pipe = pipec.compile(Recurrent(), 2, loss_fn=flat_loss, microbatches=2, batched=batched)
+    with pytest.raises(InputError, match=message):
+        pipe.step(tokens(*x), target=tokens(*target))
+
+
+class Flat(nn.Module):
+    """Returns its rows behind the time, also merged, as a loss takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.GRU(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.head(self.layers(x)[0])
+        return hidden.flatten(0, 1), hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 3, "stages": 1}, {"dynamic": False}])
+def test_outputs_have_their_rows_in_order(options: dict[str, Any]) -> None:
+    model, rows = made(Flat), 4 if "dynamic" in options else ROWS
+    pipe = pipec.compile(model, **{"devices": 2, "microbatches": 2, "batched": {"x": 1}, **options})
+    for time in (TIME, 4, 9) if not options else (TIME,):
+        x = torch.randn(time, rows, 4, generator=torch.Generator().manual_seed(1)).double()
+        for found, expected in zip(pipe(x), model(x), strict=True):
+            assert relative_error(found, expected.detach()) < 1e-12
+
+
+def test_outputs_are_refused_where_nothing_shows_their_rows() -> None:
+    class Turned(Flat):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            flat, hidden = super().forward(x)
+            return flat, hidden.transpose(0, 1)
+
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.mse_loss(output[1], target)
+
+    pipe = pipec.compile(made(Turned), 2, loss_fn=loss, microbatches=2, batched={"x": 1}, dynamic=False)
+    x, target = torch.randn(TIME, 4, 4).double(), torch.randn(4, TIME, 3).double()
+    with pytest.raises(InputError, match="is a constant in what"):
+        pipe.step(x, target=target, outputs=True)
+    assert relative_error(pipe.step(x, target=target), loss(made(Turned)(x), target).detach()) < 1e-12
+
+
+@pytest.mark.parametrize("axis", [BatchAxis(d, o, i) for d in range(3) for o in (0, 1, 2) for i in (1, 3)])
+def test_an_axis_and_its_inverse(axis: BatchAxis) -> None:
+    """The rows that go to the front are those of the definition, and go back to where they were."""
+    rows, shape = 4, [2, 3, 5]
+    shape[axis.dim] = rows * (axis.outer or 2) * axis.inner
+    tensor = torch.arange(2 * 3 * 5 * 24).view(-1)[: torch.Size(shape).numel()].view(shape)
+    front = axis.rows_first(tensor, rows)
+    assert axis.fits(shape, rows)
+    assert axis.rows(shape) == (rows if axis.outer else None)
+    assert front._base is not None, "no copy"
+    assert torch.equal(axis.restore(front), tensor)
+    assert axis.restored_shape(front.shape) == tuple(shape)
+    for index, part in enumerate(tensor.unbind(axis.dim)):
+        assert {*part.flatten().tolist()} <= {*front[(index // axis.inner) % rows].flatten().tolist()}
+
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch, pipec
+from tests.capture.test_batch_axis import BY_TIME, ROWS, TIME, Recurrent, Trained, flat_loss, made, tokens
+from unsplit_reference import relative_error
+rank = int(os.environ["RANK"])
+x, target = tokens(TIME, ROWS), tokens(TIME * ROWS, seed=2)
+unsplit = made(Recurrent)
+expected = flat_loss(unsplit(x), target)
+expected.backward()
+
+def check(loss, pipe):
+    assert relative_error(loss, expected.detach()) < 1e-12
+    for name, parameter in pipe.named_parameters():
+        if parameter.grad is not None:
+            wanted = dict(unsplit.named_parameters())[name].grad
+            assert relative_error(parameter.grad, wanted) < 1e-12, name
+            print("checked", name)
+
+def compiled(batch, **options):
+    options = dict(microbatches=2, batched=BY_TIME, batch=batch, timeout=20.0) | options
+    return pipec.compile(made(Recurrent), 2, loss_fn=flat_loss, **options)
+
+pipe = compiled("rank0")
+check(pipe.step(x, target=target) if rank == 0 else pipe.step(), pipe)
+pipe = compiled("same")
+check(pipe.step(x, target=target), pipe)
+assert relative_error(pipe(x), unsplit(x).detach()) < 1e-12
+pipe = compiled("local", stages=1)
+own = slice(0, 2) if rank == 0 else slice(2, ROWS)
+mine = x[:, own], target.view(TIME, ROWS)[:, own].reshape(-1)
+loss, output = pipe.step(mine[0], target=mine[1], outputs=True)
+check(loss, pipe)
+assert relative_error(output, unsplit(mine[0]).detach()) < 1e-12
+pipe = compiled("local", stages=1)
+if rank == 0:
+    assert relative_error(pipe.eval_step(x, target=target), expected.detach()) < 1e-12
+pipe.join()
+try:
+    pipe = compiled("local", stages=1)
+    pipe.step(x[: TIME - rank], target=target[: (TIME - rank) * ROWS])
+except pipec.PipecError as error:
+    print(f"{{type(error).__name__}}: {{error}}")
+"""
+
+
+def test_ranks_are_sent_and_pass_rows_of_another_dimension(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[2])))
+    for printed in run_ranks(script, 2, tmp_path):
+        assert printed.count("checked") >= 9
+        assert "InputError: the ranks passed different" in printed

@@ -1,0 +1,485 @@
+"""The command line: what it prints, its JSON, its exit status, and what it must not load."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner, Result
+
+import pipec
+from pipec.artifact.artifact import Artifact, read_artifact
+from pipec.artifact.verification import verify_artifact
+from pipec.cli import app
+from pipec.cli.target import load_example
+from pipec.errors import VerifyError
+from pipec.ir import Plan, Program
+
+ROOT = Path(__file__).parents[2]
+MODELS = Path(__file__).parents[1] / "helpers" / "cli_models.py"
+MLP = f"{MODELS}:mlp"
+COMPILER = (
+    "torch._dynamo",
+    "pipec.capture",
+    "pipec.passes",
+    "pipec.planner",
+    "pipec.codegen",
+    "pipec.torch_compat",
+)
+
+
+def pipec_cli(*arguments: object, status: int = 0) -> Result:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == status, (result.output, result.exception)
+    assert "Traceback" not in result.output
+    return result
+
+
+def pipec_json(*arguments: object) -> dict[str, object]:
+    facts = json.loads(pipec_cli(*arguments, "--json").stdout)
+    assert isinstance(facts, dict)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifact of ``mlp`` on two stages, dumped by the command line, without tensors."""
+    directory = tmp_path_factory.mktemp("cli") / "artifact"
+    output = pipec_cli("dump", MLP, "--devices", 2, "--microbatches", 4, "--output", directory).stdout
+    assert output == f"wrote plan.json, the code of 2 stages and their programs to {directory}\n"
+    return directory
+
+
+@pytest.fixture(scope="module")
+def artifact(directory: Path) -> Artifact:
+    return read_artifact(directory)[0]
+
+
+# plan and dump
+
+
+def test_plan_prints_the_table_of_the_plan() -> None:
+    printed = pipec_cli("plan", MLP, "--devices", 2, "--schedule", "gpipe", "--microbatches", 4).stdout
+    assert printed.startswith("2 stages on 2 ranks, gpipe, 4 microbatches of 2\n")
+    assert "peak memory by rank" in printed
+
+
+def test_plan_as_json_has_the_documented_keys() -> None:
+    facts = pipec_json("plan", MLP, "--devices", 2)
+    assert set(facts) == {"plan", "makespan", "bubble_rate", "peak_bytes"}
+    assert set(facts["plan"]) == {field.name for field in fields(Plan)}
+    assert len(facts["peak_bytes"]) == 2
+
+
+def test_a_target_may_be_a_module_of_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert load_example("tests.helpers.cli_models:mlp").args[0].shape == (8, 16)
+
+
+def test_dump_prints_what_it_would_write(directory: Path) -> None:
+    options = (MLP, "--devices", 2, "--microbatches", 4)
+    sources = [(directory / f"stage_{stage}.py").read_text() for stage in range(2)]
+    assert pipec_cli("dump", *options, "--stage", 1).stdout == sources[1]
+    assert pipec_cli("dump", *options).stdout == "\n\n".join(sources)
+
+
+def test_dump_as_json_has_the_documented_keys(directory: Path, tmp_path: Path) -> None:
+    facts = pipec_json("dump", MLP, "--devices", 2, "--microbatches", 4, "-o", tmp_path / "again")
+    assert set(facts) == {"sources", "programs", "directory"}
+    assert facts["sources"]["1"] == (directory / "stage_1.py").read_text()
+    assert facts["programs"]["0"] == (directory / "rank_0.txt").read_text()
+    assert (tmp_path / "again" / "plan.json").read_bytes() == (directory / "plan.json").read_bytes()
+
+
+def test_dump_replaces_no_folder_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    result = pipec_cli("dump", MLP, "--devices", 2, "-o", tmp_path, status=1)
+    assert "is no artifact of pipec to replace" in result.stderr
+
+
+# targets
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("model.py", "expected path/to/file.py:factory or package.module:factory"),
+        ("nowhere/model.py:factory", "there is no file nowhere/model.py"),
+        ("no_such_package.model:factory", "there is no module no_such_package"),
+        (f"{MODELS}:absent", "absent is not there"),
+        (f"{MODELS}:NOT_A_FACTORY", "NOT_A_FACTORY is not callable"),
+        (f"{MODELS}:number", "returned int; expected pipec.Example(model, args, kwargs, target, loss_fn)"),
+    ],
+)
+def test_a_wrong_target_is_bad_usage(target: str, message: str) -> None:
+    result = pipec_cli("plan", target, "--devices", 2, status=2)
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_fault_of_the_factory_is_told_with_its_line() -> None:
+    error = pipec_cli("plan", f"{MODELS}:broken", "--devices", 2, status=2).stderr
+    assert re.search(r":broken raised ZeroDivisionError: .* \(.*cli_models\.py:\d+\); expected a fact", error)
+    assert error.count("\n") == 1
+
+
+def test_a_target_named_like_a_loaded_module_does_not_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(Path(MODELS).read_text())
+    pipec_cli("plan", f"{tmp_path / 'json.py'}:mlp", "--devices", 2, "--microbatches", 2)
+    assert sys.modules["json"] is json
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ((f"{MODELS}:undecided", "--devices", 2), 1, "the model cannot be captured as one graph"),
+        ((MLP, "--devices", 2, "--memory-limit", "1kB"), 1, "nothing that was tried fits into the memory"),
+        ((MLP, "--devices", 99), 1, "8 operators are too few for a stage on each of 99 devices"),
+        ((MLP, "--devices", 2, "--microbatches", 9), 2, "a batch of 8 rows cannot be split into 9"),
+        ((MLP, "--devices", 2, "--memory-limit", "much"), 2, "memory_limit is 'much'"),
+        ((MLP, "--devices", 2, "--schedule", "1f2b"), 2, "did you mean '1f1b'?"),
+        ((MLP, "--devices", 2, "--recompute", "some"), 2, "'some' is not one of"),
+        ((MLP,), 2, "Give their number with --devices, or a file with --topology"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(arguments: tuple[object, ...], status: int, message: str) -> None:
+    assert message in pipec_cli("plan", *arguments, status=status).stderr
+
+
+# schedule
+
+
+def test_schedule_draws_a_named_schedule() -> None:
+    printed = pipec_cli("schedule", "gpipe", "--stages", 3, "--microbatches", 5).stdout
+    assert printed.startswith("gpipe, 5 microbatches\nbubble 28.6%, makespan 21 units")
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("rank")] == ["0", "1", "2"]
+
+
+def waits(rank: int, time: float, other: int, payload: str, after: float) -> dict[str, object]:
+    awaited = [{"rank": other, "stage": other, "what": payload, "time": time}]
+    return {
+        "rank": rank,
+        "busy": 6.0,
+        "waiting": time,
+        "unattributed_idle": 0.0,
+        "trailing_idle": after,
+        "for": awaited,
+    }
+
+
+def test_schedule_as_json_follows_the_costs() -> None:
+    costs = ("--forward", 2, "--backward-input", 3, "--backward-weight", 1, "--communication", 0.5)
+    facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1, *costs)
+    events, path = facts.pop("events"), facts.pop("critical_path")
+    assert facts.pop("lower_and_verify_seconds") > 0
+    assert facts == {
+        "schedule": "1f1b",
+        "num_microbatches": 1,
+        "unit": "units",
+        "makespan": 13.0,  # forward, message, forward and backward, message, backward
+        "span": 13.0,
+        "bubble_rate": 1 - 12 / 26,
+        "peak_in_flight": [1, 1],
+        "waits": [waits(0, 11.0 - 4.0, 1, "gradient", after=0.0), waits(1, 2.5, 0, "activation", after=4.5)],
+        "num_events": 6,
+        "replicas": [[0], [1]],
+    }
+    assert events[0] == {"rank": 0, "op": "forward", "stage": 0, "microbatch": 0, "start": 0.0, "end": 2.0}
+    assert [event["op"] for event in path] == ["forward", "send", "forward", "backward", "send", "backward"]
+    assert all(event in events for event in path)
+
+
+def test_a_step_of_very_many_events_is_told_by_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.timeline.report.MOST_EVENTS", 5)
+    facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1)
+    assert (facts["num_events"], len(facts["critical_path"])) == (6, 6)
+    assert "events" not in facts
+
+
+def test_schedule_of_a_model_uses_its_plan() -> None:
+    facts = pipec_json("schedule", MLP, "--devices", 2, "--schedule", "gpipe", "--microbatches", 4)
+    assert (facts["schedule"], facts["num_microbatches"], facts["unit"]) == ("gpipe", 4, "s")
+    computes = [event for event in facts["events"] if event["op"] in ("forward", "backward")]
+    assert len(computes) == 2 * 2 * 4
+
+
+def test_schedule_searches_within_a_memory_limit() -> None:
+    limit = ("--memory-backward", 2, "--memory-weight", 1, "--memory-limit", 6)
+    facts = pipec_json("schedule", "zb-2p", "--stages", 4, "--microbatches", 8, *limit)
+    assert facts["span"] <= 31  # the optimum for three whole microbatches
+    message = "schedule 'zb-h2' holds up to 14 on a rank, but the memory limit is 6; raise the limit or take"
+    assert message in pipec_cli("schedule", "zb-h2", "--stages", 4, *limit, status=1).stderr
+
+
+def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("0: F0 F1 B0 W0 B1 W1\n1: F0 B0 F1 B1 W0 W1\n")
+    facts = pipec_json("schedule", path, "--stages", 2, "--microbatches", 2)
+    assert (facts["makespan"], facts["bubble_rate"]) == (7.0, 1 - 6 / 7)
+
+
+def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
+    both = ("schedule", "gpipe", "--stages", 3, "--compare", "zb-h1")
+    printed = pipec_cli(*both).stdout
+    assert printed == "\n".join(
+        pipec_cli("schedule", name, "--stages", 3).stdout for name in ("gpipe", "zb-h1")
+    )
+    page = tmp_path / "both.html"
+    facts = pipec_json(*both, "--output", page)
+    assert (facts["makespan"], facts["compare"]["schedule"]) == (30.0, "zb-h1")
+    assert facts["compare"]["makespan"] < facts["makespan"]
+    assert "gpipe and zb-h1, 8 microbatches" in page.read_text(encoding="utf-8")
+
+
+def test_schedule_of_a_model_beside_another_shows_bytes(tmp_path: Path) -> None:
+    trace = tmp_path / "both.json"
+    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--compare", "gpipe", "--output", trace)
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    counted = {(event["pid"], *event["args"]) for event in events if event["ph"] == "C"}
+    assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "bytes")}
+
+
+def test_a_trace_that_is_too_large_is_refused_before_anything_is_worked_out(tmp_path: Path) -> None:
+    arguments = "schedule", "1f1b", "--stages", 512, "--microbatches", 1024, "--output", tmp_path / "big.json"
+    with patch("pipec.schedules.make_schedule", side_effect=AssertionError("a schedule was made")):
+        stderr = pipec_cli(*arguments, status=2).stderr
+    assert "a trace of at least 1,048,576 events" in stderr
+    assert "draw .html or .svg" in stderr
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".txt"])
+def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "pictures" / f"timeline{suffix}"
+    assert pipec_cli("schedule", "1f1b", "--output", path).stdout == f"wrote {path}\n"
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<svg") if suffix == ".svg" else text == pipec_cli("schedule", "1f1b").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpip",), "unknown schedule 'gpip'; did you mean 'gpipe'?"),
+        (("gpipe", "--stages", 0), "Invalid value for '--stages'"),
+        (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .json, .svg"),
+        (("zb-2p", "--memory-limit", "3GB"), "Invalid value for '--memory-limit'"),
+        (("orders.txt",), "orders.txt"),
+        (("gpipe", "--devices", 4), "No such option: --devices. It belongs to"),
+        ((MLP, "--forward=2.0"), "No such option: --forward. It belongs to"),
+        (("gpipe", "--copies", 4), "No such option: --copies"),
+        (("gpipe", "--compare", "gpipe"), "--compare names 'gpipe' again; expected another schedule"),
+        (
+            ("gpipe", "--compare", "1f1b", "-o", "a.svg"),
+            "a .svg file shows one step; expected .html or .json",
+        ),
+    ],
+)
+def test_schedule_refuses_what_it_cannot_draw(arguments: tuple[object, ...], message: str) -> None:
+    assert message in pipec_cli("schedule", *arguments, status=2).stderr
+
+
+def test_a_target_is_told_from_a_name_by_its_colon_wherever_it_stands(tmp_path: Path) -> None:
+    options = ("--output", tmp_path / "a:b.txt", "--microbatches", 2)
+    pipec_cli("schedule", *options, "--devices", 2, MLP)
+    assert (tmp_path / "a:b.txt").read_text(encoding="utf-8").startswith("1f1b, 2 microbatches\n")
+    pipec_cli("schedule", *options, "--stages", 2, "gpipe")
+    assert (tmp_path / "a:b.txt").read_text(encoding="utf-8").startswith("gpipe, 2 microbatches\n")
+
+
+def test_help_of_schedule_shows_both_forms() -> None:
+    words = pipec_cli("schedule", "--help").stdout.split()
+    assert {"NAME", "TARGET", "--stages", "--devices", "--forward", "--recompute"} <= set(words)
+    named, target = (pipec_cli("schedule", what, "--help").stdout for what in ("1f1b", MLP))
+    assert named.split() == target.split() == words
+
+
+# check
+
+
+def test_check_accepts_what_dump_wrote(directory: Path) -> None:
+    facts = pipec_json("check", directory)
+    assert set(facts) == {"stages", "ranks", "instructions"}
+    assert (facts["stages"], facts["ranks"]) == (2, 2)
+    assert "2 stages, 2 ranks" in pipec_cli("check", directory).stdout
+
+
+def test_check_refuses_a_changed_file(directory: Path, tmp_path: Path) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "stage_1.py").write_text("print('hello')\n")
+    assert "stage_1.py is not what was saved" in pipec_cli("check", tmp_path, status=1).stderr
+
+
+def test_check_refuses_a_folder_without_a_plan(tmp_path: Path) -> None:
+    assert "holds no plan.json" in pipec_cli("check", tmp_path, status=1).stderr
+
+
+def without_sends(program: Program) -> Program:
+    return replace(program, instructions=tuple(x for x in program.instructions if x.op != "send"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda code: code + "\n  indented", r"stage_1.py does not compile: line \d+: "),
+        (
+            lambda code: code + "\nreturn 1",
+            r"stage_1.py does not compile: line \d+: 'return' outside function",
+        ),
+        (
+            lambda code: code.replace("def backward(", "def backwards("),
+            "has no function backward, which the program",
+        ),
+        (
+            lambda code: code.replace("'6.bias'", "'7.bias'"),
+            r"has PARAMETERS = .*'7.bias'.* but the plan has",
+        ),
+        (
+            lambda code: code.replace("BUFFERS = ()", "BUFFERS = make()"),
+            "has BUFFERS = None, but the plan has",
+        ),
+    ],
+)
+def test_check_refuses_code_that_does_not_fit(
+    artifact: Artifact, change: Callable[[str], str], message: str
+) -> None:
+    changed = change(artifact.sources[1])
+    assert changed != artifact.sources[1]
+    verify_artifact(artifact)
+    with pytest.raises(VerifyError, match=f"(?s){message}.*; save the pipeline anew"):
+        verify_artifact(replace(artifact, sources=(artifact.sources[0], changed)))
+
+
+def test_check_refuses_programs_that_break_a_rule(artifact: Artifact) -> None:
+    programs = tuple(map(without_sends, artifact.programs))
+    with pytest.raises(VerifyError, match="is there 0 times; expected once"):
+        verify_artifact(replace(artifact, programs=programs))
+
+
+# run
+
+
+def test_run_prints_a_loss_per_step(directory: Path) -> None:
+    heading, *steps = pipec_cli("run", directory, "--steps", 2).stdout.splitlines()
+    assert heading == (
+        "1f1b, 4 microbatches of 2 on 2 ranks; 8 tensors were not saved and are random; random inputs; seed 0"
+    )
+    assert [line.split()[:2] for line in steps] == [["step", "0"], ["step", "1"]]
+
+
+def test_run_depends_on_the_seed_alone(directory: Path) -> None:
+    first, again, other = (pipec_json("run", directory, "--steps", 2, "--seed", k) for k in (1, 1, 2))
+    assert set(first) == {"losses", "seconds", "random_tensors"}
+    assert first["losses"] == again["losses"] != other["losses"]
+    assert len(first["losses"]) == len(first["seconds"]) == 2
+    assert first["losses"][0] != first["losses"][1], "each step draws its own batch"
+
+
+def test_run_with_saved_tensors_and_inputs_gives_the_loss_of_the_model(tmp_path: Path) -> None:
+    example = load_example(f"{MODELS}:tagger")
+    tokens = torch.randint(10, (8, 5))
+    call = {"tokens": tokens, "mask": tokens % 2 == 0, "labels": tokens[:, 0] % 3}
+    pipe = pipec.compile(example.model, devices=2, microbatches=2)
+    pipe.prepare(call["tokens"], mask=call["mask"], labels=call["labels"])
+    pipe.save(tmp_path / "artifact", tensors=True)
+    expected = pipe.step(call["tokens"], mask=call["mask"], labels=call["labels"]).item()
+
+    by_path = {"args[0]": "tokens", "kwargs['mask']": "mask", "kwargs['labels']": "labels"}
+    batch = {given.value.name: call[by_path[given.path]].contiguous() for given in pipe.plan.inputs}
+    safetensors.torch.save_file(batch, tmp_path / "batch.safetensors")
+    facts = pipec_json("run", tmp_path / "artifact", "--inputs", tmp_path / "batch.safetensors")
+    assert (facts["losses"], facts["random_tensors"]) == ([expected], 0)
+
+
+def test_run_draws_integers_below_int_high(tmp_path: Path) -> None:
+    pipec_cli("dump", f"{MODELS}:tagger", "--devices", 2, "-o", tmp_path / "artifact")
+    assert pipec_json("run", tmp_path / "artifact", "--int-high", 3)["losses"]
+    message = pipec_cli("run", tmp_path / "artifact", "--int-high", 1000, status=1).stderr
+    assert "index out of range" in message or "out of bounds" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read as safetensors"),
+        ({"x": torch.ones(8, 16)}, "lacks target; expected x: f32[b, 16] (args[0])"),
+        ({"x": torch.ones(8, 15), "target": torch.ones(8, 4)}, "expected torch.float32 of shape (8, 16)"),
+    ],
+)
+def test_run_refuses_inputs_that_do_not_fit(
+    directory: Path, artifact: Artifact, tmp_path: Path, content: dict[str, torch.Tensor] | None, message: str
+) -> None:
+    name = artifact.plan.inputs[0].value.name
+    if content is not None:
+        named = {name if key == "x" else key: value for key, value in content.items()}
+        safetensors.torch.save_file(named, tmp_path / "batch.safetensors")
+    result = pipec_cli("run", directory, "--inputs", tmp_path / "batch.safetensors", status=2)
+    assert message.replace("x:", f"{name}:") in result.stderr
+
+
+# processes
+
+
+def spawn(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (("--help",), ("torch",)),
+        (("run", "--help"), ("torch",)),
+        (("schedule", "1f1b"), ("torch",)),
+        pytest.param(("check", "DIR"), COMPILER, marks=pytest.mark.slow),
+        pytest.param(("run", "DIR"), COMPILER, marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_command_loads_only_what_it_needs(
+    directory: Path, arguments: tuple[str, ...], unwanted: tuple[str, ...]
+) -> None:
+    code = (
+        "import atexit, sys; from pipec.cli import main\n"
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
+    )
+    done = spawn("-c", code, *(str(directory) if word == "DIR" else word for word in arguments))
+    assert done.returncode == 0, done.stderr
+    assert "pipec.cli" in done.stderr.split()
+    assert set(unwanted).isdisjoint(done.stderr.split())
+
+
+def test_a_failure_is_one_message_on_stderr(tmp_path: Path) -> None:
+    done = spawn("-m", "pipec", "check", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr == f"error: {tmp_path} holds no plan.json: expected a folder written by Pipeline.save()\n"
+    )
+
+
+@pytest.mark.slow
+def test_run_gives_the_same_losses_under_torchrun(directory: Path) -> None:
+    alone = pipec_json("run", directory, "--steps", 2)
+    done = spawn(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipec"),
+        *("run", str(directory), "--steps", "2", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["losses"] == alone["losses"]
+
+
+def test_version_and_help_have_their_usual_options() -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["--version"]).stdout.startswith("pipec 0.")
+    assert runner.invoke(app, ["-h"]).stdout == runner.invoke(app, ["--help"]).stdout
+    assert runner.invoke(app, ["plan", "-h"]).exit_code == 0

@@ -1,0 +1,165 @@
+"""The command line: replicas of stages, and steps that end with an update."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli_models import mlp, momentum
+from click.testing import Result
+from typer.testing import CliRunner
+
+import pipec
+from pipec.cli import app
+
+MLP = f"{Path(__file__).parents[1] / 'helpers' / 'cli_models.py'}:mlp"
+MOMENTUM = f"{Path(__file__).parents[1] / 'helpers' / 'cli_models.py'}:momentum"
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, args)))
+
+
+def ran(*args: str | Path) -> str:
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_schedule_runs_on_several_pipelines() -> None:
+    facts = json.loads(
+        ran(
+            "schedule",
+            "1f1b",
+            "--stages",
+            "4",
+            "--microbatches",
+            "12",
+            "--replicas",
+            "2",
+            "--reduce",
+            "1",
+            "--json",
+        )
+    )
+    assert facts["replicas"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    sums = [event for event in facts["events"] if event["op"] == "reduce_grad"]
+    assert len(sums) == 8
+    assert all(event["end"] - event["start"] == 1 for event in sums)
+    alone = json.loads(ran("schedule", "1f1b", "--stages", "4", "--microbatches", "6", "--json"))
+    assert (facts["span"], facts["bubble_rate"]) == (alone["span"], alone["bubble_rate"])
+
+
+def test_several_stages_of_a_rank_are_shared_like_one() -> None:
+    alone = json.loads(ran("schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "4", "--json"))
+    twice = (
+        "schedule",
+        "interleaved-1f1b",
+        "--stages",
+        "2",
+        "--microbatches",
+        "8",
+        "--replicas",
+        "2",
+        "--json",
+    )
+    assert json.loads(ran(*twice))["makespan"] == alone["makespan"]
+
+
+def test_unequal_replicas_run_round_robin() -> None:
+    facts = json.loads(ran("schedule", "1f1b", "--replicas", "3-2-1", "--microbatches", "6", "--json"))
+    assert facts["replicas"] == [[0, 1, 2], [3, 4], [5]]
+    forwards = {e["stage"]: e["end"] - e["start"] for e in facts["events"] if e["op"] == "forward"}
+    assert forwards == {0: 3, 1: 2, 2: 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--replicas", "x"), "--replicas is 'x'; expected a number such as 2, the numbers of all stages"),
+        (("--replicas", "0"), "--replicas is '0'; expected a number"),
+        (("--replicas", "auto"), "--replicas auto is searched for the costs of a model"),
+        (("--replicas", "2-1", "--stages", "3"), "--replicas 2-1 is for 2 stages, but --stages is 3"),
+        (("--replicas", "9"), "9 replicas need a microbatch each, but there are 8"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    result = run("schedule", "1f1b", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_unequal_replicas_need_1f1b() -> None:
+    assert (
+        "schedule 'zb-h1' needs as many replicas of every stage"
+        in run("schedule", "zb-h1", "--replicas", "2-1").stderr
+    )
+
+
+def test_a_plan_has_the_replicas_and_the_update_that_were_asked_for() -> None:
+    options = ("--replicas", "2-1", "--microbatches", "4", "--optimizer", "adamw", "--clip-grad-norm", "1")
+    plan = json.loads(ran("plan", MLP, "--devices", "3", *options, "--shard", "optimizer", "--json"))["plan"]
+    assert plan["placement"] == [[0, 1], [2]]
+    sync_spec = plan["sync_spec"]
+    assert (sync_spec["updates"], sync_spec["clips"], sync_spec["shard"]) == (True, True, "optimizer")
+
+
+def test_the_timeline_of_a_model_has_its_replicas() -> None:
+    drawn = ran(
+        "schedule", MLP, "--devices", "2", "--stages", "1", "--microbatches", "2", "--optimizer", "SGD"
+    )
+    assert "rank 1, stage 0, 2 of 2" in drawn
+    assert "Σ gradient reduction" in drawn
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact whose programs update: two replicas, with its tensors."""
+    example, directory = mlp(), tmp_path_factory.mktemp("saved") / "artifact"
+    pipe = pipec.compile(
+        example.model,
+        devices=2,
+        stages=1,
+        microbatches=4,
+        loss_fn=example.loss_fn,
+        optimizer=momentum,
+        clip_grad_norm=0.5,
+    )
+    pipe.prepare(*example.args, target=example.target).save(directory, tensors=True)
+    return directory
+
+
+def test_an_artifact_runs_with_the_optimizer_it_is_given(saved: Path) -> None:
+    options = ("--clip-grad-norm", "0.5", "--steps", "3", "--json")
+    losses = json.loads(ran("run", saved, "--optimizer", MOMENTUM, *options))["losses"]
+    assert losses != json.loads(ran("run", saved, "--optimizer", "SGD", *options))["losses"]
+    torch.manual_seed(0)
+    loaded = pipec.load(saved, optimizer=momentum, clip_grad_norm=0.5)
+    batches = [[torch.randn(8, 16), torch.randn(8, 4)] for _ in range(3)]
+    assert losses == [loaded.step(x, target=y).item() for x, y in batches]
+
+
+def test_an_artifact_that_updates_is_traced(saved: Path, tmp_path: Path) -> None:
+    options = ("--optimizer", "SGD", "--clip-grad-norm", "1", "--steps", "1", "--json")
+    facts = json.loads(ran("trace", saved, *options, "-o", tmp_path / "step.html"))
+    for step in facts.values():
+        assert {"reduce_grad", "grad_norm", "update"} <= {event["op"] for event in step["events"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "update the weights, but optimizer is None; pass"),
+        (("--optimizer", "SGD"), "clip gradients, but clip_grad_norm is None"),
+        (("--optimizer", "sgdd", "--clip-grad-norm", "1"), "optimizer is 'sgdd'; expected one of"),
+        (("--optimizer", f"{MOMENTUM}x", "--clip-grad-norm", "1"), "momentumx is not there in"),
+        (
+            ("--optimizer", "torch.optim:Optimizer_", "--clip-grad-norm", "1"),
+            "Optimizer_ is not there in torch.optim",
+        ),
+    ],
+)
+def test_what_an_update_lacks_is_told(saved: Path, options: tuple[str, ...], message: str) -> None:
+    result = run("run", saved, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr

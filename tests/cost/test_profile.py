@@ -1,0 +1,234 @@
+"""Profiles: what is measured, kept, read back, refused, and what a plan makes of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import pipec
+from pipec import profiler
+from pipec.cli import app
+from pipec.cost.profile import Profile, load_profile
+from pipec.errors import InputError
+from pipec.ir import Phase
+
+X, Y = torch.randn(8, 64), torch.randn(8, 64)
+
+
+class Uneven(nn.Module):
+    """The formulas find every layer alike; a profile may say otherwise."""
+
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def example(model: nn.Module) -> pipec.Example:
+    return pipec.Example(model, (X,), target=Y, loss_fn=nn.functional.mse_loss)
+
+
+def measure(model: nn.Module, repeats: int = 1) -> Profile:
+    return pipec.profile(example(model), microbatch_size=4, repeats=repeats)
+
+
+def compiled(model: nn.Module, profile: Profile | Path, microbatches: int = 2) -> pipec.Pipeline:
+    pipe = pipec.compile(
+        model, devices=2, microbatches=microbatches, loss_fn=nn.functional.mse_loss, profile=profile
+    )
+    return pipe.prepare(X, target=Y)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return measure(Uneven())
+
+
+def test_every_operator_has_its_backward(profile: Profile) -> None:
+    layers = [op for op in profile.operators if op.name.startswith("linear")]
+    assert [op.module for op in layers] == [f"layers.{k}" for k in range(6)]
+    assert all(op.seconds("forward") > 0 and op.seconds("backward") > 0 for op in layers)
+
+
+def test_each_process_of_several_profiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert measure(Uneven(1)).operators
+
+
+def test_a_profile_reads_back(profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+
+
+def test_a_profile_has_a_line_for_each_node(profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "profile.json")
+    lines = (tmp_path / "profile.json").read_text().splitlines()
+    assert sum('"calls"' in line for line in lines) == len(profile.seconds())
+    assert max(map(len, lines)) < 200
+
+
+def slowed(profile: Profile, module: str, seconds: float) -> Profile:
+    """The same profile with one module's nodes taking ``seconds`` each."""
+    operators = [
+        replace(op, nodes=tuple(replace(node, seconds=seconds) for node in op.nodes))
+        if op.module == module
+        else op
+        for op in profile.operators
+    ]
+    return replace(profile, operators=tuple(operators))
+
+
+@pytest.mark.parametrize("slow", [0, 5])
+def test_stages_are_cut_by_the_profile(profile: Profile, slow: int, tmp_path: Path) -> None:
+    """A layer that takes longer than all others together has a stage to itself."""
+    path = tmp_path / "profile.json"
+    slowed(profile, f"layers.{slow}", 1.0).save(path)
+    stages = compiled(Uneven(), path).plan.stages
+    alone = stages[0] if slow == 0 else stages[1]
+    weights = [fqn for fqn in alone.parameters if fqn.endswith("weight")]
+    assert weights == [f"layers.{slow}.weight"]
+    assert sum(alone.cost.seconds.values()) >= 4.0
+
+
+def test_a_plan_adds_up_to_its_profile(profile: Profile) -> None:
+    stages = compiled(Uneven(), profile).plan.stages
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        measured = sum(op.seconds(phase) for op in profile.operators)
+        assert sum(s.cost.seconds[phase] for s in stages) == pytest.approx(measured)
+
+
+@pytest.mark.slow
+def test_times_follow_the_microbatch_size(profile: Profile) -> None:
+    """The formulas say how much longer twice the rows take."""
+    whole, half = compiled(Uneven(), profile, microbatches=1), compiled(Uneven(), profile)
+    longer, shorter = (sum(s.cost.seconds[Phase.FORWARD] for s in pipe.plan.stages) for pipe in (whole, half))
+    assert shorter < longer <= 2 * shorter
+
+
+def test_nodes_are_timed_on_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fake tensor among the arguments makes all that follows from it fake, and its times nonsense."""
+    made: list[object] = []
+    call = profiler._Timer.call_function
+
+    def noted(timer: profiler._Timer, *arguments: Any) -> Any:
+        made.append(call(timer, *arguments))
+        return made[-1]
+
+    monkeypatch.setattr(profiler._Timer, "call_function", noted)
+    measure(Uneven(1))
+    assert {type(each) for each in made} == {Tensor}
+
+
+def test_profiling_leaves_the_model_as_it_was() -> None:
+    """Two layers share a weight, and a batch norm changes its statistics."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measure(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_model_on_meta_is_profiled_with_values_made_up() -> None:
+    with torch.device("meta"):
+        model = Uneven()
+    profile = measure(model)
+    assert profile.fingerprint == measure(Uneven()).fingerprint
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_profile_of_another_model_is_refused(profile: Profile) -> None:
+    with pytest.raises(InputError, match=r"the profile is of another model.* Make one of this model with"):
+        compiled(Uneven(5), profile)
+
+
+def damage(key: str, value: object) -> Callable[[dict[str, object]], None]:
+    return lambda data: data.update({key: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (damage("version", 99), "is a profile of version 99, and this pipec reads version 1"),
+        (damage("format", "recipe"), "is no profile of pipec"),
+        (damage("operators", 3), "is a damaged profile"),
+        (damage("microbatch_size", None), "is a damaged profile"),
+        (
+            damage("operators", [{"name": "a", "module": "", "nodes": [
+                {"name": "mm", "calls": "mm", "phase": "forward", "seconds": -1}]}]),
+            "node mm took -1.0 seconds; expected 0 or more",
+        ),
+        (
+            damage("operators", [{"name": "a", "module": "", "nodes": [
+                {"name": "mm", "calls": "mm", "phase": "forward", "seconds": float("nan")}]}]),
+            "node mm took nan seconds",
+        ),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_refused(
+    profile: Profile, tmp_path: Path, change: Callable[[dict[str, object]], None], message: str
+) -> None:
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=message):
+        pipec.compile(Uneven(), devices=2, profile=path)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is no profile: .*; make one with `pipec profile`"):
+        load_profile(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatch_size": 9}, "microbatch_size is 9; expected 1 to the 8 rows"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"device": "meta"}, "the meta device computes nothing"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pipec.profile(example(Uneven()), **options)
+
+
+def test_the_command_line_measures_and_plans(tmp_path: Path) -> None:
+    target, path = f"{Path(__file__).parents[1] / 'helpers' / 'cli_models.py'}:mlp", tmp_path / "profile.json"
+    options = ["-o", str(path), "--repeats", "1", "--ranks", "2", "--json"]
+    made = CliRunner().invoke(app, ["profile", target, *options])
+    assert made.exit_code == 0, made.output
+    facts = json.loads(made.stdout)
+    assert facts["microbatch_size"] == 1
+    assert facts["forward"] > 0
+    assert facts["backward"] > 0
+    planned = CliRunner().invoke(app, ["plan", target, "--devices", "2", "--profile", str(path), "--json"])
+    assert planned.exit_code == 0, planned.output
+    stages = json.loads(planned.stdout)["plan"]["stages"]
+    assert sum(s["cost"]["seconds"]["forward"] for s in stages) > 0
+
+
+def test_a_checkpoint_keeps_the_profile_for_stages_on_other_devices(profile: Profile, tmp_path: Path) -> None:
+    checkpoints = pipec.CheckpointManager(tmp_path / "run", every=1)
+    assert checkpoints.profile() is None
+    checkpoints.save(compiled(Uneven(), profile))
+    assert pipec.CheckpointManager(tmp_path / "run", every=1).profile() == profile
+    kept = tmp_path / "run" / "step-00000000" / "profile.json"
+    kept.write_text(kept.read_text().replace("linear", "linnar", 1))
+    with pytest.raises(pipec.CheckpointError, match=r"profile\.json is not what was written"):
+        checkpoints.profile()

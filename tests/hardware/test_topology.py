@@ -1,0 +1,301 @@
+"""Models on devices and links that differ, and in limited memory: where they are cut, and that they train."""
+
+import copy
+import itertools
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from typer.testing import CliRunner
+from unsplit_reference import StepResult
+
+import pipec
+from pipec.cli import app
+from pipec.errors import InputError, PlanError
+from pipec.hardware.devices import LinkModel
+from pipec.hardware.topology import Device, Level, Topology, equal_devices, read_topology, uniform_topology
+from pipec.ir import Phase, one_rank_per_stage, rank_of
+from pipec.pipeline import Pipeline
+from pipec.plan.memory_needs import plan_memory
+
+MODELS = Path(__file__).parents[1] / "helpers" / "cli_models.py"
+FAST = 1e15
+"""Bytes per second of a link whose time does not count."""
+
+HOSTS = """
+[[devices]]
+count = 2
+speed = 1.0
+
+[[devices]]
+speed = 3.0
+
+[[levels]]
+size = 3
+bytes_per_second = 1e10
+"""
+
+
+def even() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+
+def narrow_at(position: int) -> nn.Sequential:
+    """Eight layers of equal work, and after so many of them a place where only a few values pass."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
+    layers[position:position] = [nn.Linear(64, 1), nn.Linear(1, 64)]
+    return nn.Sequential(*layers)
+
+
+def compiled(model: nn.Module, topology: Topology, **options: Any) -> Pipeline:
+    options = {"microbatches": 4, **options}
+    return pipec.compile(model, len(topology.devices), loss_fn=F.mse_loss, topology=topology, **options)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 32, 64, generator=generator), torch.randn(16, 32, 64, generator=generator)
+
+
+def different(*speeds: float) -> Topology:
+    return Topology(tuple(Device(speed=speed) for speed in speeds), (Level(len(speeds), FAST),))
+
+
+def work(pipe: Pipeline) -> list[float]:
+    """FLOPs of each rank."""
+    done = [0.0] * pipe.plan.num_ranks
+    for stage in pipe.plan.stages:
+        done[rank_of(pipe.plan.placement, stage.index)] += stage.cost.flops
+    return done
+
+
+@pytest.mark.slow
+def test_a_faster_device_gets_more_work_wherever_it_is() -> None:
+    x, y = batch()
+    for speeds in ((4.0, 1.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 4.0)):
+        pipe = compiled(even(), different(*speeds)).prepare(x, target=y)
+        found = work(pipe)
+        assert max(found) == found[speeds.index(4.0)]
+        assert max(found) > 2.5 * min(found)
+        assert sorted(pipe.plan.placement) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.slow
+def test_a_speed_divides_the_times_of_the_rank() -> None:
+    x, y = batch()
+    slow = compiled(even(), different(1.0, 1.0)).prepare(x, target=y).plan
+    fast = compiled(even(), different(2.0, 2.0)).prepare(x, target=y).plan
+    for one, other in zip(slow.stages, fast.stages, strict=True):
+        assert other.cost.seconds[Phase.FORWARD] == pytest.approx(one.cost.seconds[Phase.FORWARD] / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule: str) -> None:
+    x, y = batch()
+    model = even()
+    unsplit = copy.deepcopy(model)
+    pipe = compiled(model, different(1.0, 1.0, 4.0), schedule=schedule)
+    loss = pipe.step(x, target=y)
+    assert pipe.plan.placement != one_rank_per_stage((0, 1, 2))
+    parts = [
+        F.mse_loss(unsplit(rows), wanted) / 4 for rows, wanted in zip(x.split(4), y.split(4), strict=True)
+    ]
+    for part in parts:
+        part.backward()
+    assert torch.equal(loss, torch.stack(parts).sum().detach())
+    found, expected = StepResult.of(loss, model), StepResult.of(loss, unsplit)
+    assert found.gradients.keys() == expected.gradients.keys()
+    assert all(torch.equal(found.gradients[fqn], expected.gradients[fqn]) for fqn in found.gradients)
+    assert torch.equal(pipe(x), torch.cat([unsplit(rows) for rows in x.split(4)]).detach())
+    assert pipe.eval_step(x, target=y) == loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [2, 6])
+def test_a_slow_link_gets_the_narrow_place(position: int) -> None:
+    """Two devices share a host on one side, however uneven that makes the stages."""
+    x, y = batch()
+    devices = (Device(),) * 2
+    slow = Topology(devices, (Level(1, FAST), Level(2, 1e6)))
+    pipe = compiled(narrow_at(position), slow).prepare(x, target=y)
+    (link,) = {link for link in pipe.plan.links if link.payload == "activation"}
+    assert [value.shape[-1] for value in link.values] == [1]
+
+
+@pytest.mark.slow
+def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
+    x, y = batch()
+    topology = Topology((Device(),) * 4, (Level(2, FAST), Level(2, 1e6, 1e-3)))
+    plan = compiled(even(), topology).prepare(x, target=y).plan
+    seconds = {
+        (link.source, link.target): time
+        for link, time in zip(plan.links, plan.link_seconds, strict=True)
+        if link.payload == "activation"
+    }
+    num_bytes = plan.microbatch_size * 32 * 64 * 4
+    assert seconds[1, 2] == pytest.approx(1e-3 + num_bytes / 1e6)
+    assert seconds[0, 1] == seconds[2, 3] == pytest.approx(num_bytes / FAST)
+
+
+@pytest.mark.slow
+def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
+    x, y = batch()
+    free = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
+    needs = [need.peak_bytes for need in plan_memory(free.plan, free.programs)]
+    small = Topology((Device(memory_bytes=0.8 * needs[0]), Device()), (Level(2, FAST),))
+    pipe = compiled(even(), small, recompute="none").prepare(x, target=y)
+    assert plan_memory(pipe.plan, pipe.programs)[0].peak_bytes <= 0.8 * needs[0]
+    assert pipe.plan.placement == one_rank_per_stage((1, 0))
+
+
+@pytest.mark.slow
+def test_computing_a_little_again_is_better_than_a_worse_cut() -> None:
+    x, y = batch()
+    free = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
+    limit = 0.95 * free.memory().peak_bytes
+    pipe = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0), limit)).prepare(x, target=y)
+    assert pipe.memory().peak_bytes <= limit
+    assert any(stage.has_recompute for stage in pipe.plan.stages)
+    assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
+
+
+@pytest.mark.slow
+def test_several_stages_on_a_rank_run_on_devices_that_differ() -> None:
+    x, y = batch()
+    pipe = compiled(even(), different(1.0, 2.0), schedule="zb-v").prepare(x, target=y)
+    assert pipe.plan.placement == one_rank_per_stage((0, 1, 1, 0))
+    assert pipe.simulate().makespan > 0
+
+
+@pytest.mark.parametrize(
+    ("topology", "error", "message"),
+    [
+        (
+            equal_devices(3, LinkModel(1e9, 0.0)),
+            InputError,
+            "the topology has 3 devices, but there are 2 ranks",
+        ),
+        ("absent.toml", PlanError, "absent.toml is not a topology"),
+    ],
+)
+def test_a_topology_that_does_not_fit_is_refused(
+    topology: Topology | str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pipec.compile(even(), 2, loss_fn=F.mse_loss, topology=topology)
+
+
+EQUAL = (Device(), Device())
+PAIR = (Level(2, FAST),)
+
+
+@pytest.mark.parametrize(
+    ("devices", "levels", "message"),
+    [
+        (
+            (Device(), Device(speed=0.0)),
+            PAIR,
+            "device 1 has inf bytes of memory and speed 0.0: expected",
+        ),
+        ((Device(speed=math.inf), Device()), PAIR, "device 0 has .* speed inf"),
+        ((Device(memory_bytes=0.0), Device()), PAIR, "device 0 has 0.0 bytes of memory"),
+        ((Device(memory_bytes=math.nan), Device()), PAIR, "device 0 has nan bytes of memory"),
+        (EQUAL, (Level(2, FAST), Level(0, FAST)), "level 1 joins 0 members: expected 1 or more"),
+        (EQUAL, (Level(2, 0.0),), "level 0 carries 0.0 bytes per second after 0.0 seconds"),
+        (EQUAL, (Level(2, FAST, -1.0),), "level 0 carries .* after -1.0 seconds"),
+        (EQUAL, (Level(2, FAST, math.inf),), "level 0 carries .* after inf seconds"),
+        ((Device(),) * 3, PAIR, "lists 3 devices, but 2 levels join 2: device 2 cannot be reached"),
+        (EQUAL, (Level(2, FAST), Level(2, FAST)), r"lists 2 devices, but 2 x 2 levels join 4\. Make"),
+        (EQUAL, (), "lists 2 devices, but no levels join 1: device 1 cannot be reached"),
+    ],
+)
+def test_figures_that_make_no_topology_are_refused(
+    devices: tuple[Device, ...], levels: tuple[Level, ...], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Topology(devices, levels)
+
+
+def test_equal_groups_need_a_bandwidth_each() -> None:
+    with pytest.raises(PlanError, match="2 levels of devices and 1 bandwidths: give one of each a level"):
+        uniform_topology([2, 2], [FAST])
+    assert uniform_topology([2, 2], [FAST, 1e9]).levels == (Level(2, FAST), Level(2, 1e9))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "devices = 3",
+        "levels = []",
+        "[[devices]]\nflavour = 3\n[[levels]]\nsize = 1\nbytes_per_second = 1e9",
+        "[[devices]]\nspeed = 'fast'\n[[levels]]\nsize = 1\nbytes_per_second = 1e9",
+        "not toml",
+    ],
+)
+def test_a_file_that_is_no_topology_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(PlanError, match=r"hosts\.toml is not a topology: .* Expected devices"):
+        read_topology(path)
+
+
+def test_the_same_topology_in_toml_and_json(tmp_path: Path) -> None:
+    (tmp_path / "hosts.toml").write_text(HOSTS, encoding="utf-8")
+    (tmp_path / "hosts.json").write_text(json.dumps(tomllib.loads(HOSTS)), encoding="utf-8")
+    found = read_topology(tmp_path / "hosts.toml")
+    assert found == read_topology(tmp_path / "hosts.json")
+    assert found == Topology((Device(), Device(), Device(speed=3.0)), (Level(3, 1e10),))
+
+
+def test_a_part_is_joined_by_its_slowest_link() -> None:
+    whole = Topology((Device(),) * 8, (Level(2, 3e9), Level(2, 2e9, 1e-6), Level(2, 1e9)))
+    assert whole.first_devices(8) == whole
+    assert whole.first_devices(2) == Topology((Device(),) * 2, (Level(2, 3e9),))
+    assert whole.first_devices(3) == Topology((Device(),) * 3, (Level(3, 2e9, 1e-6),))
+    assert whole.first_devices(5).levels == (Level(5, 1e9),)
+    assert whole.first_devices(6).levels == (Level(2, 3e9), Level(3, 1e9))
+
+
+def test_without_devices_a_topology_may_have_more_than_are_left() -> None:
+    x, y = batch()
+    model = nn.Linear(64, 64)
+    whole = uniform_topology((2, 2), (3e9, 1e9))
+    pipe = pipec.compile(model, topology=whole, microbatches=1, loss_fn=F.mse_loss)
+    assert pipe.prepare(x, target=y).plan.num_ranks == 1
+    with pytest.raises(InputError, match="the topology has 2 devices, but there are 1 ranks"):
+        pipec.compile(model, topology=different(1.0, 2.0))
+    with pytest.raises(InputError, match="the topology has 4 devices, but there are 1 ranks"):
+        pipec.compile(model, devices=1, topology=whole)
+
+
+def test_too_few_operators_for_the_devices_is_said() -> None:
+    x, y = batch()
+    with pytest.raises(PlanError, match="too few for a stage on each of 3 devices"):
+        compiled(nn.Sequential(nn.Linear(64, 64)), different(1.0, 2.0, 3.0)).prepare(x, target=y)
+
+
+def test_the_command_line_takes_a_topology(tmp_path: Path) -> None:
+    (tmp_path / "hosts.toml").write_text(HOSTS, encoding="utf-8")
+    result = CliRunner().invoke(
+        app, ["plan", f"{MODELS}:mlp", "--topology", str(tmp_path / "hosts.toml"), "--microbatches", "4"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "3 stages on 3 ranks, 1f1b, 4 microbatches of 2" in result.output
+
+
+@given(st.lists(st.integers(0, 23), min_size=2, unique=True))
+def test_the_links_among_devices_are_those_between_any_two(devices: list[int]) -> None:
+    topology = uniform_topology([2, 3, 4], [4e9, 2e9, 1e9])
+    pairs = itertools.combinations(devices, 2)
+    assert topology.links_among(devices) == {topology.link_between(*pair) for pair in pairs}

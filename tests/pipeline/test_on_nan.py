@@ -1,0 +1,239 @@
+"""Losses and gradients that are not finite: what becomes of the step is decided alike on all ranks."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_reference import SAME, Plain, difference, pair
+from torch import Tensor, nn
+
+import pipec
+from pipec.errors import ExecutionError, InputError, NonFiniteError
+from tests.pipeline.test_pipedream import batches as async_batches
+from tests.pipeline.test_pipedream import pipeline
+
+GOOD, NAN_LOSS, NAN_GRADIENT = "good", "loss", "gradient"
+PLAN = {"devices": 2, "stages": 2}
+REPLICATED = {"devices": 3, "replicas": (2, 1)}
+DATA_PARALLEL = {"devices": 2, "stages": 1}
+
+
+class Net(nn.Module):
+    """Where ``flag`` is 0 the loss is finite, and the gradient of ``gain`` is 0 times infinity."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6) if norm else nn.Tanh())
+        self.gain = nn.Parameter(torch.ones(6))
+        self.last = nn.Sequential(nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(x) + (self.gain * flag).sqrt())
+        return found.square().mean()
+
+
+def model(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(norm).double()
+
+
+def batches(*kinds: str) -> Iterator[dict[str, Tensor]]:
+    """A batch of each kind. What is wrong is in row 5, of microbatch 2 of four."""
+    generator = torch.Generator().manual_seed(1)
+    for kind in kinds:
+        x, flag = torch.randn(8, 6, generator=generator).double(), torch.ones(8, 6).double()
+        if kind is NAN_LOSS:
+            x[5] = float("nan")
+        if kind is NAN_GRADIENT:
+            flag[5] = 0.0
+        yield {"x": x, "flag": flag}
+
+
+KINDS = (GOOD, NAN_LOSS, GOOD, NAN_GRADIENT, GOOD)
+
+
+def copies(tensors: Any) -> list[Tensor]:
+    return [each.detach().clone() for each in tensors]
+
+
+def same(before: list[Tensor], now: Any) -> bool:
+    return all(map(torch.equal, before, now))
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (PLAN, {"clip": 0.5}),
+        (REPLICATED, {"shard": None}),
+        (REPLICATED, {"shard": "optimizer", "clip": 0.5}),
+        (DATA_PARALLEL, {"shard": "gradients"}),
+        (REPLICATED, {"shard": "parameters"}),
+    ],
+)
+def test_skipped_steps_leave_no_trace(plan: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """With every level of sharding: training is as if those batches had not been there."""
+    pipe, plain = pair("adamw", make=model, on_nan="skip", **plan, **options)
+    for kind, batch in zip(KINDS, batches(*KINDS), strict=True):
+        loss = pipe.step(**batch)
+        assert bool(loss.isnan()) == (kind is NAN_LOSS)
+        if kind is GOOD:
+            plain.step(batch)
+    assert difference(pipe, plain) < SAME
+    assert (pipe.num_steps, pipe.num_skipped) == (5, 2)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("plan", [PLAN, REPLICATED, DATA_PARALLEL])
+def test_gradients_are_added_only_when_all_are_finite(plan: Mapping[str, Any]) -> None:
+    """Without an optimizer ``.grad`` is what it was, and the next step adds to it."""
+    own = model()
+    plain = Plain(copy.deepcopy(own), lambda named: torch.optim.SGD([p for _, p in named]), 4)
+    pipe = pipec.compile(own, microbatches=4, on_nan="skip", **plan)
+    for kind, batch in zip(KINDS, batches(*KINDS), strict=True):
+        pipe.step(**batch)
+        if kind is GOOD:
+            plain.accumulate(batch)
+    expected = {name: p.grad for name, p in plain.model.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12)
+    assert pipe.num_skipped == 2
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_what_is_not_finite_is_raised_and_nothing_has_changed(optimizer: Any) -> None:
+    """Parameters, gradients, optimizer state and BatchNorm's statistics; the next step is right."""
+    pipe = pipec.compile(model(norm=True), 2, microbatches=4, on_nan="raise", optimizer=optimizer)
+    straight = pipec.compile(model(norm=True), 2, microbatches=4, optimizer=optimizer)
+    first, second, third = batches(GOOD, GOOD, GOOD)
+    pipe.step(**first)
+    held = copies(pipe.state_dict().values())
+    gradients = copies(p.grad for p in pipe.parameters()) if optimizer is None else []
+    bad_loss, bad_gradient = batches(NAN_LOSS, NAN_GRADIENT)
+    with pytest.raises(NonFiniteError, match=r"step 1 .*the loss of microbatch 2 is NaN \(rank 1, stage 1\)"):
+        pipe.step(**bad_loss)
+    with pytest.raises(NonFiniteError, match=r"step 1 .*the gradient of gain, .* is not finite \(rank \d"):
+        pipe.step(**bad_gradient)
+    assert same(held, pipe.state_dict().values())
+    assert same(gradients, [p.grad for p in pipe.parameters()] if optimizer is None else [])
+    pipe.step(**second)
+    pipe.step(**third)
+    for batch in (first, second, third):
+        straight.step(**batch)
+    assert same(list(straight.state_dict().values()), pipe.state_dict().values())
+    assert pipe.num_steps == 3
+
+
+def test_gradients_that_are_finite_may_have_a_norm_that_is_not() -> None:
+    """Their squares are more than a number can be."""
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    pipe = pipec.compile(layers, 2, loss_fn=lambda found, _: found.mean() * 1e25, on_nan="raise")
+    pipe.step(torch.randn(8, 6), target=torch.zeros(8))
+    assert all(torch.linalg.vector_norm(p.grad).isinf() for p in pipe.parameters() if p.grad is not None)
+
+
+def test_a_bad_step_that_accumulates_spoils_the_update_it_is_for() -> None:
+    """As where a script checks the sum: the whole update is left out, and the next one is right."""
+    pipe, plain = pair("adamw", make=model, on_nan="skip", **REPLICATED)
+    bad, *good = batches(NAN_LOSS, GOOD, GOOD)
+    with pipe.accumulate():
+        pipe.step(**bad)
+    assert pipe.num_skipped == 0
+    pipe.step(**good[0])
+    assert pipe.num_skipped == 1
+    pipe.step(**good[1])
+    plain.step(good[1])
+    assert difference(pipe, plain) < SAME
+
+
+def test_programs_and_saved_artifacts_know_the_check(tmp_path: Any) -> None:
+    pipe = pipec.compile(model(), 2, microbatches=4, on_nan="raise")
+    good, bad = batches(GOOD, NAN_LOSS)
+    pipe.step(**good)
+    assert all("norm" in str(program) for program in pipe.programs)
+    assert "norm" in pipe.visualize()
+    pipe.save(tmp_path / "artifact", tensors=True)
+    loaded = pipec.load(tmp_path / "artifact")
+    with pytest.raises(NonFiniteError, match="microbatch 2 is NaN"):
+        loaded.step(**bad)
+    assert all(p.grad is None for p in loaded.parameters())
+    assert loaded.step(**good) == pipe.eval_step(**good)
+
+
+def test_a_stream_without_a_flush_cannot_skip() -> None:
+    with pytest.raises(InputError, match="pass on_nan='raise'"):
+        pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.SGD, on_nan="skip")
+
+
+@pytest.mark.parametrize("replicas", ["auto", (2, 1)])
+def test_replicas_without_a_flush_cannot_leave_out_one_mini_batch(replicas: str | tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="once for several mini-batches"):
+        pipec.compile(
+            model(), 3, schedule="pipedream", replicas=replicas, optimizer=torch.optim.SGD, on_nan="raise"
+        )
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("pipedream", 3), ("pipedream-2bw", 2)])
+def test_a_stream_without_a_flush_ends_before_a_loss_that_is_nan(schedule: str, stages: int) -> None:
+    """Stages that are ahead have made no update that others lack. BatchNorm's statistics are as before."""
+
+    def made() -> pipec.Pipeline:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6))]
+        return pipeline(stages, schedule=schedule, model=nn.Sequential(*layers), on_nan="raise")
+
+    given = list(async_batches(12))
+    given[5][0][0] = float("nan")
+    pipe, straight = made(), made()
+    losses: list[Tensor] = []
+    with pytest.raises(
+        NonFiniteError, match=rf"step 5 .*the loss of microbatch 0 is NaN \(rank {stages - 1}"
+    ):
+        losses.extend(pipe.stream(given))
+    assert losses == list(straight.stream(given[:5]))
+    assert same(list(straight.state_dict().values()), pipe.state_dict().values())
+    assert pipe.num_steps == 5
+    assert list(pipe.stream(given[6:])) == list(straight.stream(given[6:]))
+    with pytest.raises(NonFiniteError, match=r"step 11 .*the loss"):
+        pipe.step(given[5][0], target=given[5][1])
+    assert same(list(straight.state_dict().values()), pipe.state_dict().values())
+
+
+def test_a_stream_that_was_drained_still_ends_there() -> None:
+    """Whoever drains does not see the losses that the loop gets later, one of which is NaN."""
+    pipe, given = pipeline(3, on_nan="raise"), list(async_batches(8))
+    given[2][0][0] = float("nan")
+    stream = pipe.stream(given)
+    losses = [next(stream)]
+    pipe.step(*given[7][:1], target=given[7][1])
+    with pytest.raises(NonFiniteError, match="the loss of microbatch 0 is NaN"):
+        losses.extend(stream)
+    assert len(losses) == 2
+
+
+def test_a_stage_of_a_stream_refuses_a_gradient_that_is_not_finite() -> None:
+    pipe = pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.AdamW, on_nan="raise")
+    losses: list[Tensor] = []
+    with pytest.raises(ExecutionError, match=r"update: NonFiniteError: the gradient of gain, .* not finite"):
+        losses.extend(pipe.stream(batches(GOOD, GOOD, NAN_GRADIENT, GOOD, GOOD, GOOD)))
+    assert not any(parameter.isnan().any() for parameter in pipe.parameters())
+
+
+def test_a_checkpoint_in_a_stream_does_not_count_what_nothing_came_of(tmp_path: Path) -> None:
+    """The third of those that were begun has a loss that is NaN. Whoever goes on comes to it, too."""
+    given = list(async_batches(8))
+    given[2][0][0] = float("nan")
+    pipe, other = (pipeline(3, on_nan="raise") for _ in range(2))
+    stream = pipe.stream(given)
+    losses = [next(stream)]
+    pipe.save_checkpoint(tmp_path / "saved")
+    other.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(NonFiniteError, match="the loss of microbatch 0 is NaN"):
+        losses.extend(stream)
+    gone_on: list[Tensor] = []
+    with pytest.raises(NonFiniteError, match="the loss of microbatch 0 is NaN"):
+        gone_on.extend(other.stream(given, resume=True))
+    assert gone_on == losses[1:]
+    assert same(list(pipe.state_dict().values()), other.state_dict().values())

@@ -1,0 +1,113 @@
+"""Collectives of ranks on several hosts: what they take, what they bring, and what travels between hosts."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from two_level_topology_script import LEVELS, ODD, RANKS, ROWS, SGD, STEPS, batch, model
+from unsplit_reference import unsplit_step
+from worker_processes import run_ranks
+
+from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
+from pipec.hardware.topology import Device, Level, Topology, uniform_topology
+
+Facts = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
+    """What each of four ranks has found."""
+    script = Path(__file__).parents[1] / "helpers" / "two_level_topology_script.py"
+    printed = run_ranks(script, RANKS, tmp_path_factory.mktemp("ranks"))
+    return [json.loads(text.splitlines()[-1]) for text in printed]
+
+
+def plain(widths: tuple[int, int] = (32, 8)) -> list[float]:
+    """The losses of the script without pipec."""
+
+    class WithLoss(nn.Module):
+        def forward(self, x: Any, target: Any) -> Any:
+            return nn.functional.mse_loss(net(x), target)
+
+    net, losses = model(widths), []
+    optimizer = SGD(net.parameters())
+    for number in range(STEPS):
+        x, target = batch(number, widths)
+        losses.append(float(unsplit_step(WithLoss(), {"x": x, "target": target}, [ROWS // RANKS] * RANKS)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def sent(rank: Facts, name: str) -> Counter[str]:
+    """What a rank sends to each of the others in a step, without what they agree on before it.
+
+    That is what is sent beside the program where gradients are summed by a ring of gloo's.
+    """
+    flat = rank["None flat"]
+    agreement = Counter(flat["sent"]) - Counter(flat["sends"])
+    assert len(agreement) == RANKS - 1
+    assert max(agreement.values()) < 100
+    return Counter(rank[name]["sent"]) - agreement
+
+
+@pytest.mark.parametrize("where", ["on hosts", "flat"])
+@pytest.mark.parametrize("shard", LEVELS)
+def test_losses_are_those_of_the_plain_script(found: list[Facts], shard: str | None, where: str) -> None:
+    for rank in found:
+        assert rank[f"{shard} {where}"]["losses"] == pytest.approx(plain(), rel=1e-12)
+
+
+def test_parts_may_be_unequal(found: list[Facts]) -> None:
+    for rank in found:
+        assert rank["odd on hosts"]["losses"] == pytest.approx(plain(ODD), rel=1e-12)
+
+
+@pytest.mark.parametrize("shard", LEVELS)
+def test_hosts_exchange_each_byte_once(found: list[Facts], shard: str | None) -> None:
+    """A rank sums half of a bucket with its fellow, and half of that with one on the other host."""
+    for number, rank in enumerate(found):
+        facts = rank[name := f"{shard} on hosts"]
+        assert set(facts["hosts"]) == {2}
+        expected = Counter({str(number ^ 1): facts["bytes"], str(number ^ 2): facts["bytes"] // 2})
+        assert sent(rank, name) == Counter(facts["sends"]) + expected
+
+
+@pytest.mark.parametrize("shard", LEVELS[1:])
+def test_what_is_sent_is_what_programs_send(found: list[Facts], shard: str) -> None:
+    """Without hosts a rank sends each of the others a quarter of the gradients, and of the parameters."""
+    for number, rank in enumerate(found):
+        facts = rank[name := f"{shard} flat"]
+        assert set(facts["hosts"]) == {1}
+        expected = Counter({str(peer): facts["bytes"] // 2 for peer in range(RANKS) if peer != number})
+        assert sent(rank, name) == Counter(facts["sends"]) + expected
+
+
+def test_messages_between_stages_are_those_of_programs(found: list[Facts]) -> None:
+    for number, rank in enumerate(found):
+        facts = rank["two stages"]
+        assert facts["losses"] == pytest.approx(plain(), rel=1e-12)
+        fellow = Counter({str(number ^ 1): facts["bytes"]})
+        assert sent(rank, "two stages") == Counter(facts["sends"]) + fellow
+
+
+def test_the_faster_way_is_taken_and_priced() -> None:
+    hosts = Topology((Device(),) * 16, (Level(8, 1e10, 1e-6), Level(2, 1e9, 1e-5)))
+    size = 1e8
+    inside, between = 7 * (1e-6 + size / 8 / 1e10), 1e-5 + size / 2 / 1e9
+    assert fastest_num_hosts(hosts, range(16), size) == 2
+    assert unshard_seconds(hosts, range(16), size, 2) == pytest.approx(inside + between)
+    assert all_reduce_seconds(hosts, range(16), size) == pytest.approx(30 * (1e-5 + size / 16 / 1e9))
+    assert fastest_num_hosts(hosts, range(8), size) == 1
+    assert fastest_num_hosts(hosts, (0, 1, 8), size) == 1
+    assert fastest_num_hosts(uniform_topology((8, 2), (1e9, 1e9)), range(16), size) == 1
+
+
+def test_every_level_may_be_that_of_the_hosts() -> None:
+    racks = uniform_topology((2, 2, 2), (1e10, 1e10, 1e8))
+    assert fastest_num_hosts(racks, range(8), 1e8) == 2
+    hosts = uniform_topology((2, 4, 1), (1e10, 1e8, 1e8))
+    assert fastest_num_hosts(hosts, range(8), 1e8) == 4

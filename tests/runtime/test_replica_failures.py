@@ -1,0 +1,62 @@
+"""A replica that dies, hangs, or comes with other data, another plan or optimizer: named, within seconds."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from worker_processes import new_store, printing, run_main, start_ranks
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "replica_failure_script.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def outputs(scratch: Path, *how: str) -> list[str]:
+    """What each of two ranks prints. One that is stopped is killed when the other has ended."""
+    store, printed = new_store(), [scratch / f"printed_{rank}" for rank in range(2)]
+    ranks = start_ranks(printing, [(path, run_main, SCRIPT, how) for path in printed], scratch, store.port)
+    try:
+        ranks[0].join(90)
+        assert ranks[0].exitcode == 0
+        if how == ("hangs",):
+            ranks[1].kill()
+        ranks[1].join(90)
+        assert ranks[1].exitcode == (-signal.SIGKILL if how in (("dies",), ("hangs",)) else 0)
+        return [path.read_text() for path in printed]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+DIFFERENT = {
+    "learning rate": "optimizers that differ:",
+    "optimizer": "different arguments to pipec.compile:",
+    "plan": "microbatches: 2 on rank 0; 4 on rank 1",
+    "rows": "rows: 24 on rank 0; 12 on rank 1",
+}
+
+
+def test_ranks_that_differ_are_told_so(tmp_path: Path) -> None:
+    for printed in outputs(tmp_path, *DIFFERENT):
+        _, *errors = printed.split("InputError in time")
+        assert len(errors) == len(DIFFERENT), printed
+        for error, said in zip(errors, DIFFERENT.values(), strict=True):
+            assert said in error
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_replica_that_is_gone_is_named(how: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    survivor, _ = outputs(tmp_path, how)
+    assert survivor.startswith("TransportError in time")
+    assert "rank 1" in survivor
+    assert time.monotonic() - begun < 60
+
+
+def test_a_replica_that_fails_in_a_collective_tells_the_others_why(tmp_path: Path) -> None:
+    survivor, failed = outputs(tmp_path, "collective")
+    assert failed.startswith("ExecutionError in time")
+    assert "ValueError: broken" in failed
+    assert survivor.startswith("TransportError in time")
+    assert "ValueError: broken" in survivor

@@ -1,0 +1,575 @@
+"""The interactive page, in a headless Chromium: what it shows, what it says, and how it is moved about."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from example_schedules import result_link
+from playwright.sync_api import Browser, Page, sync_playwright
+from simulated_updates import EVERYTHING, ended
+
+from pipec.errors import InputError
+from pipec.ir import Schedule
+from pipec.programs.lower import chain_links, lower
+from pipec.schedules import make_schedule, zb_h1, zb_v
+from pipec.timeline.attribution import Curve
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.viz.html import timeline_html
+
+CHROMIUM = shutil.which("chromium")
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no `chromium` on PATH: install it to test the page (Debian's package chromium)"
+)
+
+Open = Callable[..., Page]
+
+
+def played(schedule: Schedule, **costs: float | str) -> Timeline:
+    links = (*chain_links(schedule.num_stages), result_link(schedule.num_stages - 1))
+    return simulate(
+        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
+    )
+
+
+def one_f_one_b(num_ranks: int = 4, num_microbatches: int = 8, **costs: float | str) -> Timeline:
+    return played(make_schedule("1f1b", num_ranks, num_microbatches), message=0.25, **costs)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # Without its sandbox Chromium also runs as root, as in a container.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Open timelines from a file; what the page complains of, or asks for beyond itself, fails the test."""
+    complaints: list[str] = []
+
+    def open_(
+        timelines: Mapping[str, Timeline],
+        title: str = "",
+        memory: Mapping[str, list[Curve]] | None = None,
+        scheme: str = "light",
+    ) -> Page:
+        path = tmp_path / "timeline.html"
+        path.write_text(timeline_html(timelines, title, memory), encoding="utf-8")
+        page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme=scheme)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: complaints.append(f"asked for {request.url}"))
+        page.goto(path.as_uri())
+        assert complaints.pop(0) == f"asked for {path.as_uri()}"
+        settle(page)
+        return page
+
+    yield open_
+    assert complaints == []
+    for context in browser.contexts:
+        context.close()
+
+
+def settle(page: Page) -> None:
+    """Wait until what was asked for is drawn."""
+    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+
+def point(page: Page, place: str) -> tuple[float, float]:
+    """Where on the screen a place on the canvas is; ``place`` is JavaScript for [x, y]."""
+    px, py = page.evaluate(f"() => {place}")
+    box = page.locator("#canvas").bounding_box()
+    assert box
+    return box["x"] + px, box["y"] + py
+
+
+def hover(page: Page, place: str) -> list[str]:
+    """What the card says when the pointer is there; nothing if it is hidden."""
+    page.mouse.move(*point(page, place))
+    settle(page)
+    return [] if page.locator("#card").is_hidden() else page.locator("#card > *").all_inner_texts()
+
+
+def lane(rank: int, time: float, timeline: int = 0, part: str = "y + 5") -> str:
+    """A place in the lane of a rank; ``part`` is how far down, from the names of its measures."""
+    return f"(({{y, curveY}}) => [x({time}), {part} - view.top])(timelines[{timeline}].lanes[{rank}])"
+
+
+def drag(page: Page, start: str, to: str) -> None:
+    page.mouse.move(*point(page, start))
+    page.mouse.down()
+    page.mouse.move(*point(page, to), steps=4)
+    page.mouse.up()
+    settle(page)
+
+
+def visible(page: Page) -> tuple[float, float]:
+    start, end = re.match(r"([\d.]+) to ([\d.]+) units of", page.locator("#range").inner_text()).groups()
+    return float(start), float(end)
+
+
+# Reading the canvas itself would make Chromium draw it differently from then on.
+COPY = """
+    const copy = new OffscreenCanvas(canvas.width, canvas.height);
+    const pen = copy.getContext("2d", { willReadFrequently: true });
+    pen.drawImage(canvas, 0, 0);
+"""
+
+
+def color_at(page: Page, place: str) -> str:
+    """The colour drawn at a place, as ``#rrggbb``."""
+    code = f"const at = {place}; return [...pen.getImageData(...at.map(Math.round), 1, 1).data.slice(0, 3)];"
+    red, green, blue = page.evaluate(f"() => {{ {COPY} {code} }}")
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def count_color(page: Page, name: str) -> int:
+    """How many pixels below the axis have a colour of the style sheet."""
+    code = """
+        const wanted = parseInt(colors[name].slice(1), 16);
+        const { data } = pen.getImageData(0, TOP, canvas.width, canvas.height - TOP);
+        let count = 0;
+        for (let k = 0; k < data.length; k += 4)
+            count += ((data[k] << 16) | (data[k + 1] << 8) | data[k + 2]) === wanted;
+        return count;
+    """
+    return page.evaluate(f"(name) => {{ {COPY} {code} }}", name)
+
+
+def press(page: Page, button: str) -> None:
+    page.locator(f"#{button}").click()
+    settle(page)
+
+
+# ---- the file ----
+
+
+def embedded(html: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found
+    assert not set(found[1]) & set("<>&")
+    return json.loads(found[1])
+
+
+HOSTILE = "<!--</script ></script><script>document.body.remove()</script> {{data}} & \"'\x00"
+
+
+def test_neither_title_nor_name_breaks_out_of_its_place() -> None:
+    html = timeline_html({HOSTILE: one_f_one_b()}, HOSTILE)
+    assert "<script>document" not in html
+    assert "<title>&lt;!--&lt;/script &gt;&lt;/script&gt;&lt;script&gt;" in html
+    assert embedded(html)["timelines"][0]["name"] == HOSTILE
+
+
+def test_the_page_is_complete_deterministic_and_loads_nothing() -> None:
+    html = timeline_html({"step": one_f_one_b()}, "a step")
+    assert html == timeline_html({"step": one_f_one_b()}, "a step")
+    assert not re.search(r"https?:|\bsrc=|@import|url\(", html)
+    assert not re.search(r"\{\{\w+\}\}", html)
+
+
+def test_times_keep_seven_digits_of_the_longest() -> None:
+    timeline = one_f_one_b(1, 1, forward=1 / 3, backward_input=1e3, unit="s")
+    computes = embedded(timeline_html({"step": timeline}))["timelines"][0]["computes"]
+    assert computes["end"] == [0.333, 1001.333]
+    assert computes["start"] == [0, 0.333]
+
+
+def test_timelines_that_do_not_fit_together_are_refused() -> None:
+    timeline = one_f_one_b(2, 1)
+    with pytest.raises(InputError, match="need one unit of time: 'a' in units, 'b' in s"):
+        timeline_html({"a": timeline, "b": one_f_one_b(2, 1, unit="s")})
+    with pytest.raises(InputError, match="memory of 'a' has 3 curves; expected one for each of its 2 ranks"):
+        timeline_html({"a": timeline}, memory={"a": [[], [], []]})
+
+
+# ---- what it shows ----
+
+
+@in_browser
+def test_a_hostile_title_is_shown_as_it_is(open_page: Open) -> None:
+    page = open_page({HOSTILE: one_f_one_b()}, HOSTILE)
+    assert page.locator("h1").inner_text() == HOSTILE.replace("\x00", "")
+    assert page.locator("#legend").inner_text().split() == [
+        "forward",
+        "backward",
+        "activation",
+        "gradient",
+        "in",
+        "flight",
+    ]
+
+
+@in_browser
+@pytest.mark.parametrize(
+    "timeline", [Timeline((), (0, 0)), one_f_one_b(1, 1, forward=0, backward_input=0, backward_weight=0)]
+)
+def test_an_empty_timeline_is_shown(open_page: Open, timeline: Timeline) -> None:
+    page = open_page({"empty": timeline})
+    press(page, "critical")
+    press(page, "in")
+    assert "bubble 0.0%" in page.locator("#canvas").get_attribute("aria-label")
+
+
+@in_browser
+def test_every_compute_is_drawn_where_it_runs(open_page: Open) -> None:
+    timeline = one_f_one_b()
+    page = open_page({"1f1b": timeline})
+    for event in timeline.computes:
+        at = lane(event.rank, (event.start + event.end) / 2, part="y + 3")
+        expected = {"forward": "#8cb8f2", "backward": "#f5b26b"}[event.instruction.op]
+        assert color_at(page, at) == expected, event
+    assert color_at(page, lane(3, 1.0, part="y + 3")) == "#f1f3f5"
+
+
+@in_browser
+def test_dark_and_light_follow_the_viewer(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()}, scheme="dark")
+    assert color_at(page, "[2, 2]") == "#0d1117"
+    assert color_at(page, lane(3, 1.0, part="y + 3")) == "#1c2129"
+    page.emulate_media(color_scheme="light")
+    settle(page)
+    assert color_at(page, "[2, 2]") == "#ffffff"
+
+
+@in_browser
+def test_two_timelines_share_the_axis_one_below_the_other_or_rank_by_rank(open_page: Open) -> None:
+    timelines = {"1f1b": one_f_one_b(), "zb-h1": played(zb_h1(4, 8), message=0.25)}
+    page = open_page(timelines)
+
+    def order() -> list[str]:
+        return page.evaluate("() => page.lanes.map(({timeline, rank}) => `${timeline.name} ${rank}`)")
+
+    assert order() == [f"{name} {rank}" for name in timelines for rank in range(4)]
+    for k in range(2):
+        assert color_at(page, lane(0, 0.5, k, "y + 3")) == "#8cb8f2"
+    press(page, "byRank")
+    assert order() == [f"{name} {rank}" for rank in range(4) for name in timelines]
+    for k, timeline in enumerate(timelines.values()):
+        assert color_at(page, lane(0, timeline.events[-1].start, k, "y + 3")) != "#ffffff"
+        assert color_at(page, lane(0, 0.5, k, "y + 3")) == "#8cb8f2"
+
+
+@in_browser
+def test_the_critical_path_is_marked_on_demand(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    assert count_color(page, "critical") == 0
+    press(page, "critical")
+    assert page.locator("#critical").get_attribute("aria-pressed") == "true"
+    assert count_color(page, "critical") > 500
+    assert color_at(page, lane(0, 0.5, part="y + 3")) == "#8cb8f2"
+    assert color_at(page, lane(0, 1.5, part="y + 3")) not in ("#8cb8f2", "#f1f3f5")
+    page.keyboard.press("c")
+    settle(page)
+    assert count_color(page, "critical") == 0
+
+
+@in_browser
+def test_messages_can_be_hidden(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    middle = "(([fx, fy, tx, ty]) => [(fx + tx) / 2, (fy + ty) / 2 - view.top])(arrowEnds(timelines[0], 4))"
+    assert hover(page, middle)[0].startswith("activation of microbatch")
+    press(page, "messages")
+    assert hover(page, middle)[:1] != ["activation of microbatch"]
+    assert page.evaluate("() => arrows(timelines[0]).length") == 0
+
+
+@in_browser
+def test_a_large_step_is_drawn_in_as_many_boxes_as_are_visible(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b(4, 512)})
+    code = """() => {
+        const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
+        const { full } = gatherBoxes([timelines[0].lanes[2]], brush);
+        const sum = (rects) => rects.reduce((total, each, k) => total + (k % 4 === 2 ? each : 0), 0);
+        return [...full].map(([color, rects]) => [color, rects.length / 4, sum(rects) / scale()]);
+    }"""
+    drawn = {color: (count, time) for color, count, time in page.evaluate(code)}
+    assert sum(count for count, _ in drawn.values()) <= 2 * page.evaluate("() => laneWidth()") / 3
+    assert drawn["rgb(140,184,242)"][1] == pytest.approx(512, rel=0.05)
+    assert drawn["rgb(245,178,107)"][1] == pytest.approx(1024, rel=0.05)
+    assert page.locator("#range").inner_text().endswith("; zoom in for messages")
+    page.evaluate("() => { show(100, 110); redraw(); }")
+    settle(page)
+    assert page.evaluate("() => arrows(timelines[0]).length") > 10
+    assert sum(count for _, count, _ in page.evaluate(code)) < 12
+
+
+@in_browser
+def test_collectives_have_a_band_below_the_lane_of_their_rank(open_page: Open) -> None:
+    timeline = ended(2, 4, **EVERYTHING)
+    page = open_page({"2": timeline})
+    band = {"reduce_grad": "#e39bb6", "unshard": "#7fc4c4", "grad_norm": "#b9b0a2"}
+    for event in timeline.collectives:
+        at = lane(
+            event.rank,
+            event.start + 0.1,
+            part="timelines[0].lanes[0].bandY - timelines[0].lanes[0].y + y + 2",
+        )
+        assert color_at(page, at) == band[event.instruction.op], event
+    update = next(event for event in timeline.blocking if event.instruction.op == "update")
+    assert color_at(page, lane(update.rank, update.start + 0.1, part="y + 3")) == "#f2d45c"
+    words = page.locator("#legend").inner_text()
+    assert all(
+        each in words for each in ("gradient reduction", "parameter all-gather", "update", "gradient norm")
+    )
+
+
+@in_browser
+def test_replicas_of_a_stage_are_named_and_stand_together(open_page: Open) -> None:
+    page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
+    assert page.evaluate("() => timelines[0].names[3]") == "rank 3, stage 1, 1 of 2"
+    tops = page.evaluate("() => timelines[0].lanes.map(({y}) => y)")
+    gaps = [below - above for above, below in pairwise(tops)]
+    assert gaps == pytest.approx([gaps[0], gaps[0], gaps[0] + 12, gaps[0], gaps[0] + 12])
+    widest = page.evaluate(
+        "() => { ctx.font = `400 12px ${FONT}`; return ctx.measureText(timelines[0].names[0]).width; }"
+    )
+    assert widest + 10 < page.evaluate("() => GUTTER")
+
+
+# ---- what it says ----
+
+
+@in_browser
+def test_a_collective_says_what_it_carries_with_whom_and_who_came_last(open_page: Open) -> None:
+    page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
+    band = "timelines[0].lanes[0].bandY - timelines[0].lanes[0].y + y + 3"
+    assert hover(page, lane(0, 24.5, part=band)) == [
+        "gradient reduction",
+        "rank 0, replica 1 of 3",
+        "bucket 0 of stage 0, 768 B: 0.q and 2 others",
+        "between ranks 0, 1, 2",
+        "24 to 25.5 units, took 1.5 units",
+        "rank 2 came last, at 24 units",
+    ]
+    assert hover(page, lane(2, 24.5, part=band))[-1] == "no rank came later"
+
+
+@in_browser
+def test_an_update_says_which_sum_it_waited_for(open_page: Open) -> None:
+    page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
+    waited = "the rank waited 7.5 units for the gradient reduction, to which rank 2 came last, at 24 units"
+    assert hover(page, lane(0, 25.7)) == [
+        "update",
+        "stage 0, rank 0, replica 1 of 3",
+        "25.5 to 26 units, took 0.5 units",
+        waited,
+    ]
+    assert hover(page, lane(0, 24.5)) == [
+        "idle",
+        "rank 0, replica 1 of 3",
+        "until the update, stage 0",
+        waited,
+    ]
+
+
+@in_browser
+def test_a_rank_that_is_left_with_a_sum_says_so(open_page: Open) -> None:
+    timeline = ended((2, 1), 3)
+    page = open_page({"2-1": timeline})
+    assert hover(page, lane(1, timeline.makespan - 0.5))[2].startswith(
+        "in the sum of gradients, to which rank 0"
+    )
+    assert hover(page, lane(2, timeline.makespan - 0.5))[2] == "nothing is left to compute"
+
+
+@in_browser
+def test_a_compute_says_when_it_runs_and_what_its_rank_waited_for(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    assert hover(page, lane(2, 3.0)) == [
+        "forward of microbatch 0",
+        "stage 2, rank 2",
+        "2.5 to 3.5 units, took 1 units",
+        "the rank waited 2.5 units for the activation of microbatch 0 from rank 1, stage 1: "
+        "sent at 2.25 units, there at 2.5 units",
+    ]
+    assert hover(page, lane(0, 1.5))[-1] == "the rank did not wait before it"
+    assert hover(page, "[2, 2]") == []
+
+
+@in_browser
+def test_idle_time_says_what_it_is_spent_on(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    assert hover(page, lane(0, 8.0)) == [
+        "idle",
+        "rank 0",
+        "until the backward of microbatch 0, stage 0",
+        "the rank waited 7.5 units for the gradient of microbatch 0 from rank 1, stage 1: "
+        "sent at 11.25 units, there at 11.5 units",
+    ]
+    assert hover(page, lane(3, 36.5)) == ["idle", "rank 3", "nothing is left to compute"]
+
+
+@in_browser
+def test_a_message_says_where_from_and_where_to(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    middle = "(([fx, fy, tx, ty]) => [(fx + tx) / 2, (fy + ty) / 2 - view.top])(arrowEnds(timelines[0], 0))"
+    assert hover(page, middle) == [
+        "activation of microbatch 0",
+        "rank 0 to rank 1",
+        "from stage 0 to stage 1",
+        "sent at 1 units, there at 1.25 units, under way for 0.25 units",
+    ]
+
+
+@in_browser
+def test_a_curve_says_what_is_held(open_page: Open) -> None:
+    memory = {"1f1b": [[(0.0, 3 * 2**20), (20.0, 2**30)] for _ in range(4)]}
+    page = open_page({"1f1b": one_f_one_b()}, memory=memory)
+    held = hover(page, lane(0, 2.5, part="curveY + 3"))
+    assert held[:2] == ["3 in flight", "rank 0"]
+    assert held[2].endswith("; at most 4 in flight")
+    press(page, "memory")
+    held = hover(page, lane(0, 2.5, part="curveY + 3"))
+    assert held[0] == "3 MiB"
+    assert held[2].endswith("; at most 1 GiB")
+
+
+@in_browser
+def test_a_compute_is_compared_with_the_same_in_the_other_timeline(open_page: Open) -> None:
+    costs = {"backward_input": 2e-3, "backward_weight": 1e-3, "unit": "s"}
+    timelines = {
+        name: simulate(
+            lower(make_schedule("gpipe", 1, 2), ()), SimulationCosts.uniform(1, forward=forward, **costs)
+        )
+        for name, forward in (("planned", 4e-3), ("measured", 5e-3))
+    }
+    page = open_page(timelines)
+    assert hover(page, lane(0, 6e-3, timeline=1)) == [
+        "forward of microbatch 1",
+        "stage 0, rank 0, measured",
+        "5 to 10 ms, took 5 ms",
+        "the rank did not wait before it",
+        "planned: 4 to 8 ms, took 4 ms (\u221220%)",
+    ]
+
+
+# ---- how it is moved about ----
+
+
+@in_browser
+def test_the_wheel_zooms_about_the_pointer(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    assert visible(page) == (0, 37)
+    page.mouse.move(*point(page, "[x(10), 300]"))
+    before = page.evaluate("() => x(10)")
+    page.mouse.wheel(0, -600)
+    settle(page)
+    start, end = visible(page)
+    assert 5 < start < 10 < end < 24
+    assert page.evaluate("() => x(10)") == pytest.approx(before, abs=1.5)
+    page.mouse.wheel(300, 0)
+    settle(page)
+    assert visible(page)[0] > start
+    page.mouse.dblclick(*point(page, "[200, 300]"))
+    settle(page)
+    assert visible(page) == (0, 37)
+
+
+@in_browser
+def test_keys_zoom_and_pan(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    for key in "+++":
+        page.keyboard.press(key)
+    settle(page)
+    start, end = visible(page)
+    assert end - start == pytest.approx(37 / 1.5**3, rel=0.01)
+    page.keyboard.press("ArrowRight")
+    settle(page)
+    assert visible(page)[0] > start
+    page.keyboard.press("0")
+    settle(page)
+    assert visible(page) == (0, 37)
+
+
+@in_browser
+def test_a_drag_moves_and_with_shift_or_on_top_picks_a_range(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    page.keyboard.down("Shift")
+    drag(page, "[x(10), 300]", "[x(20), 300]")
+    page.keyboard.up("Shift")
+    assert visible(page) == pytest.approx((10, 20), abs=0.1)
+    drag(page, "[x(15), 300]", "[x(12), 300]")
+    assert visible(page) == pytest.approx((13, 23), abs=0.1)
+    drag(page, "[GUTTER + stripX(30), 10]", "[GUTTER + stripX(25), 10]")
+    assert visible(page) == pytest.approx((25, 30), abs=0.1)
+    drag(page, "[x(26), STRIP + 10]", "[x(27), STRIP + 10]")
+    assert visible(page) == pytest.approx((26, 27), abs=0.1)
+
+
+@in_browser
+def test_more_ranks_than_fit_are_scrolled_to(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b(40, 4)})
+    drag(page, "[300, 500]", "[300, 250]")
+    assert page.evaluate("() => view.top") == 250
+    page.mouse.move(*point(page, "[20, 300]"))
+    page.mouse.wheel(0, 5000)
+    settle(page)
+    lowest = page.evaluate("() => { const {y, box} = timelines[0].lanes[39]; return y + box - view.top; }")
+    assert lowest <= page.locator("#canvas").bounding_box()["height"]
+    assert hover(page, lane(39, 49.5))[:2] == ["forward of microbatch 0", "stage 39, rank 39"]
+
+
+@in_browser
+def test_lanes_of_several_stages_are_shaded_and_lettered(open_page: Open) -> None:
+    page = open_page({"zb-v": played(zb_v(2, 4))})
+    assert "lighter: later stage" in page.locator("#legend").inner_text()
+    assert page.evaluate("() => [0, 1].map((i) => boxLabel(timelines[0], timelines[0].first[1] + i))") == [
+        "Fa0",
+        "Fb0",
+    ]
+    shades = [color_at(page, lane(1, time, part="y + 3")) for time in (1.5, 2.5)]
+    assert shades == ["#8cb8f2", "#c6dcf9"]
+
+
+@in_browser
+@pytest.mark.parametrize("width", [400, 760, 1010, 1250])
+def test_nothing_is_cut_off_in_a_narrow_window(open_page: Open, width: int) -> None:
+    """Buttons and legend fold; of the help as many phrases are shown as fit; a long summary ends in dots."""
+    timeline = played(zb_v(4, 8))
+    page = open_page({"zb-v": timeline, "again": timeline}, memory={"zb-v": [[(0.0, 2**30)]] * 4})
+    page.set_viewport_size({"width": width, "height": 500})
+    settle(page)
+    shown = "#tools > button, #legend > span, #range"
+    assert page.locator(shown).evaluate_all(
+        "(all, width) => all.every((one) => one.getBoundingClientRect().right <= width)", width
+    )
+    assert page.evaluate("() => document.documentElement.scrollWidth") == width
+    cut = page.locator("#help").evaluate(
+        """(help) => {
+            const { left, bottom } = help.getBoundingClientRect();
+            const boxes = [...help.children].map((one) => one.getBoundingClientRect());
+            const seen = boxes.filter((box) => box.top < bottom);
+            return seen.filter((box) => box.left < left - 1 || box.bottom > bottom + 1).length;
+        }"""
+    )
+    assert cut == 0
+    words = page.evaluate("() => shortened(timelines[0].summary, 200)")
+    assert words.endswith("…")
+    assert page.evaluate("(words) => ctx.measureText(words).width", words) <= 200
+
+
+@in_browser
+def test_versions_are_told_where_there_is_no_flush(open_page: Open) -> None:
+    timeline = played(make_schedule("pipedream", 3, 6))
+    page = open_page({"pipedream": timeline})
+    forward = next(e for e in timeline.computes.of_rank(0) if e.instruction.microbatch == 4)
+    card = hover(page, lane(0, (forward.start + forward.end) / 2))
+    assert card[0] == "forward of microbatch 4, reads version 2 of the weights"
+
+
+def test_a_page_of_very_many_events_is_an_overview(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = one_f_one_b()
+    monkeypatch.setattr("pipec.viz.drawing_checks.MOST_EVENTS", len(timeline.events) - 1)
+    page = timeline_html({"planned": timeline}, "1f1b & more")
+    assert "<script" not in page
+    assert page.count("<svg ") == 1
+    assert "1f1b &amp; more" in page
+    assert "critical path:" in page
