@@ -310,7 +310,7 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "04_make_row_sparse_gradients.txt",
         "05_split_operators.txt",
         "06_precompute_weights.txt",
-        "07_cut_recurrent_layers.txt",
+        "07_cut_stages.txt",
         "08_untie_gradients.txt",
         "09_make_row_sparse_gradients.txt",
         "10_insert_communication.txt",

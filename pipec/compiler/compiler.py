@@ -49,7 +49,6 @@ from pipec.ir import Alternative, Mode, Placement, Precision, ShardingLevel, Siz
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
 from pipec.passes import Pass
 from pipec.passes.follow_placement import FollowPlacement, parameter_stages
-from pipec.passes.recurrent_splitting import recurrent_splits
 from pipec.torch_compat import ValuePath
 
 log = logging.getLogger("pipec")
@@ -329,7 +328,7 @@ class Compiler:
     ) -> None:
         graph = staged.graph
         self._fixed_placement = FixedPlacement(
-            placement, parameter_stages(graph), graph.ranks, recurrent_splits(graph), staged.operator_stages
+            placement, parameter_stages(graph), graph.ranks, staged.operator_stages
         )
         self._captures.staged[signature] = [staged]
 
@@ -369,7 +368,6 @@ class Compiler:
             len(fixed.placement),
             fixed.parameter_stages,
             fixed.ranks,
-            fixed.divided_layers,
             fixed.operator_stages,
         )
         graph = self._capture(signature, call, start, sizes)

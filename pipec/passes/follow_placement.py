@@ -9,7 +9,7 @@
 The same holds of buffers that the forward changes. An operator without any goes with the one before it. But
 if all operators are those of the graph that was cut first, they are on the same stages. What reads or changes
 one buffer stays together. An operator that was split for the cut, so that its parameters are on several
-stages, is split again, and so are the recurrent layers in ``recurrent_splits``.
+stages, is split again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,6 @@ from pipec.graph import (
     stage_of,
 )
 from pipec.passes.cut_stages import assign_stages, find_colocations
-from pipec.passes.recurrent_splitting import RecurrentSplits, repeat_recurrent_splits, stages_of_chunks
 from pipec.passes.split_operators import operator_steps, split_operators
 
 ParameterStages = Mapping[str, tuple[int, ...]]
@@ -43,14 +42,12 @@ class FollowPlacement:
     num_stages: int
     parameter_stages: ParameterStages = field(repr=False)
     ranks: tuple[int, ...] = ()
-    recurrent_splits: RecurrentSplits = field(default_factory=dict, repr=False)
     first_cut: Sequence[tuple[Operator, int]] = field(default=(), repr=False)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        graph = repeat_recurrent_splits(graph, self.recurrent_splits)
         graph = split_operators(graph, operator_steps(graph, self._divided(graph)))
         stages, current = list[int](), 0
-        known = self._stages_as_before(graph) | stages_of_chunks(graph, self.recurrent_splits)
+        known = self._stages_as_before(graph)
         last_of = {span.first: span.last for span in find_colocations(graph)}
         needed = _parameters_by_operator(graph)
         while len(stages) < len(needed):

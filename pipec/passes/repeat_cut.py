@@ -10,21 +10,16 @@ from dataclasses import dataclass, field, replace
 
 from pipec.graph import TrainingGraph, is_constant, stage_of
 from pipec.passes.cut_stages import assign_stages
-from pipec.passes.recurrent_splitting import RecurrentSplits, recurrent_splits, repeat_recurrent_splits
 
 
 @dataclass(frozen=True)
 class RepeatCut:
-    """``stages[operator]`` is the stage of each operator, once layers are split as ``recurrent_splits`` says.
-
-    The rest is as in ``TrainingGraph``.
-    """
+    """``stages[operator]`` is the stage of each operator; the rest is as in ``TrainingGraph``."""
 
     stages: tuple[int, ...] = field(repr=False)
     num_stages: int
     ranks: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
-    recurrent_splits: RecurrentSplits = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> "RepeatCut":
@@ -36,10 +31,8 @@ class RepeatCut:
         for node in graph.nodes:
             if not is_constant(node):
                 stages[node.meta["operator"]] = stage_of(node)
-        return cls(tuple(stages), graph.num_stages, graph.ranks, graph.replicas, recurrent_splits(graph))
+        return cls(tuple(stages), graph.num_stages, graph.ranks, graph.replicas)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        placed = assign_stages(
-            repeat_recurrent_splits(graph, self.recurrent_splits), self.stages, self.num_stages
-        )
+        placed = assign_stages(graph, self.stages, self.num_stages)
         return replace(placed, ranks=self.ranks, replicas=self.replicas)
