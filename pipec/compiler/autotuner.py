@@ -22,12 +22,12 @@ from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir import Alternative, Placement, RankMemory, Schedule, count_ranks
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Pass
-from pipec.passes.choose_replicas import ChooseReplicas
-from pipec.passes.cut_for_replicas import CutForReplicas
-from pipec.passes.cut_stages import CutStages
-from pipec.passes.cut_with_recompute import CutWithRecompute
-from pipec.passes.replicate_pipeline import ReplicatePipeline
-from pipec.passes.update_cost import UpdateCost
+from pipec.passes.assign_stages import Assign, AssignStages
+from pipec.passes.assignments.choose_replicas import ChooseReplicas
+from pipec.passes.assignments.cut_for_replicas import CutForReplicas
+from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
+from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.plan.optimizer_cost import OptimizerProperties
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
@@ -135,8 +135,8 @@ class Autotuner:
         sizes = split_sizes(batch, count)
         reserved = [0.0] * len(how.topology.devices)
         for _ in range(_MEMORY_ATTEMPTS):
-            staged = cut(replace(how, topology=how.topology.with_reserved_memory(reserved)))
-            replicas = staged.graph.replicas
+            staged = cut(AssignStages(replace(how, topology=how.topology.with_reserved_memory(reserved))))
+            replicas = staged.graph.assignment.replicas
             if len({*replicas}) == 1 or not all(map(staged.graph.is_valid_for, sizes)):
                 return []
             tuner = self.with_replicas(replicas)
@@ -178,7 +178,7 @@ class Autotuner:
         """
         updates = self.updates(count)
         if not isinstance(self.policy.replicas, int):
-            return CutForReplicas(self.policy.replicas, size, updates)
+            return AssignStages(CutForReplicas(self.policy.replicas, size, updates))
         if not _is_straight(placement):
             devices = equal_devices(len(placement), topology.slowest_link)
             return self.for_replicas(CutStages(devices, size))
@@ -208,9 +208,9 @@ class Autotuner:
         """
         return self.may_recompute and len({*devices.devices}) == 1 and len(devices.levels) == 1
 
-    def for_replicas(self, cut: Pass) -> Pass:
+    def for_replicas(self, assign: Assign) -> Pass:
         """The cut for a pipeline as that for all its replicas."""
-        return cut if self.policy.replicas == 1 else ReplicatePipeline(cut, self.replica_groups())
+        return AssignStages(assign, () if self.policy.replicas == 1 else self.replica_groups())
 
     def evaluate_within_memory(self, staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
         """A schedule on these stages. Those that would not fit recompute, or offload, if they may."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipec.graph import Operator
 from pipec.ir import Placement
-from pipec.passes.follow_placement import ParameterStages
+from pipec.passes.assignments.follow_placement import ParameterStages
 
 
 @dataclass(frozen=True)
