@@ -35,7 +35,8 @@ from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode
 from pipec.passes import run_passes
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.profiler import profile_graph
 from pipec.runtime.model_tensors import ModelTensors
 
@@ -143,7 +144,7 @@ def layer_stages(profile: Profile, layers: Sequence[str]) -> Iterator[int]:
 def planned_stages(graph: TrainingGraph, profile: Profile | None) -> list[int]:
     """The stage of each operator after pipec's passes."""
     devices = equal_devices(STAGES, LinkModel(math.inf, 0.0))
-    cut = CutStages(devices, ROWS)
+    cut = AssignStages(CutStages(devices, ROWS))
     options = CompilerOptions(DEVICES["cpu"], devices, profile=profile)
     staged = run_passes(copy_graph(graph), make_passes(options, cut, frozenset()))
     stage_of = {node.meta["operator"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}

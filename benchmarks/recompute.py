@@ -44,7 +44,8 @@ from pipec.graph import TrainingGraph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir.text_format import format_bytes, format_seconds
-from pipec.passes import Pass, cut_with_recompute
+from pipec.passes import Pass
+from pipec.passes.assignments import cut_with_recompute
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.planner import recompute_curve
 from pipec.planner import recompute_solver as chooser

@@ -36,7 +36,8 @@ from pipec.graph import (
 from pipec.hardware.calibration import default_device_model
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Phase
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.permute_before_concat import PermuteBeforeConcat
 from pipec.passes.simplify import Simplify
@@ -112,7 +113,7 @@ class _ModelTimer:
     ) -> None:
         model = default_device_model(device)
         options = CompilerOptions(model, equal_devices(1, model.link))
-        staged = StagedGraph(graph, CutStages(options.topology, call.batch_size), options)
+        staged = StagedGraph(graph, AssignStages(CutStages(options.topology, call.batch_size)), options)
         artifact = staged.evaluate(one_f_one_b(1, _MICROBATCHES), call.batch_size).artifact()
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [

@@ -22,13 +22,12 @@ from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir import Alternative, Placement, RankMemory, Schedule, count_ranks
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Pass
-from pipec.passes.choose_replicas import ChooseReplicas
-from pipec.passes.cut_for_replicas import CutForReplicas
-from pipec.passes.cut_recurrent_layers import CutRecurrentLayers
-from pipec.passes.cut_stages import CutStages
-from pipec.passes.cut_with_recompute import CutWithRecompute
-from pipec.passes.replicate_pipeline import ReplicatePipeline
-from pipec.passes.update_cost import UpdateCost
+from pipec.passes.assign_stages import Assign, AssignStages
+from pipec.passes.assignments.choose_replicas import ChooseReplicas
+from pipec.passes.assignments.cut_for_replicas import CutForReplicas
+from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
+from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.plan.optimizer_cost import OptimizerProperties
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
@@ -136,8 +135,8 @@ class Autotuner:
         sizes = split_sizes(batch, count)
         reserved = [0.0] * len(how.topology.devices)
         for _ in range(_MEMORY_ATTEMPTS):
-            staged = cut(replace(how, topology=how.topology.with_reserved_memory(reserved)))
-            replicas = staged.graph.replicas
+            staged = cut(AssignStages(replace(how, topology=how.topology.with_reserved_memory(reserved))))
+            replicas = staged.graph.assignment.replicas
             if len({*replicas}) == 1 or not all(map(staged.graph.is_valid_for, sizes)):
                 return []
             tuner = self.with_replicas(replicas)
@@ -179,12 +178,12 @@ class Autotuner:
         """
         updates = self.updates(count)
         if not isinstance(self.policy.replicas, int):
-            return CutForReplicas(self.policy.replicas, size, updates)
+            return AssignStages(CutForReplicas(self.policy.replicas, size, updates))
         if not _is_straight(placement):
             devices = equal_devices(len(placement), topology.slowest_link)
-            return self.for_replicas(CutStages(devices, size), len(placement), size)
+            return self.for_replicas(CutStages(devices, size))
         devices = self.pipeline_topology(topology).without_memory_limits()
-        return self.for_replicas(CutStages(devices, size, updates=updates), len(placement), size)
+        return self.for_replicas(CutStages(devices, size, updates=updates))
 
     def updates(self, count: int) -> UpdateCost | None:
         """The updates after each mini-batch of so many microbatches; None where there is a flush."""
@@ -209,11 +208,9 @@ class Autotuner:
         """
         return self.may_recompute and len({*devices.devices}) == 1 and len(devices.levels) == 1
 
-    def for_replicas(self, cut: Pass, num_stages: int, size: int) -> Pass:
-        """The cut for a pipeline as that for all its replicas. Without a flush, stages share no weights."""
-        if not self.policy.may_be_asynchronous:
-            cut = CutRecurrentLayers(cut, num_stages, size)
-        return cut if self.policy.replicas == 1 else ReplicatePipeline(cut, self.replica_groups())
+    def for_replicas(self, assign: Assign) -> Pass:
+        """The cut for a pipeline as that for all its replicas."""
+        return AssignStages(assign, () if self.policy.replicas == 1 else self.replica_groups())
 
     def evaluate_within_memory(self, staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
         """A schedule on these stages. Those that would not fit recompute, or offload, if they may."""
@@ -299,8 +296,7 @@ class _Search:
             try:
                 options = devices.with_reserved_memory(reserved), size, in_flight
                 within = CutWithRecompute(*options) if replays else CutStages(*options, updates)
-                shared = self.tuner.for_replicas(within, len(placement), size)
-                found = self._nearest(cut(shared), placement, replays)
+                found = self._nearest(cut(self.tuner.for_replicas(within)), placement, replays)
             except PlanError as error:
                 self.first_error = self.first_error or error
                 return

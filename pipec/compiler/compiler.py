@@ -48,8 +48,8 @@ from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement, Precision, ShardingLevel, Sizes, Variable
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
 from pipec.passes import Pass
-from pipec.passes.follow_placement import FollowPlacement, parameter_stages
-from pipec.passes.recurrent_splitting import recurrent_splits
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.follow_placement import FollowPlacement, parameter_stages
 from pipec.torch_compat import ValuePath
 
 log = logging.getLogger("pipec")
@@ -329,7 +329,7 @@ class Compiler:
     ) -> None:
         graph = staged.graph
         self._fixed_placement = FixedPlacement(
-            placement, parameter_stages(graph), graph.ranks, recurrent_splits(graph), staged.operator_stages
+            placement, parameter_stages(graph), graph.assignment.ranks, staged.operator_stages
         )
         self._captures.staged[signature] = [staged]
 
@@ -369,11 +369,10 @@ class Compiler:
             len(fixed.placement),
             fixed.parameter_stages,
             fixed.ranks,
-            fixed.divided_layers,
             fixed.operator_stages,
         )
         graph = self._capture(signature, call, start, sizes)
-        known.append(self._cut(graph, follow, replace(self.options, profile=None)))
+        known.append(self._cut(graph, AssignStages(follow), replace(self.options, profile=None)))
         return known[-1]
 
     def _capture(

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from pipec.graph import Operator
 from pipec.ir import Placement
-from pipec.passes.follow_placement import ParameterStages
-from pipec.passes.recurrent_splitting import RecurrentSplits
+from pipec.passes.assignments.follow_placement import ParameterStages
 
 
 @dataclass(frozen=True)
@@ -14,12 +13,11 @@ class FixedPlacement:
     """Where the first call put stages and parameters. Every later call follows it.
 
     ``placement`` is that of all schedules. ``parameter_stages`` are the stages that hold each parameter.
-    ``ranks[k]`` is the rank that acts as rank k of a schedule. ``recurrent_splits`` are the recurrent layers
-    that several stages hold parts of, and ``operator_stages`` the stage of each operator.
+    ``ranks[k]`` is the rank that acts as rank k of a schedule. ``operator_stages`` has the stage of each
+    operator.
     """
 
     placement: Placement
     parameter_stages: ParameterStages
     ranks: tuple[int, ...]
-    divided_layers: RecurrentSplits
     operator_stages: Sequence[tuple[Operator, int]]

@@ -33,10 +33,10 @@ from pipec.ir import (
 from pipec.ir.columns import PHASE_CODE, ComputeColumns
 from pipec.ir.text_format import value_bytes
 from pipec.passes import Observer, Pass, run_passes
+from pipec.passes.assign_stages import AssignStages
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute, stage_values
 from pipec.passes.pass_dump import requested_pass_dumps
-from pipec.passes.repeat_cut import RepeatCut
 from pipec.plan.buckets import segment_backwards
 from pipec.plan.build_plan import Names, build_plan, stage_cost
 from pipec.plan.memory_needs import plan_memory
@@ -148,7 +148,7 @@ class StagedGraph:
     ) -> None:
         self.options = options
         self._dumps = requested_pass_dumps()
-        self._captured, self._cut, self._observers = captured, cut, observers
+        self._captured, self._observers = captured, observers
         self._evaluated: dict[object, EvaluatedPlan] = {}
         self._values: dict[int, Sequence[Mapping[str, ForwardValue]]] = {}
         self._stages: dict[tuple[bool, int], Sequence[StageFunctions]] = {}
@@ -156,8 +156,7 @@ class StagedGraph:
         self._variants: dict[tuple[MarkRecompute, MarkOffload], StagedGraph] = {}
         passes = pass_list.make_passes(options, cut, recompute, offload)
         try:
-            observers = (self._remember_cut, *observers, *self._dumps)
-            self.graph = run_passes(copy_graph(captured), passes, observers)
+            self.graph = run_passes(copy_graph(captured), passes, (*observers, *self._dumps))
         except PipecError:
             self.write_dumps()
             raise
@@ -172,14 +171,14 @@ class StagedGraph:
         marks = recompute, offload
         if marks not in self._variants:
             self._variants[marks] = StagedGraph(
-                self._captured, self._assignment, self.options, *marks, self._observers
+                self._captured, self._repeated_cut, self.options, *marks, self._observers
             )
         return self._variants[marks]
 
     def with_topology(self, topology: Topology) -> "StagedGraph":
         """The same cut on other devices."""
         options = replace(self.options, topology=topology)
-        return StagedGraph(self._captured, self._assignment, options, observers=self._observers)
+        return StagedGraph(self._captured, self._repeated_cut, options, observers=self._observers)
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
         """By stage and by name, what may be saved or recomputed of the forward of ``size`` rows."""
@@ -221,7 +220,7 @@ class StagedGraph:
         The first replicas of stages stand for all.
         """
         stages, devices = self.stages(True, size), self.options.topology.devices
-        played_by = self.graph.ranks or tuple(range(len(devices)))
+        played_by = self.graph.assignment.ranks or tuple(range(len(devices)))
         ranks = [played_by[rank_of(placement, stage.index)] for stage in stages]
         costs = [
             stage_cost(self.graph, stage, size, devices[rank].speed)
@@ -267,7 +266,7 @@ class StagedGraph:
     @property
     def operator_stages(self) -> Sequence[tuple[Operator, int]]:
         """The operators of the model, each with its stage."""
-        return [*zip(self.graph.operators, self._assignment.stages, strict=True)]
+        return [*zip(self.graph.operators, self.graph.assignment.stages, strict=True)]
 
     @functools.cached_property
     def names(self) -> Names:
@@ -283,7 +282,8 @@ class StagedGraph:
 
     def _evaluate_uncached(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
-        placed = remap_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
+        ranks = self.graph.assignment.ranks
+        placed = remap_ranks(schedule, ranks) if ranks else schedule
         plan, stages = self._plan(placed, size, replace(sync_spec, stream=placed.stream))
         if placed.stream:
             refuse_tied_weights(plan)
@@ -343,9 +343,10 @@ class StagedGraph:
         sizes = [value_bytes(plan_value(self.graph, node, node.name), planned) for node in sent]
         return self.options.topology.link_between(source, target).seconds(sum(sizes))
 
-    def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
-        if transform is self._cut:
-            self._assignment = RepeatCut.of(graph)
+    @property
+    def _repeated_cut(self) -> Pass:
+        """The pass that cuts a copy of the captured graph in the same way."""
+        return AssignStages(self.graph.assignment)
 
 
 def _ordered(stage: StageFunctions, size: int) -> StageFunctions:

@@ -6,6 +6,7 @@ holds what is true after every pass; ``model_guards`` and ``branch_checks`` tell
 of its model and of a call; ``size_text`` writes sizes as text.
 """
 
+from pipec.graph.assignment import Assignment, permuted_ranks
 from pipec.graph.branch_checks import CHECK_BRANCH, InputBranches, is_branch_check, is_check
 from pipec.graph.findings import NO_FINDINGS, AssumedPerRow, BatchFindings
 from pipec.graph.model_guards import ModelGuards, TracedConstants

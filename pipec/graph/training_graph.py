@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from pipec.graph.assignment import UNASSIGNED, Assignment
 from pipec.graph.branch_checks import NO_INPUT_BRANCHES, InputBranches
 from pipec.graph.findings import NO_FINDINGS, BatchFindings
 from pipec.graph.model_guards import NO_MODEL_GUARDS, ModelGuards
@@ -57,10 +58,9 @@ class TrainingGraph:
     same time. ``squeezed_at`` is where eager torch would squeeze the batch dimension of a batch of one row,
     if anywhere. ``model_guards`` say whether capturing again would give the same, and ``input_branches``
     whether the values of a call's arguments make it branch in the same way; passes leave them alone.
-    ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
-    ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
-    of the arguments, ``axes`` says where the user has the rows of those that are split, and ``training`` is
-    the mode of the model.
+    ``assignment`` has the stages of a graph that is cut. ``paths`` names the leaves of the arguments,
+    ``axes`` says where the user has the rows of those that are split, and ``training`` is the mode of the
+    model.
     """
 
     module: fx.GraphModule
@@ -75,9 +75,7 @@ class TrainingGraph:
     variable_symbols: SymbolNames = field(default_factory=dict)
     data_dependent_sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
     level: LoweringLevel = LoweringLevel.CAPTURED
-    num_stages: int = 1
-    ranks: tuple[int, ...] = ()
-    replicas: tuple[int, ...] = ()
+    assignment: Assignment = UNASSIGNED
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     batch_counts: fx.Graph | None = None
     precomputed: fx.Graph | None = None
@@ -106,6 +104,10 @@ class TrainingGraph:
         """Each result with its node. A parameter that does not influence the loss has no gradient."""
         nodes = self.module.graph.output_node().args[0]
         return list(zip(self.results, nodes, strict=True))  # type: ignore[arg-type]
+
+    @property
+    def num_stages(self) -> int:
+        return self.assignment.num_stages
 
     @property
     def symbols(self) -> SymbolNames:

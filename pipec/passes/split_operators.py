@@ -26,7 +26,7 @@ from pipec.graph import (
     is_collective,
     is_forward,
 )
-from pipec.passes.cut_stages import operator_seconds
+from pipec.passes.assignments.operator_blocks import operator_seconds
 
 LARGE = 1 / 2
 """Of the time of a mean stage: what takes more makes stages uneven."""

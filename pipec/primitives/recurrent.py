@@ -179,16 +179,12 @@ def _recurrence_backward(
     saved: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, ...]:
-    """Back through the steps. Sums are in autograd's order: its bits depend on that.
-
-    A part of a layer may have none, where the sequence is shorter than the layer has parts.
-    """
+    """Back through the steps. Sums are in autograd's order: its bits depend on that."""
     grad_gates = output.new_empty(*output.shape[:2], w_hh.shape[0])
-    grad_hh, grad_b, grad_hr = _Sum(w_hh, h), _Sum(b_hh, h), _Sum(w_hr, h)
+    grad_hh, grad_b, grad_hr = _Sum(h), _Sum(h), _Sum(h)
     steps = list(_steps(output, reverse))
-    earlier = [*reversed(steps[:-1]), None] if steps else []
     carried: tuple[Tensor | None, ...] = (grad_h,)
-    for step, before in zip(reversed(steps), earlier, strict=True):
+    for step, before in zip(reversed(steps), [*reversed(steps[:-1]), None], strict=True):
         h_before = h if before is None else output[before]
         grad = _total([None if grad_output is None else grad_output[step], *carried], h)
         state, kept_before = saved[step], None if before is None else saved[before]
@@ -209,18 +205,13 @@ def _recurrence_backward(
 
 
 class _Sum:
-    """The sum of what each step adds for a weight; an empty tensor if there is no weight."""
+    """The sum of the terms that steps add; an empty tensor if none does."""
 
-    def __init__(self, weight: Tensor | None, like: Tensor) -> None:
-        self._like = like.new_empty(0) if weight is None else weight
-        self._total: Tensor | None = None
+    def __init__(self, like: Tensor) -> None:
+        self.total = like.new_empty(0)
 
     def add(self, term: Tensor) -> None:
-        self._total = term if self._total is None else self._total.add_(term)
-
-    @property
-    def total(self) -> Tensor:
-        return torch.zeros_like(self._like) if self._total is None else self._total
+        self.total = self.total.add_(term) if self.total.numel() else term
 
 
 def _steps(gates: Tensor, reverse: bool) -> Iterable[int]:

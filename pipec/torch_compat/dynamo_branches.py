@@ -1,6 +1,7 @@
 """Branches on the values of tensors: Dynamo follows one way if it is told which."""
 
 import contextlib
+import dis
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
 """How the instructions begin that ask for the truth value of what is on top of the stack."""
+
+Handler = Callable[[Any, Any], None]
+"""What Dynamo does for an instruction, the second argument. The first is what goes through the bytecode."""
 
 CHECKING = "_is_all_true"
 """The method that nothing but ``torch._check_tensor_all`` calls."""
@@ -54,7 +58,7 @@ def decide_branches(
     becomes a call of ``require``, with the condition and an empty text. Other assertions stay what Dynamo
     makes of them.
     """
-    step, item = InstructionTranslatorBase.step, TensorVariable.method_item
+    item = TensorVariable.method_item
 
     def decided(tx: Any, asked: fx.Node, condition: fx.Proxy) -> Any:
         example = condition.node.meta.get("example_value")
@@ -83,13 +87,14 @@ def decide_branches(
             return None
         return expected(tx, condition) if is_assertion else decided(tx, asked.as_proxy().node, condition)
 
-    def decided_step(tx: Any) -> bool:
-        at = tx.instruction_pointer
-        if at is not None and tx.stack and tx.instructions[at].opname.startswith(ASKING):
-            is_assertion = tx.instructions[at + 1].opname == "LOAD_ASSERTION_ERROR"
+    def decided_handler(handler: Handler) -> Handler:
+        def handle(tx: Any, instruction: Any) -> None:
+            is_assertion = tx.next_instruction.opname == "LOAD_ASSERTION_ERROR"
             if (found := answered(tx, tx.stack[-1].realize(), is_assertion)) is not None:
                 tx.stack[-1] = found
-        return step(tx)
+            handler(tx, instruction)
+
+        return handle
 
     def decided_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         is_check = self.as_proxy().node.target == CHECKING and tx.output.current_tracer.parent is None
@@ -98,13 +103,26 @@ def decide_branches(
             found = answered(tx, self, is_assertion=False)
         return item(self, tx, *args, **kwargs) if found is None else found
 
-    InstructionTranslatorBase.step = decided_step  # type: ignore[method-assign,assignment]
+    tables = [(each, each.dispatch_table) for each in _translators(InstructionTranslatorBase)]
+    asking = {code for name, code in dis.opmap.items() if name.startswith(ASKING) and "NONE" not in name}
     TensorVariable.method_item = decided_item  # type: ignore[method-assign]
     try:
+        for translator, table in tables:
+            translator.dispatch_table = [
+                decided_handler(handler) if code in asking else handler for code, handler in enumerate(table)
+            ]
         yield
     finally:
-        InstructionTranslatorBase.step = step  # type: ignore[method-assign]
+        for translator, table in tables:
+            translator.dispatch_table = table
         TensorVariable.method_item = item  # type: ignore[method-assign]
+
+
+def _translators(translator: Any) -> Iterator[Any]:
+    """A class that goes through bytecode, and its subclasses: each has a table of handlers, by opcode."""
+    yield translator
+    for each in translator.__subclasses__():
+        yield from _translators(each)
 
 
 def _of_tensors(tx: Any, asked: fx.Node) -> fx.Proxy | None:

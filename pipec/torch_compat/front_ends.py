@@ -19,7 +19,9 @@ from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import builtin
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import NullContextVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -136,26 +138,33 @@ def _requires_grad_set() -> Iterator[None]:
     That changes no gradient of a parameter. What else it is set for, such as ``torch.autograd.grad``, fails
     later, for the graph does not set it.
     """
-    step = InstructionTranslatorBase.step
+    call = _SETATTR.call_function
 
-    def stepped(tx: Any) -> bool:
-        at = tx.instruction_pointer
-        instruction = tx.instructions[at] if at is not None else None
-        if instruction and (instruction.opname, instruction.argval) == ("STORE_ATTR", "requires_grad"):
-            value, changed = (tx.stack[place].realize() for place in (-2, -1))
-            if value.is_python_constant() and value.as_python_constant() is True and _is_computed(changed):
-                changed.as_proxy().node.meta["example_value"].requires_grad_()
-                changed.requires_grad = True
-                tx.popn(2)
-                tx.instruction_pointer = at + 1
-                return True
-        return step(tx)
+    def called(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
+        if self.as_python_constant() is not setattr or len(args) != 3 or not _sets_requires_grad(args):
+            return call(self, tx, args, kwargs)
+        changed: Any = args[0].realize()
+        changed.as_proxy().node.meta["example_value"].requires_grad_()
+        changed.requires_grad = True
+        return ConstantVariable.create(None)
 
-    InstructionTranslatorBase.step = stepped  # type: ignore[method-assign,assignment]
+    _SETATTR.call_function = called
     try:
         yield
     finally:
-        InstructionTranslatorBase.step = step  # type: ignore[method-assign]
+        _SETATTR.call_function = call
+
+
+_SETATTR: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
+"""Dynamo's class of ``setattr``, by which it stores attributes; in some versions that of every builtin."""
+
+
+def _sets_requires_grad(args: Sequence[VariableTracker]) -> bool:
+    """Whether these arguments of ``setattr`` set ``requires_grad`` of what Dynamo computes."""
+    changed, name, value = (each.realize() for each in args)
+    if not (name.is_python_constant() and value.is_python_constant() and _is_computed(changed)):
+        return False
+    return name.as_python_constant() == "requires_grad" and value.as_python_constant() is True
 
 
 def _is_computed(value: object) -> bool:

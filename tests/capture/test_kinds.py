@@ -19,7 +19,7 @@ from pipec.capture.tracer import capture
 from pipec.errors import CaptureError, InputError, PlanError
 from pipec.graph import LossGradient
 from pipec.ir import Mode
-from pipec.passes.follow_placement import FollowPlacement
+from pipec.passes.assignments.follow_placement import FollowPlacement
 from pipec.pipeline import Pipeline
 from pipec.runtime.random_operators import call_with_generator
 

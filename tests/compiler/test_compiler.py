@@ -14,7 +14,7 @@ import pipec
 from pipec.compiler import pass_list, staged_graph
 from pipec.graph import TrainingGraph, stage_of
 from pipec.ir import Schedule
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.pipeline import Pipeline
 from pipec.schedules import one_f_one_b

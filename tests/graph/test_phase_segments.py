@@ -28,7 +28,8 @@ from pipec.graph.phase_segments import split_into_segments
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import equal_devices
 from pipec.ir import GRADIENT_PHASES, Phase, Schedule, ShardingLevel
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
@@ -47,7 +48,9 @@ def staged_with(
     model: Captured, schedule: Schedule, recompute: MarkRecompute = NO_RECOMPUTE
 ) -> tuple[object, ...]:
     stages = range(schedule.num_stages)
-    how = CutStages(equal_devices(len(stages), OPTIONS.device_model.link), model.graph.batch_size)
+    how = AssignStages(
+        CutStages(equal_devices(len(stages), OPTIONS.device_model.link), model.graph.batch_size)
+    )
     joined = equal_devices(schedule.num_ranks, OPTIONS.device_model.link)
     return model.graph, how, replace(OPTIONS, topology=joined), recompute
 

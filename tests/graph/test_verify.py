@@ -19,7 +19,8 @@ from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode, Phase
 from pipec.passes import run_passes
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
 
 
@@ -43,7 +44,8 @@ def compiled() -> TrainingGraph:
     device = DEVICES["cpu"]
     devices = equal_devices(2, device.link)
     return run_passes(
-        graph, make_passes(CompilerOptions(device, devices), CutStages(devices, 4), MarkRecompute())
+        graph,
+        make_passes(CompilerOptions(device, devices), AssignStages(CutStages(devices, 4)), MarkRecompute()),
     )
 
 

@@ -23,7 +23,8 @@ from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Schedule
 from pipec.passes import Pass
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution, Ranks
@@ -92,7 +93,7 @@ def captured(factory: Factory) -> Captured:
 def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> StagedGraph:
     everything = frozenset(range(num_stages)) if recompute else frozenset[int]()
     devices = equal_devices(num_stages, OPTIONS.device_model.link)
-    return cut(model, CutStages(devices, model.graph.batch_size), everything)
+    return cut(model, AssignStages(CutStages(devices, model.graph.batch_size)), everything)
 
 
 def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> StagedGraph:

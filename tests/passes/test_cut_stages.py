@@ -15,9 +15,10 @@ from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode, VersionPolicy
 from pipec.passes import run_passes
 from pipec.passes.annotate_cost import AnnotateCost
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.passes.simplify import Simplify
-from pipec.passes.update_cost import UpdateCost
 
 ROWS, WIDTH = 4, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -35,11 +36,11 @@ def graph() -> TrainingGraph:
 
 def cut(graph: TrainingGraph, memory_bytes: float, in_flight: tuple[int, ...] = (0, 0)) -> TrainingGraph:
     devices = equal_devices(2, DEVICES["cpu"].link, memory_bytes)
-    return CutStages(devices, ROWS, in_flight)(copy_graph(graph))
+    return AssignStages(CutStages(devices, ROWS, in_flight))(copy_graph(graph))
 
 
 def test_devices_that_are_alike_are_visited_in_order(graph: TrainingGraph) -> None:
-    assert cut(graph, float("inf")).ranks == ()
+    assert cut(graph, float("inf")).assignment.ranks == ()
 
 
 def test_a_rank_holds_weights_and_the_gradients_of_what_is_trained(graph: TrainingGraph) -> None:
@@ -64,7 +65,8 @@ def test_updates_after_each_mini_batch_count(graph: TrainingGraph) -> None:
 
 def stages_with(graph: TrainingGraph, updates: UpdateCost | None) -> list[int]:
     """The stage of each layer."""
-    made = CutStages(equal_devices(2, DEVICES["cpu"].link), ROWS, updates=updates)(copy_graph(graph))
+    cut = CutStages(equal_devices(2, DEVICES["cpu"].link), ROWS, updates=updates)
+    made = AssignStages(cut)(copy_graph(graph))
     layers = [node for node in made.arguments if isinstance(node.meta["role"], Parameter)]
     return [min(user.meta["stage"] for user in node.users) for node in layers]
 
@@ -85,6 +87,6 @@ def needed(graph: TrainingGraph, updates: UpdateCost | None) -> list[int]:
     """The bytes that two stages hold together once, and for each microbatch in flight."""
     devices = equal_devices(2, DEVICES["cpu"].link, 1)
     with pytest.raises(InfeasibleError) as told:
-        CutStages(devices, ROWS, (2, 1), updates)(copy_graph(graph))
+        CutStages(devices, ROWS, (2, 1), updates)(graph)
     found = re.findall(r"(\d+) bytes resident \+ (\d+) saved", str(told.value))
     return [sum(map(int, each)) for each in zip(*found, strict=True)]

@@ -31,7 +31,8 @@ from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode, Phase
 from pipec.passes import Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
@@ -85,7 +86,7 @@ def costed(captured: TrainingGraph) -> TrainingGraph:
 
 @pytest.fixture(scope="module")
 def cut(costed: TrainingGraph) -> TrainingGraph:
-    return through(costed, CutStages(equal_devices(3, LINK), ROWS))
+    return through(costed, AssignStages(CutStages(equal_devices(3, LINK), ROWS)))
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +311,7 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "04_make_row_sparse_gradients.txt",
         "05_split_operators.txt",
         "06_precompute_weights.txt",
-        "07_cut_recurrent_layers.txt",
+        "07_assign_stages.txt",
         "08_untie_gradients.txt",
         "09_make_row_sparse_gradients.txt",
         "10_insert_communication.txt",

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.passes.follow_placement import FollowPlacement
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.follow_placement import FollowPlacement
 
 WIDTH, TOKENS, ROWS = 8, 6, 8
 
@@ -74,7 +75,7 @@ def test_a_buffer_is_prepared_where_another_call_changes_it() -> None:
     (staged, *_) = next(iter(pipe._compiler._captures.staged.values()))
     homes = {"first": 0, "last": 1}
     owners = {f"{layer}.{name}": (k,) for layer, k in homes.items() for name in ("weight", "bias")}
-    cut = FollowPlacement(2, {**owners, "scale": (1,)})
+    cut = AssignStages(FollowPlacement(2, {**owners, "scale": (1,)}))
     stages = StagedGraph(staged._captured, cut, staged.options).stages(False, ROWS // 2)
     assert [[node.meta["role"].fqn for node in stage.buffers] for stage in stages] == [[], ["scale"]]
     assert [len(stage.precomputed) for stage in stages] == [0, 1]

@@ -12,7 +12,8 @@ from pipec.compiler.memory_budget import fit_into_memory
 from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Phase, Schedule
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule
 
@@ -28,7 +29,9 @@ def staged(schedule: Schedule, limit: float) -> StagedGraph:
     graph = captured(gpt2_with_dropout).graph
     link = OPTIONS.device_model.link
     options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, link, limit))
-    return StagedGraph(graph, CutStages(equal_devices(schedule.num_stages, link), graph.batch_size), options)
+    return StagedGraph(
+        graph, AssignStages(CutStages(equal_devices(schedule.num_stages, link), graph.batch_size)), options
+    )
 
 
 def fitted(schedule: Schedule, limit: float) -> EvaluatedPlan:

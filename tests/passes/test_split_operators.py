@@ -12,8 +12,9 @@ import pipec
 from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode
-from pipec.passes.cut_stages import CutStages
-from pipec.passes.follow_placement import parameter_stages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.assignments.follow_placement import parameter_stages
 
 WIDTH, TOKENS, ROWS = 16, 6, 8
 
@@ -85,7 +86,7 @@ def test_a_transposed_weight_is_where_it_is_read() -> None:
     """The verifier says so: the gradient of the weight is made where that is."""
     model = captured(encoder)
     far_apart = equal_devices(8, LinkModel(1e9, 1e-3))
-    graph = cut(model, CutStages(far_apart, model.graph.batch_size), frozenset()).graph
+    graph = cut(model, AssignStages(CutStages(far_apart, model.graph.batch_size)), frozenset()).graph
     assert graph.num_stages == 8
 
 

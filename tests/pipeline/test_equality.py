@@ -31,7 +31,8 @@ from worker_processes import read_outcome, run_script, train
 from pipec.compiler import pass_list
 from pipec.hardware.topology import equal_devices
 from pipec.passes import Pass
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.permute_before_concat import PermuteBeforeConcat
 from pipec.passes.precompute_weights import PrecomputeWeights
@@ -63,7 +64,7 @@ def test_no_pass_changes_a_bit(factory: Factory, left_out: type, monkeypatch: py
         return [each for each in every(*args) if not isinstance(each, left_out)]
 
     monkeypatch.setattr(pass_list, "make_passes", others)
-    how = CutStages(equal_devices(2, OPTIONS.device_model.link), model.graph.batch_size)
+    how = AssignStages(CutStages(equal_devices(2, OPTIONS.device_model.link), model.graph.batch_size))
     artifact = generated(cut(model, how, frozenset()), make_schedule("1f1b", 2, len(SIZES)))
     run = TrainingRun(artifact, model.model)
     assert_equal(StepResult.of(run.step(model.inputs), run.model), expected(model), tied_parameters(artifact))

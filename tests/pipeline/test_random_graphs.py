@@ -3,11 +3,10 @@
 import bisect
 import copy
 import functools
-import operator
 import random
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,8 +19,9 @@ from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
-from pipec.graph import LoweringLevel, TrainingGraph, is_constant
+from pipec.graph import Assignment, TrainingGraph, is_constant
 from pipec.ir import Mode, Schedule
+from pipec.passes.assign_stages import AssignStages
 from pipec.schedules import make_schedule, zb_h1, zb_v
 
 WIDTH, NUM_STEPS, NUM_MODELS, MAX_STAGES = 8, 12, 6, 4
@@ -86,19 +86,14 @@ def captured(seed: int) -> Captured:
     return Captured(model, inputs, capture(model, None, Mode.TRAIN, ModelCall((), inputs)))
 
 
-@dataclass(frozen=True)
-class CutBefore:
+def cut_before(operators: Sequence[int]) -> AssignStages:
     """A new stage begins at each of these operators."""
 
-    operators: tuple[int, ...]
+    def assign(graph: TrainingGraph) -> Assignment:
+        stages = (bisect.bisect_right(operators, op) for op in range(len(graph.operators)))
+        return Assignment(tuple(stages), len(operators) + 1)
 
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        for node in graph.nodes:
-            if node.target is operator.getitem:
-                node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
-            if not is_constant(node):
-                node.meta["stage"] = bisect.bisect_right(self.operators, node.meta["operator"])
-        return replace(graph, level=LoweringLevel.CUT, num_stages=len(self.operators) + 1)
+    return AssignStages(assign)
 
 
 def schedules(num_stages: int, num_microbatches: int) -> list[Schedule]:
@@ -138,7 +133,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_any_cut_under_any_schedule_has_the_bits_of_the_unsplit_model(case: Case) -> None:
     model = captured(case.seed)
-    artifact = generated(cut(model, CutBefore(case.cuts), case.recompute), case.schedule)
+    artifact = generated(cut(model, cut_before(case.cuts), case.recompute), case.schedule)
     run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
     inputs = batch(sum(case.sizes))
     found = StepResult.of(run.step(inputs, case.sizes), run.model)
@@ -152,7 +147,7 @@ def test_the_models_vary_and_the_backward_is_really_split() -> None:
     steps = [step for seed in range(NUM_MODELS) for step in RandomModel(seed).steps]
     assert {kind for kind, *_ in steps} == KINDS.keys()
     model = captured(0)
-    graph = cut(model, CutBefore((len(model.graph.operators) // 2,)), frozenset())
+    graph = cut(model, cut_before([len(model.graph.operators) // 2]), frozenset())
     for source in generated(graph, zb_h1(2, 3)).sources:
         assert re.findall(r"^def (backward\w*)", source, re.MULTILINE) == [
             "backward_input",

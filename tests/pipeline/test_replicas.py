@@ -20,8 +20,9 @@ from pipec.hardware.topology import equal_devices
 from pipec.ir import Payload, Schedule
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Pass
-from pipec.passes.cut_for_replicas import CutForReplicas
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_for_replicas import CutForReplicas
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -66,9 +67,9 @@ def artifact_of(model: Captured, name: str) -> Artifact:
     schedule = schedule_of(name)
     stages, rows = len(schedule.placement), model.graph.batch_size
     numbers = tuple(map(len, schedule.placement))
-    how: Pass = CutStages(equal_devices(stages, OPTIONS.device_model.link), rows)
+    how: Pass = AssignStages(CutStages(equal_devices(stages, OPTIONS.device_model.link), rows))
     if len({*numbers}) > 1:
-        how = CutForReplicas(numbers, rows)
+        how = AssignStages(CutForReplicas(numbers, rows))
     options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, OPTIONS.device_model.link))
     return StagedGraph(model.graph, how, options).evaluate(schedule, rows).artifact()
 
@@ -78,7 +79,9 @@ def expected(model: Captured, sizes: tuple[int, ...]) -> StepResult:
     """What a step of the unsplit model leaves. One that draws random numbers runs on one rank of pipec."""
     if model.model.config.model_type == "gpt2" and model.model.config.resid_pdrop:
         schedule = make_schedule("gpipe", 1, len(sizes))
-        cut = StagedGraph(model.graph, CutStages(equal_devices(1, OPTIONS.device_model.link), 8), OPTIONS)
+        cut = StagedGraph(
+            model.graph, AssignStages(CutStages(equal_devices(1, OPTIONS.device_model.link), 8)), OPTIONS
+        )
         run = TrainingRun(cut.evaluate(schedule, 8).artifact(), model.model)
         return StepResult.of(run.step(model.inputs, sizes), run.model)
     unsplit = copy.deepcopy(model.model)

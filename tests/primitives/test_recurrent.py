@@ -12,6 +12,9 @@ import pipec
 
 ROWS, MICROBATCHES, WIDTH = 8, 4, 6
 
+WIDE = 256
+"""So wide that layers take most of the time."""
+
 
 class Every(nn.Module):
     """Layers of all kinds, with all options; first and last states are given and used."""
@@ -50,6 +53,18 @@ class Language(nn.Module):
         return self.head(self.lstm(self.words(words))[0])
 
 
+class Stack(nn.Module):
+    """Layers of one kind, whose last states are used besides their output."""
+
+    def __init__(self, kind: type[nn.RNNBase], num_layers: int) -> None:
+        super().__init__()
+        self.layers = kind(WIDE, WIDE, num_layers, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, last = self.layers(x)
+        return output + sum(last if isinstance(last, tuple) else [last]).sum(0)[:, None]
+
+
 class Translation(nn.Module):
     """Encoder, decoder, and attention of the one to the other."""
 
@@ -85,14 +100,13 @@ def microbatches(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
     return zip(*(tensor.chunk(MICROBATCHES) for tensor in tensors), strict=True)
 
 
-def test_every_layer_has_the_bits_of_eager_torch() -> None:
-    model = made(Every)
-    unsplit = copy.deepcopy(model)
-    x = torch.randn(ROWS, 5, WIDTH, generator=torch.Generator().manual_seed(1))
-    target = torch.ones(ROWS, 2 * WIDTH)
-    pipe = pipec.compile(model, 4, loss_fn=F.mse_loss, microbatches=MICROBATCHES)
-    found = pipe.step(x, target=target)
-    terms = []
+def numbers(length: int, width: int) -> Tensor:
+    return torch.randn(ROWS, length, width, generator=torch.Generator().manual_seed(1))
+
+
+def check_bits(pipe: pipec.Pipeline, unsplit: nn.Module, x: Tensor, target: Tensor) -> None:
+    """The loss and gradients of a step are those of eager torch over the same microbatches."""
+    found, terms = pipe.step(x, target=target), list[Tensor]()
     for inputs, targets in microbatches(x, target):
         terms.append(F.mse_loss(unsplit(inputs), targets) / MICROBATCHES)
         terms[-1].backward()
@@ -102,9 +116,36 @@ def test_every_layer_has_the_bits_of_eager_torch() -> None:
     assert different == []
 
 
+def test_every_layer_has_the_bits_of_eager_torch() -> None:
+    model = made(Every)
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, 4, loss_fn=F.mse_loss, microbatches=MICROBATCHES)
+    check_bits(pipe, unsplit, numbers(5, WIDTH), torch.ones(ROWS, 2 * WIDTH))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_a_stack_is_cut_between_its_layers(kind: type[nn.RNNBase], num_layers: int) -> None:
+    """Each layer is on one stage; sequences of another length, and forwards, follow the first cut."""
+    model = made(Stack, kind, num_layers)
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, num_layers, loss_fn=F.mse_loss, microbatches=MICROBATCHES)
+    for length in (5, 3):
+        check_bits(pipe, unsplit, numbers(length, WIDE), torch.ones(ROWS, length, WIDE))
+        pipe.zero_grad()
+        unsplit.zero_grad()
+    homes = [
+        {parameter[-1] for parameter in stage.parameters if "weight" in parameter}
+        for stage in pipe.plan.stages
+    ]
+    assert homes == [{str(layer)} for layer in range(num_layers)]
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(numbers(4, WIDE)), unsplit(numbers(4, WIDE)))
+
+
 @pytest.mark.parametrize("make", [Language, Translation])
 def test_stages_are_balanced(make: type[nn.Module]) -> None:
-    pipe = pipec.compile(made(make, 256), 4, loss_fn=loss, microbatches=MICROBATCHES)
+    pipe = pipec.compile(made(make, WIDE), 4, loss_fn=loss, microbatches=MICROBATCHES)
     pipe.prepare(words(32), target=words(32))
     seconds = [sum(stage.cost.seconds.values()) for stage in pipe.plan.stages]
     assert max(seconds) < 1.3 * sum(seconds) / len(seconds)

@@ -27,7 +27,8 @@ from pipec.ir import HostCost, Instruction, Op, Program, Schedule
 from pipec.ir.batch_split import split_sizes
 from pipec.ir.columns import OP_CODE, InstructionColumns
 from pipec.ir.text_format import format_program, parse_program
-from pipec.passes.cut_stages import CutStages
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links, lower
@@ -200,7 +201,9 @@ def blocks() -> tuple[nn.Module, dict[str, Tensor]]:
 def staged(schedule: Schedule, factory: Factory = blocks) -> StagedGraph:
     graph, link = captured(factory).graph, OPTIONS.device_model.link
     options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, link))
-    return StagedGraph(graph, CutStages(equal_devices(schedule.num_stages, link), graph.batch_size), options)
+    return StagedGraph(
+        graph, AssignStages(CutStages(equal_devices(schedule.num_stages, link), graph.batch_size)), options
+    )
 
 
 def offloading(schedule: Schedule, replays: bool = False, factory: Factory = blocks) -> Artifact:

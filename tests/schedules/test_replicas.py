@@ -13,7 +13,7 @@ from symbolic_steps import EQUAL, Step, check_meaning, make_step, schedules, ste
 from pipec.errors import InputError
 from pipec.ir import Link, Op, Phase, Program, Schedule, ShardingLevel, rank_of
 from pipec.ir.text_format import format_program, parse_program
-from pipec.passes.cut_for_replicas import balanced_starts
+from pipec.passes.assignments.cut_for_replicas import balanced_starts
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.rank_memory import in_flight
 from pipec.programs.verify import verify_programs

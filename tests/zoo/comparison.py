@@ -20,7 +20,7 @@ from pipec.errors import CaptureError, InputError, PlanError
 from pipec.graph import copy_graph
 from pipec.ir import Plan
 from pipec.passes import run_passes
-from pipec.passes.cut_stages import find_colocations, operator_blocks, operator_seconds
+from pipec.passes.assignments.operator_blocks import find_colocations, operator_blocks, operator_seconds
 from zoo.model_case import Case, Inputs
 from zoo.refusal_causes import cause_of
 

@@ -1,4 +1,4 @@
-"""Give every node the stage that already holds the parameters its operator needs.
+"""The stage that already holds the parameters an operator needs.
 
 ::
 
@@ -9,24 +9,25 @@
 The same holds of buffers that the forward changes. An operator without any goes with the one before it. But
 if all operators are those of the graph that was cut first, they are on the same stages. What reads or changes
 one buffer stays together. An operator that was split for the cut, so that its parameters are on several
-stages, is split again, and so are the recurrent layers in ``recurrent_splits``.
+stages, is split again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pipec.errors import PlanError
 from pipec.graph import (
+    Assignment,
     Operator,
     TrainingGraph,
     UpdatedBuffer,
+    copy_graph,
     is_forward,
     source_buffers,
     source_parameters,
     stage_of,
 )
-from pipec.passes.cut_stages import assign_stages, find_colocations
-from pipec.passes.recurrent_splitting import RecurrentSplits, repeat_recurrent_splits, stages_of_chunks
+from pipec.passes.assignments.operator_blocks import find_colocations
 from pipec.passes.split_operators import operator_steps, split_operators
 
 ParameterStages = Mapping[str, tuple[int, ...]]
@@ -43,14 +44,15 @@ class FollowPlacement:
     num_stages: int
     parameter_stages: ParameterStages = field(repr=False)
     ranks: tuple[int, ...] = ()
-    recurrent_splits: RecurrentSplits = field(default_factory=dict, repr=False)
     first_cut: Sequence[tuple[Operator, int]] = field(default=(), repr=False)
 
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        graph = repeat_recurrent_splits(graph, self.recurrent_splits)
-        graph = split_operators(graph, operator_steps(graph, self._divided(graph)))
+    def __call__(self, graph: TrainingGraph) -> Assignment:
+        split = self._divided(graph)
+        if split:
+            graph = copy_graph(graph)
+            graph = split_operators(graph, operator_steps(graph, split))
         stages, current = list[int](), 0
-        known = self._stages_as_before(graph) | stages_of_chunks(graph, self.recurrent_splits)
+        known = self._stages_as_before(graph)
         last_of = {span.first: span.last for span in find_colocations(graph)}
         needed = _parameters_by_operator(graph)
         while len(stages) < len(needed):
@@ -63,21 +65,21 @@ class FollowPlacement:
             for op in together if len(together) > 1 else ():
                 self._check_all_on(graph, op, needed[op], current)
             stages += [current] * len(together)
-        return replace(assign_stages(graph, stages, self.num_stages), ranks=self.ranks)
+        return Assignment(tuple(stages), self.num_stages, self.ranks, split=split)
 
     def _stages_as_before(self, graph: TrainingGraph) -> dict[int, int]:
         """The stage of each operator, if they are those of the first cut."""
         same = [operator for operator, _ in self.first_cut] == [*graph.operators]
         return {op: stage for op, (_, stage) in enumerate(self.first_cut)} if same else {}
 
-    def _divided(self, graph: TrainingGraph) -> set[int]:
+    def _divided(self, graph: TrainingGraph) -> frozenset[int]:
         """The operators that need parameters no single stage holds."""
         needed = enumerate(_parameters_by_operator(graph))
         homes = (
             (op, [{*self.parameter_stages[fqn]} for fqn in fqns if fqn in self.parameter_stages])
             for op, fqns in needed
         )
-        return {op for op, each in homes if each and not set.intersection(*each)}
+        return frozenset(op for op, each in homes if each and not set.intersection(*each))
 
     def _stage_holding(self, graph: TrainingGraph, op: int, fqn: str, at_least: int) -> int:
         homes = self.parameter_stages.get(fqn, (at_least,))

@@ -1,26 +1,18 @@
-"""Give every node the stage that runs it, and every stage as many ranks as make the step fastest.
-
-::
-
-    h = conv(x, w0)   operator 3, 3 s            h = conv(x, w0)   operator 3, stage 0, on three ranks
-    g = mm(h, w1)     operator 7, 1 s      ->    g = mm(h, w1)     operator 7, stage 1, on one
-
-A stage is a range of forward operators in program order, with all they caused, forward and backward.
-"""
+"""Stages, and as many ranks for each of them, as make the step fastest."""
 
 from dataclasses import dataclass, replace
 
-from pipec.graph import TrainingGraph
+from pipec.graph import Assignment, TrainingGraph
 from pipec.hardware.topology import Topology
-from pipec.passes.cut_stages import (
-    assign_stages,
+from pipec.passes.assignments.cut_stages import assign_blocks
+from pipec.passes.assignments.operator_blocks import (
     build_operator_graph,
     find_colocations,
     operator_blocks,
     operator_seconds,
     with_weight_versions,
 )
-from pipec.passes.update_cost import UpdateCost
+from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.planner.cost_model import PIPEC, CostModel
 from pipec.planner.partition import TOLERANCE, partition_graph
 
@@ -45,7 +37,7 @@ class ChooseReplicas:
     updates: UpdateCost | None = None
     model: CostModel = PIPEC
 
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+    def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         blocks = operator_blocks(seconds, find_colocations(graph))
         operators = build_operator_graph(graph, blocks, seconds, self.microbatch_size)
@@ -59,11 +51,4 @@ class ChooseReplicas:
         stages = partition_graph(
             operators, self.topology, model, max_replicas=most, use_all_devices=True, tolerance=TOLERANCE
         ).stages
-        stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
-        graph = assign_stages(graph, [stage_of[block] for block in blocks], len(stages))
-        ranks = tuple(device for stage in stages for device in stage.devices)
-        return replace(
-            graph,
-            ranks=() if ranks == tuple(range(len(ranks))) else ranks,
-            replicas=tuple(stage.replicas for stage in stages),
-        )
+        return replace(assign_blocks(stages, blocks), replicas=tuple(stage.replicas for stage in stages))

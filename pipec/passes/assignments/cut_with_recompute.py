@@ -1,12 +1,4 @@
-"""Give every node the stage that runs it, where stages compute again what their memory does not hold.
-
-::
-
-    h = mm(x, w0)     operator 3            h = mm(x, w0)     operator 3, stage 0
-    g = mm(h, w1)     operator 7     ->     g = mm(h, w1)     operator 7, stage 1
-
-A stage is a range of forward operators in program order, with all they caused, forward and backward.
-"""
+"""As many stages as devices, which compute again what their memory does not hold."""
 
 import operator
 from bisect import bisect_right
@@ -17,11 +9,10 @@ import numpy as np
 from torch import fx
 
 from pipec.cost.formulas import node_bytes
-from pipec.graph import Gradient, TrainingGraph, is_forward, is_tensor, storage_owner
+from pipec.graph import Assignment, Gradient, TrainingGraph, is_forward, is_tensor, storage_owner
 from pipec.graph.lifetimes import owns_new_storage
 from pipec.hardware.topology import Topology
-from pipec.passes.cut_stages import (
-    assign_stages,
+from pipec.passes.assignments.operator_blocks import (
     build_operator_graph,
     find_colocations,
     operator_blocks,
@@ -58,14 +49,14 @@ class CutWithRecompute:
     microbatch_size: int
     in_flight: tuple[int, ...]
 
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+    def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size)
         blocks = operator_blocks(seconds, find_colocations(graph))
         operators = build_operator_graph(graph, blocks, seconds, self.microbatch_size)
         chain = self._chain(graph, blocks, operators)
         limits = [device.memory_bytes for device in self.topology.devices]
         firsts = cut_chain(chain, self.in_flight, limits, GAP)
-        return assign_stages(graph, [bisect_right(firsts, block) - 1 for block in blocks], len(firsts))
+        return Assignment(tuple(bisect_right(firsts, block) - 1 for block in blocks), len(firsts))
 
     def _chain(self, graph: TrainingGraph, blocks: list[int], operators: OperatorGraph) -> OperatorChain:
         values = forward_values(graph, self.microbatch_size)

@@ -1,12 +1,4 @@
-"""Give every node the stage that runs it: one stage for each device.
-
-::
-
-    h = mm(x, w0)     operator 3            h = mm(x, w0)     operator 3, stage 0
-    g = mm(h, w1)     operator 7     ->     g = mm(h, w1)     operator 7, stage 1
-
-A stage is a range of forward operators in program order, with all they caused, forward and backward.
-"""
+"""What operators cost, and the blocks of operators that stages consist of."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +10,9 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
-from pipec.errors import PlanError
 from pipec.graph import (
     Buffer,
     Gradient,
-    LoweringLevel,
     Parameter,
     Precomputed,
     TrainingGraph,
@@ -31,18 +21,13 @@ from pipec.graph import (
     has_data_dependent_size,
     is_constant,
     is_forward,
-    is_gradient_sum,
     is_tensor,
     source_parameters,
-    stage_of,
     storage_owner,
 )
-from pipec.hardware.topology import Topology
 from pipec.ir import Mode
-from pipec.passes.update_cost import UpdateCost
-from pipec.planner.cost_model import PIPEC
+from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.planner.operator_graph import OperatorGraph, Transfer
-from pipec.planner.partition import TOLERANCE, partition_graph
 
 
 @dataclass(frozen=True)
@@ -96,97 +81,6 @@ def _spans_of_buffers(graph: TrainingGraph) -> Iterator[Colocation]:
 def _operator_of(node: fx.Node) -> int:
     made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
     return int(made_by.meta["operator"])
-
-
-@dataclass(frozen=True)
-class CutStages:
-    """Cut so that the slowest stage is as fast as possible, within the tolerance of ``planner.placement``.
-
-    There is one stage on each device of the topology. Device d is rank d, and the stages go to the ranks in
-    the best order: in order if the devices and links are alike. Costs are those of microbatches of
-    ``microbatch_size`` rows, with the ``updates`` that stages make after each mini-batch, if they do. Where
-    memory is limited, rank k of a schedule has ``in_flight[k]`` of these at once.
-
-    Raises:
-        PlanError: there are fewer operators than devices.
-        InfeasibleError: no cut fits into the memory of the devices.
-    """
-
-    topology: Topology
-    microbatch_size: int
-    in_flight: tuple[int, ...] = ()
-    updates: UpdateCost | None = None
-
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        colocations = find_colocations(graph)
-        blocks = operator_blocks(seconds, colocations)
-        self._check_enough(graph, blocks[-1] + 1 if blocks else 0, colocations)
-        model = replace(PIPEC, in_flight=self._in_flight)
-        operators = build_operator_graph(graph, blocks, seconds, self.microbatch_size)
-        if self.updates:
-            num_stages = len(self.topology.devices)
-            operators = with_weight_versions(operators, graph, blocks, self.updates, num_stages)
-        stages = partition_graph(
-            operators, self.topology, model, max_replicas=1, use_all_devices=True, tolerance=TOLERANCE
-        ).stages
-        stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
-        ranks = tuple(stage.devices[0] for stage in stages)
-        graph = assign_stages(graph, [stage_of[block] for block in blocks], len(stages))
-        return replace(graph, ranks=() if ranks == tuple(range(len(ranks))) else ranks)
-
-    def _check_enough(self, graph: TrainingGraph, num_blocks: int, colocations: Sequence[Colocation]) -> None:
-        """Say so if it is what belongs together that leaves fewer blocks than devices."""
-        num_devices = len(self.topology.devices)
-        if colocations and num_blocks < num_devices:
-            widest = max(colocations, key=lambda span: span.last - span.first)
-            places = [graph.operators[op] for op in (widest.first, widest.last)]
-            where = " to ".join(
-                f"{made.name} of {made.module or 'the model'} ({made.source})" for made in places
-            )
-            raise PlanError(
-                f"there are {num_devices} devices, but the model falls into {num_blocks} parts, because "
-                f"{widest.reason}: whatever reads or changes it is on one stage, from {where}. "
-                "Use fewer devices, give each use a buffer of its own, or pad to a size that is known."
-            )
-
-    def _in_flight(self, later_devices: int) -> int:
-        """Of a rank that ``later_devices`` follow: at least as many as of these, as the planner asks for."""
-        return max(self.in_flight[-1 - later_devices :], default=0)
-
-
-def assign_stages(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> TrainingGraph:
-    """Put every node on the stage of its operator."""
-    for node in graph.nodes:
-        if node.target is operator.getitem:
-            node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
-        if not is_constant(node):
-            node.meta["stage"] = stages[node.meta["operator"]]
-    _check_sparse_gradients(graph)
-    return replace(graph, level=LoweringLevel.CUT, num_stages=num_stages)
-
-
-def _check_sparse_gradients(graph: TrainingGraph) -> None:
-    for role, node in graph.outputs:
-        if not isinstance(role, Gradient):
-            continue
-        terms = list(_terms(node))
-        stages = sorted({stage_of(term) for term in terms})
-        if len(stages) > 1 and any(term.meta["val"].is_sparse for term in terms):
-            raise PlanError(
-                f"stages {', '.join(map(str, stages))} all use {role.fqn}, whose gradient is sparse: "
-                "it cannot be sent from one to the other. "
-                "Make the embedding with sparse=False, or do not tie its weight."
-            )
-
-
-def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of which a gradient is the sum."""
-    if is_gradient_sum(gradient):
-        for term in gradient.all_input_nodes:
-            yield from _terms(term)
-    else:
-        yield gradient
 
 
 def operator_seconds(

@@ -1,12 +1,4 @@
-"""Give every node the stage that runs it, where stages have different numbers of replicas.
-
-::
-
-    h = mm(x, w0)     operator 3, 2 s            h = mm(x, w0)     operator 3, stage 0, on two ranks
-    g = mm(h, w1)     operator 7, 1 s     ->     g = mm(h, w1)     operator 7, stage 1, on one
-
-A stage is a range of forward operators in program order, with all they caused, forward and backward.
-"""
+"""Stages with given numbers of replicas."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -17,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.errors import PlanError
-from pipec.graph import TrainingGraph
-from pipec.passes.cut_stages import assign_stages, find_colocations, operator_blocks, operator_seconds
-from pipec.passes.update_cost import UpdateCost
+from pipec.graph import Assignment, TrainingGraph
+from pipec.passes.assignments.operator_blocks import find_colocations, operator_blocks, operator_seconds
+from pipec.passes.assignments.update_cost import UpdateCost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -44,7 +36,7 @@ class CutForReplicas:
     microbatch_size: int
     updates: UpdateCost | None = None
 
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+    def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         blocks = operator_blocks(seconds, find_colocations(graph))
         num_blocks = blocks[-1] + 1 if blocks else 0
@@ -57,8 +49,7 @@ class CutForReplicas:
         for block, time in zip(blocks, seconds, strict=True):
             work[block] += time
         firsts = balanced_starts(work, self.replicas)
-        stages = [bisect_right(firsts, block) - 1 for block in blocks]
-        return assign_stages(graph, stages, len(self.replicas))
+        return Assignment(tuple(bisect_right(firsts, block) - 1 for block in blocks), len(self.replicas))
 
 
 def balanced_starts(work: Sequence[float], capacities: Sequence[int]) -> list[int]:
