@@ -392,13 +392,12 @@ def test_what_was_used_longest_ago_is_let_go(
     calls = (lambda: pipe.step(x, target=target), lambda: pipe.step(x=x, target=target))
     for call in (*calls, calls[0], lambda: pipe.step(x, target=target, outputs=True)):
         call()
-        graphs = [each.graph for known in pipe._compiler._captures.staged.values() for each in known]
+        graphs = [each.graph for each in pipe._compiler._cache.staged_graphs]
         alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._execution(pipe._artifact))))
-        del graphs
     collect()
     assert [execution() is not None for _, execution in alive] == [True, False, True, True]
     assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
-    assert (pair.num_compiled, len(pipe._compiler._compiled)) == (3, 2)
+    assert (pair.num_compiled, len(graphs)) == (3, 2)
 
 
 def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

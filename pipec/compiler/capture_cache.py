@@ -1,4 +1,4 @@
-"""What was captured for which calls of a model, and whether capturing again would find the same."""
+"""What was compiled for which calls of a model, and whether capturing again would find the same."""
 
 import functools
 from collections.abc import Collection, Hashable
@@ -9,6 +9,7 @@ from torch import Generator, nn
 
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_state import ModelState
+from pipec.compiler.compile import CachedCall
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import log
 from pipec.ir import Mode, Variable
@@ -65,29 +66,45 @@ class CollectiveCall:
 
 
 class CaptureCache:
-    """The captured graphs of one model, cut into stages. There are several of one signature where the model
-    specialises on a number of rows, or on a variable.
-    """
+    """What was compiled for the calls of one model, by what decides a capture, and by its version."""
 
     def __init__(self) -> None:
-        self.staged: dict[CaptureSignature, list[StagedGraph]] = {}
+        self._calls: dict[CaptureKey, dict[int, CachedCall]] = {}
         self._last: dict[Hashable, CaptureKey] = {}
         self._latest: CaptureKey | None = None
-        self._versions: dict[CaptureKey, list[int]] = {}
+
+    def get(self, signature: CaptureSignature) -> CachedCall:
+        """What was compiled for a signature."""
+        return self._calls.get(signature.key, {}).get(signature.version, CachedCall())
+
+    def put(self, signature: CaptureSignature, cached: CachedCall) -> None:
+        self._calls.setdefault(signature.key, {})[signature.version] = cached
+
+    @property
+    def staged_graphs(self) -> list[StagedGraph]:
+        """All graphs, in the order in which their signatures were compiled first."""
+        return [staged for known in self._calls.values() for each in known.values() for staged in each.graphs]
+
+    def retain(self, numbers: Collection[int]) -> None:
+        """Let go of all artifacts but those with these numbers, and of the graphs of the others."""
+        for key, versions in list(self._calls.items()):
+            kept = {version: cached.only(numbers) for version, cached in versions.items()}
+            self._calls[key] = {version: cached for version, cached in kept.items() if cached.graphs}
+            if not self._calls[key]:
+                del self._calls[key]
 
     def version(self, key: CaptureKey, call: ModelCall | None) -> int:
         """Which capture of a capture key is still right, the latest first; a new number if none is.
 
         Without the call, whose values decide branches, any way that they went before is right.
         """
-        numbers = self._versions.get(key, [])
-        for number in reversed(numbers):
-            signature = CaptureSignature(key, number)
-            if not self.guard_failure(signature, call):
-                if signature in self.staged and key is not self._latest:
+        versions = self._calls.get(key, {})
+        for number in reversed(versions):
+            if not self.guard_failure(CaptureSignature(key, number), call):
+                if key is not self._latest:
                     self._note_use(key)
                 return number
-        return numbers[-1] + 1 if numbers else 0
+        return max(versions, default=-1) + 1
 
     def _note_use(self, key: CaptureKey) -> None:
         self._last[key.without_state] = self._latest = key
@@ -100,40 +117,28 @@ class CaptureCache:
         ``variables`` is what about its sizes and numbers is new.
         """
         key, number = signature.key, signature.version
-        last, versions = self._last.get(key.without_state), self._versions.setdefault(key, [])
+        last, versions = self._last.get(key.without_state), self._calls.get(key, {})
         self._note_use(key)
-        if signature in self.staged:
+        if number in versions:
             return "for other rows or sizes than before"
         reason = variables
         if last is not None and last.state != key.state:
             reason = key.state.changes_since(last.state, model)
-        elif versions and number > versions[-1]:
-            reason = (
-                f"{self.guard_failure(CaptureSignature(key, versions[-1]), call)}{_OFTEN * (number >= 3)}"
-            )
+        elif versions and number > max(versions):
+            failure = self.guard_failure(CaptureSignature(key, max(versions)), call)
+            reason = f"{failure}{_OFTEN * (number >= 3)}"
         if reason:
             log(f"pipec: recompiling: {reason}")
-        if number not in versions:
-            versions.append(number)
         return reason or f"for the first call like this ({key.mode})"
-
-    def retain(self, used: Collection[StagedGraph]) -> None:
-        """Let go of all graphs but those in use."""
-        for signature, known in list(self.staged.items()):
-            self.staged[signature] = [staged for staged in known if staged in used]
-            if not self.staged[signature]:
-                del self.staged[signature]
-                self._versions[signature.key].remove(signature.version)
-        self._versions = {key: numbers for key, numbers in self._versions.items() if numbers}
 
     def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
         """The plain values that the code of the model and the loss read for this signature, and where."""
-        graphs = [staged.graph for staged in self.staged.get(signature, [])]
+        graphs = [staged.graph for staged in self.get(signature).graphs]
         return {place: x for graph in graphs for place, x in graph.model_guards.constants.items()}
 
     def guard_failure(self, signature: CaptureSignature, call: ModelCall | None) -> str:
         """What a capture took for granted and is no longer so; empty if all is."""
-        graphs = [staged.graph for staged in self.staged.get(signature, [])]
+        graphs = [staged.graph for staged in self.get(signature).graphs]
         leaves, sizes = None, {}
         if call is not None:
             leaves = call.leaves

@@ -148,7 +148,7 @@ class StagedGraph:
     ) -> None:
         self.options = options
         self._dumps = requested_pass_dumps()
-        self._captured, self._cut, self._observers = captured, cut, observers
+        self.captured, self._cut, self._observers = captured, cut, observers
         self._evaluated: dict[object, EvaluatedPlan] = {}
         self._values: dict[int, Sequence[Mapping[str, ForwardValue]]] = {}
         self._stages: dict[tuple[bool, int], Sequence[StageFunctions]] = {}
@@ -172,14 +172,14 @@ class StagedGraph:
         marks = recompute, offload
         if marks not in self._variants:
             self._variants[marks] = StagedGraph(
-                self._captured, self._assignment, self.options, *marks, self._observers
+                self.captured, self._assignment, self.options, *marks, self._observers
             )
         return self._variants[marks]
 
     def with_topology(self, topology: Topology) -> "StagedGraph":
         """The same cut on other devices."""
         options = replace(self.options, topology=topology)
-        return StagedGraph(self._captured, self._assignment, options, observers=self._observers)
+        return StagedGraph(self.captured, self._assignment, options, observers=self._observers)
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
         """By stage and by name, what may be saved or recomputed of the forward of ``size`` rows."""

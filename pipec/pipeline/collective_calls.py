@@ -94,7 +94,7 @@ class CollectiveCallModule(OwnedTensorsModule):
         With ``batch="local"`` under ``torchrun`` these are the replicas of each stage. Else it is 1: every
         rank passes the whole batch.
         """
-        replicas = self._compiler.autotuner.policy.replicas
+        replicas = self._compiler.policy.replicas
         divides = self._batch == "local" and self._ranks.world.is_distributed
         return replicas if divides and isinstance(replicas, int) else 1
 

@@ -170,7 +170,7 @@ class Pipeline(InspectableModule):
 
     @property
     def _may_be_asynchronous(self) -> bool:
-        return self._compiler.autotuner.policy.may_be_asynchronous
+        return self._compiler.policy.may_be_asynchronous
 
     def _compiled_stream(self, given: CallArguments) -> CompiledStream | None:
         collective_call = self._agree_on_batch(given)
