@@ -92,6 +92,10 @@ class CompileRequest:
         """The variables of the call."""
         return variable_values(self.variables, self.call.leaves)
 
+    def step_of(self, graph: TrainingGraph) -> CapturedStep:
+        """Steps of as many rows as the call, by this graph."""
+        return CapturedStep(graph, self.batch, (self.stopwatch.observe,))
+
 
 @dataclass(frozen=True, eq=False)
 class CachedCall:
@@ -130,45 +134,11 @@ def compile_call(request: CompileRequest, asked: Candidate, cached: CachedCall) 
         CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
     """
     graph, asked = _capture_call(request, asked, cached.graphs)
-    if request.settings.calibrates_cpu and asked.cut is None:
-        with request.stopwatch.timed("calibrate the CPU"):
-            asked = asked.on_device_model(cached_calibration())
-    step = CapturedStep(graph, request.batch, (request.stopwatch.observe,))
-    choice = _choose(request, asked, step, cached.graphs)
-    decided, rest = choice.decided, split_sizes(request.batch, choice.num_microbatches)
-    _warn_of_batch(request, choice, rest)
-
-    graphs, artifacts = [*cached.graphs], dict(cached.artifacts)
-    if choice.staged not in graphs:
-        graphs.append(choice.staged)
-    if choice.found is not None and choice.found.key not in artifacts:
-        artifacts[choice.found.key] = _generate(request, decided, choice.found)
-    groups, first = [], None
-    while rest:
-        staged = _valid_graph(graphs, rest[0], request.values)
-        if staged is None:
-            graph, decided = _capture(request, decided, rest, graphs[-1].captured)
-            staged = replace(step, graph=graph).cut_as_decided(decided)
-            graphs.append(staged)
-        first = first or staged.graph
-        served = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
-        key = staged, len(served), rest[0]
-        if key not in artifacts:
-            found = _evaluate_group(request, decided, *key)
-            decided = found.candidate
-            artifacts[key] = _generate(request, decided, found)
-        groups.append((artifacts[key], served))
-        rest = rest[len(served) :]
-    assert first is not None
-    if choice.num_microbatches > 1:
-        check_outputs(first)
-        require_independent_rows(_findings(request, first), choice.num_microbatches)
-        for warning in batch_warnings(first.findings):
-            request.warn(warning)
-    check_batch_counts(groups)
-    for staged in graphs:
-        staged.clear_evaluated()
-    return CompiledCall(groups, decided, CachedCall(tuple(graphs), artifacts))
+    choice = _choose(request, asked, graph, cached.graphs)
+    _warn_of_batch(request, choice)
+    compiled = _generate_groups(request, choice, cached)
+    _check_microbatches(request, compiled)
+    return compiled
 
 
 # capture
@@ -289,10 +259,14 @@ class _Choice:
 
 
 def _choose(
-    request: CompileRequest, asked: Candidate, step: CapturedStep, known: Sequence[StagedGraph]
+    request: CompileRequest, asked: Candidate, graph: TrainingGraph, known: Sequence[StagedGraph]
 ) -> _Choice:
     """The fastest way to run the call. The first call of all also decides where stages and parameters are."""
-    counts = [1] if _takes_whole_batch(request, asked, step.graph) else asked.counts(request.batch)
+    if request.settings.calibrates_cpu and asked.cut is None:
+        with request.stopwatch.timed("calibrate the CPU"):
+            asked = asked.on_device_model(cached_calibration())
+    step = request.step_of(graph)
+    counts = [1] if _takes_whole_batch(request, asked, graph) else asked.counts(request.batch)
     trains = request.mode is Mode.TRAIN
     if trains and (asked.cut is None or asked.tunes_shard):
         with request.stopwatch.timed("search"):
@@ -308,7 +282,7 @@ def _choose(
         staged = step.cut(how, asked.options)
         return _Choice(asked.on_stages_of(staged, placement), staged, counts[0])
     else:
-        same = (staged for staged in known if staged.captured is step.graph)
+        same = (staged for staged in known if staged.captured is graph)
         staged = next(same, None) or step.cut_as_decided(asked)
         if not trains or len(counts) == 1:
             return _Choice(asked, staged, counts[0])
@@ -319,6 +293,48 @@ def _choose(
         decided = decided.on_stages_of(found.base, found.best.schedule.placement)
     count = found.best.plan.num_microbatches if len(counts) > 1 else counts[0]
     return _Choice(decided, found.base, count, found)
+
+
+def _warn_of_batch(request: CompileRequest, choice: _Choice) -> None:
+    """Warn of what microbatches do otherwise than the whole batch.
+
+    Raises:
+        InputError: the model has collectives of replicas, and microbatches have different numbers of rows.
+    """
+    graph, count = choice.staged.graph, choice.num_microbatches
+    if has_model_collectives(graph):
+        require_equal_rows(split_sizes(request.batch, count))
+    request.warn(several_rounds_warning(graph, choice.decided.policy.replicas, count))
+    request.warn(single_row_warning(graph, request.batch))
+    request.warn(changed_buffer_warning(graph, request.model, count))
+
+
+# generate
+
+
+def _generate_groups(request: CompileRequest, choice: _Choice, cached: CachedCall) -> CompiledCall:
+    """An artifact for each group of consecutive microbatches that one graph serves."""
+    decided, rest, groups = choice.decided, split_sizes(request.batch, choice.num_microbatches), []
+    graphs, artifacts = list(dict.fromkeys([*cached.graphs, choice.staged])), dict(cached.artifacts)
+    if choice.found is not None and choice.found.key not in artifacts:
+        artifacts[choice.found.key] = _generate(request, decided, choice.found)
+    while rest:
+        staged = _valid_graph(graphs, rest[0], request.values)
+        if staged is None:
+            graph, decided = _capture(request, decided, rest, graphs[-1].captured)
+            staged = request.step_of(graph).cut_as_decided(decided)
+            graphs.append(staged)
+        served = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
+        key = staged, len(served), rest[0]
+        if key not in artifacts:
+            found = _evaluate_group(request, decided, *key)
+            decided = found.candidate
+            artifacts[key] = _generate(request, decided, found)
+        groups.append((artifacts[key], served))
+        rest = rest[len(served) :]
+    for staged in graphs:
+        staged.clear_evaluated()
+    return CompiledCall(groups, decided, CachedCall(tuple(graphs), artifacts))
 
 
 def _evaluate_group(
@@ -332,23 +348,6 @@ def _evaluate_group(
     assert decided.placement is not None
     schedule = decided.policy.forward_schedule(count, decided.placement)
     return SearchResult(decided, staged.evaluate(schedule, size), staged, ())
-
-
-def _warn_of_batch(request: CompileRequest, choice: _Choice, sizes: Sequence[int]) -> None:
-    """Warn of what microbatches make otherwise than the batch, before it is compiled.
-
-    Raises:
-        InputError: replicas have collectives in the model, and other numbers of rows.
-    """
-    graph = choice.staged.graph
-    if has_model_collectives(graph):
-        require_equal_rows(sizes)
-    request.warn(several_rounds_warning(graph, choice.decided.policy.replicas, len(sizes)))
-    request.warn(single_row_warning(graph, request.batch))
-    request.warn(changed_buffer_warning(graph, request.model, len(sizes)))
-
-
-# generate
 
 
 def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) -> CompiledArtifact:
@@ -376,3 +375,16 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
         if role.axis and role.axis.has_outer
     }
     return CompiledArtifact(replace(artifact, plan=plan), graph.output_spec, axes)
+
+
+def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None:
+    """Refuse microbatches that do not make what the batch would, and warn where that is not proved."""
+    sizes = [size for _, group in compiled.groups for size in group]
+    staged = _valid_graph(compiled.cached.graphs, sizes[0], request.values)
+    assert staged is not None
+    if len(sizes) > 1:
+        check_outputs(staged.graph)
+        require_independent_rows(_findings(request, staged.graph), len(sizes))
+        for warning in batch_warnings(staged.graph.findings):
+            request.warn(warning)
+    check_batch_counts(compiled.groups)
