@@ -68,5 +68,5 @@ def test_constants_of_an_artifact_are_on_the_host(monkeypatch: pytest.MonkeyPatc
         on_gpu = {name: torch.empty(4, device=GPU) for name in graph.constants}
     assert on_gpu
     monkeypatch.setitem(vars(graph), "constants", on_gpu)
-    constants = staged[0].evaluate(schedule, 2).artifact().constants
+    constants = staged.evaluate(schedule, 2).artifact().constants
     assert {x.device.type for x in constants.values()} == {"cpu"}
