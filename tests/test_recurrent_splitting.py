@@ -48,7 +48,7 @@ def made(kind: Callable[..., nn.RNNBase], width: int = WIDTH, directions: int = 
 
 
 def graphs_of(pipe: pipec.Pipeline) -> Mapping[Mode, TrainingGraph]:
-    return {each.graph.mode: each.graph for each in pipe._compiler._cache.staged_graphs}
+    return {each.graph.mode: each.graph for each in pipe._compiler.cache.staged_graphs}
 
 
 def check_step(pipe: pipec.Pipeline, unsplit: nn.Module, inputs: Tensor) -> None:
@@ -97,7 +97,7 @@ def test_other_calls_are_cut_where_the_first_one_was() -> None:
 )
 def test_every_cell_hands_on_its_states(kind: Callable[..., nn.RNNBase], width: int) -> None:
     pipe, _ = cut_in_time(kind, width)
-    (staged,) = pipe._compiler._cache.staged_graphs
+    (staged,) = pipe._compiler.cache.staged_graphs
     again = staged.with_recompute(MarkRecompute(frozenset()))
     assert parameter_stages(again.graph) == parameter_stages(staged.graph), (
         "what computes again has the same cut"

@@ -133,7 +133,7 @@ class Tried:
     plan = SimpleNamespace(num_microbatches=8)
     score = property(lambda self: (0.0, self.seconds))
     is_close = EvaluatedPlan.is_close
-    overlaps, peak_bytes = False, 1.0
+    is_asynchronous, peak_bytes = False, 1.0
 
 
 @pytest.mark.parametrize(

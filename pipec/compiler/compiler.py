@@ -1,7 +1,7 @@
 """The compiler of one model: what its calls decided and what was compiled for them, for the calls to come."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import nn
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.capture_cache import CaptureCache, CaptureKey, CaptureSignature
 from pipec.compiler.compile import CompileRequest, CompileSettings, compile_call
+from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, CompileCache
 from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import SchedulePolicy
@@ -38,7 +38,7 @@ class Compiler:
     decided: Candidate
     refuses_mixed_rows: bool = False
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    _cache: CaptureCache = field(default_factory=CaptureCache)
+    cache: CompileCache = field(default_factory=CompileCache)
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
 
@@ -72,15 +72,11 @@ class Compiler:
 
     def version(self, key: CaptureKey, call: ModelCall | None) -> int:
         """Which capture of a capture key is still right; a new number if none is."""
-        return self._cache.version(key, call)
+        return self.cache.version(key, call)
 
     def is_valid(self, signature: CaptureSignature) -> bool:
         """Whether what was captured is still right for the model."""
-        return not self._cache.guard_failure(signature, None)
-
-    def retain(self, numbers: Collection[int]) -> None:
-        """Let go of what was compiled, but of these."""
-        self._cache.retain(numbers)
+        return not self.cache.guard_failure(signature, None)
 
     def compile(self, signature: CaptureSignature, call: ModelCall, variables: str = "") -> MicrobatchGroups:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
@@ -103,11 +99,11 @@ class Compiler:
             self._warn_once,
             self.refuses_mixed_rows,
         )
-        reason = self._cache.log_recompile(signature, call, self.model, variables)
+        reason = self.cache.recompile_reason(signature, call, self.model, variables)
         with self.stopwatch.reporting(f"pipec: compiling, {reason}"):
-            compiled = compile_call(request, self.decided, self._cache.get(signature))
+            compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided
-        self._cache.put(signature, compiled.cached)
+        self.cache.put(signature, compiled.cached)
         return compiled.groups
 
     def require_one_graph_for(self, signature: CaptureSignature, sizes: Sequence[int], values: Sizes) -> None:
@@ -116,12 +112,12 @@ class Compiler:
         Raises:
             InputError: the model makes a constant of the batch, or was captured for one size.
         """
-        graphs = [staged.graph for staged in self._cache.get(signature).graphs]
+        graphs = [staged.graph for staged in self.cache.get(signature).graphs]
         require_one_graph(graphs, sizes, values, self.decided.dynamic)
 
     def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
         """The plain values that the code of the model and the loss read for this signature, and where."""
-        return self._cache.read(signature)
+        return self.cache.read(signature)
 
     def traced(self, mode: Mode) -> nn.Module:
         """A module that has model and loss where ``read`` finds values."""
