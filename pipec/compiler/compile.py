@@ -30,6 +30,7 @@ from pipec.compiler.batch_equivalence import (
 )
 from pipec.compiler.calibration_cache import cached_calibration
 from pipec.compiler.candidate import Candidate
+from pipec.compiler.capture_key import CaptureKey
 from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
 from pipec.compiler.microbatch_groups import (
     CompiledArtifact,
@@ -68,16 +69,14 @@ class CompileSettings:
 class CompileRequest:
     """A call to compile, and the model as it is now.
 
-    ``variables`` are the sizes and numbers that may change from call to call. If it ``refuses_mixed_rows``, a
-    batch whose rows depend on one another is refused. ``warn`` gives each warning once.
+    If it ``refuses_mixed_rows``, a batch whose rows depend on one another is refused. ``warn`` gives each
+    warning once.
     """
 
     settings: CompileSettings
     model: nn.Module
     canonical: Mapping[str, str]
-    mode: Mode
-    outputs: bool
-    variables: tuple[Variable, ...]
+    key: CaptureKey
     call: ModelCall
     stopwatch: Stopwatch
     warn: Callable[[str], None]
@@ -90,7 +89,7 @@ class CompileRequest:
     @functools.cached_property
     def values(self) -> Sizes:
         """The variables of the call."""
-        return variable_values(self.variables, self.call.leaves)
+        return variable_values(self.key.variables, self.call.leaves)
 
     def step_of(self, graph: TrainingGraph) -> CapturedStep:
         """Steps of as many rows as the call, by this graph."""
@@ -98,7 +97,7 @@ class CompileRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class CachedCall:
+class CompiledGraphs:
     """What was compiled for calls like one: cut graphs, and the artifacts made of them.
 
     There are several graphs where the model specialises on a number of rows, or on a variable. An artifact is
@@ -108,11 +107,11 @@ class CachedCall:
     graphs: tuple[StagedGraph, ...] = ()
     artifacts: Mapping[tuple[StagedGraph, int, int], CompiledArtifact] = field(default_factory=dict)
 
-    def only(self, numbers: Collection[int]) -> "CachedCall":
+    def only(self, numbers: Collection[int]) -> "CompiledGraphs":
         """The artifacts with these numbers, and the graphs that they were made of."""
         kept = {key: made for key, made in self.artifacts.items() if made.number in numbers}
         used = {staged for staged, _, _ in kept}
-        return CachedCall(tuple(staged for staged in self.graphs if staged in used), kept)
+        return CompiledGraphs(tuple(staged for staged in self.graphs if staged in used), kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +120,10 @@ class CompiledCall:
 
     groups: MicrobatchGroups
     decided: Candidate
-    cached: CachedCall
+    cached: CompiledGraphs
 
 
-def compile_call(request: CompileRequest, asked: Candidate, cached: CachedCall) -> CompiledCall:
+def compile_call(request: CompileRequest, asked: Candidate, cached: CompiledGraphs) -> CompiledCall:
     """Compile what runs the microbatches of a call: groups of consecutive ones, with the rows of each.
 
     There is one group unless the model specialises on the number of rows. ``asked`` is what the user and
@@ -175,21 +174,21 @@ def _capture(
         capture,
         request.model,
         settings.loss_fn,
-        request.mode,
+        request.key.mode,
         request.call.rows(start, start + sizes[0]),
         request.canonical,
         settings.device,
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
-        outputs=request.outputs,
+        outputs=request.key.outputs,
         num_replicas=None if asked.tunes_replicas or isinstance(replicas, tuple) else replicas,
     )
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
     with request.stopwatch.timed("capture and differentiate"), autocasts:
-        graph = _trace_variables(request.variables, traced, like) if asked.dynamic else None
+        graph = _trace_variables(request.key.variables, traced, like) if asked.dynamic else None
         graph = graph or traced(symbolic=asked.dynamic or len(set(sizes)) > 1)
-    graph = replace(graph, variables=request.variables, planned_sizes=request.values)
+    graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
     if graph.first_collective and asked.num_microbatches is None:
         log.info(
             "%s is a collective of replicas: a step is one round, of %s microbatches",
@@ -199,7 +198,7 @@ def _capture(
         assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
         asked = replace(asked, num_microbatches=replicas)
     if _takes_whole_batch(request, asked, graph):
-        if request.mode is Mode.TRAIN:
+        if request.key.mode is Mode.TRAIN:
             asked = replace(asked, num_microbatches=1)
     elif len(sizes) > 1:
         require_independent_rows(_findings(request, graph), len(sizes))
@@ -267,7 +266,7 @@ def _choose(
             asked = asked.on_device_model(cached_calibration())
     step = request.step_of(graph)
     counts = [1] if _takes_whole_batch(request, asked, graph) else asked.counts(request.batch)
-    trains = request.mode is Mode.TRAIN
+    trains = request.key.mode is Mode.TRAIN
     if trains and (asked.cut is None or asked.tunes_shard):
         with request.stopwatch.timed("search"):
             found = search(step, asked)
@@ -312,7 +311,7 @@ def _warn_of_batch(request: CompileRequest, choice: _Choice) -> None:
 # generate
 
 
-def _generate_groups(request: CompileRequest, choice: _Choice, cached: CachedCall) -> CompiledCall:
+def _generate_groups(request: CompileRequest, choice: _Choice, cached: CompiledGraphs) -> CompiledCall:
     """An artifact for each group of consecutive microbatches that one graph serves."""
     decided, rest, groups = choice.decided, split_sizes(request.batch, choice.num_microbatches), []
     graphs, artifacts = list(dict.fromkeys([*cached.graphs, choice.staged])), dict(cached.artifacts)
@@ -334,14 +333,14 @@ def _generate_groups(request: CompileRequest, choice: _Choice, cached: CachedCal
         rest = rest[len(served) :]
     for staged in graphs:
         staged.clear_evaluated()
-    return CompiledCall(groups, decided, CachedCall(tuple(graphs), artifacts))
+    return CompiledCall(groups, decided, CompiledGraphs(tuple(graphs), artifacts))
 
 
 def _evaluate_group(
     request: CompileRequest, decided: Candidate, staged: StagedGraph, count: int, size: int
 ) -> SearchResult:
     """The fastest way to run so many microbatches, the first of which has ``size`` rows."""
-    if request.mode is Mode.TRAIN:
+    if request.key.mode is Mode.TRAIN:
         with request.stopwatch.timed("search"):
             found = evaluate_stages(staged, decided, size * count, [count])
         return replace(found, candidate=decided.for_next_steps(found.best.schedule))

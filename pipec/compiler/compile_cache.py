@@ -4,21 +4,21 @@ Every rank makes the same calls in the same order, and so lets go of the same. R
 others have programs, and no graphs.
 """
 
-import functools
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
-from torch import Generator, nn
+from torch import nn
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_state import ModelState
-from pipec.compiler.compile import CachedCall
+from pipec.compiler.capture_key import CaptureKey, CaptureSignature
+from pipec.compiler.compile import CompiledGraphs
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import log
-from pipec.ir import Mode, Sizes, Variable
+from pipec.ir import Sizes
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
 from pipec.torch_compat import ValuePath
@@ -29,56 +29,7 @@ MAX_SIGNATURES = 8
 MAX_PROGRAMS = 32
 """Of one signature: for other numbers of rows, and where the code of the model depends on a size."""
 
-
 _MOST_SERVED = 1024
-
-
-@dataclass(frozen=True)
-class CaptureKey:
-    """What decides a capture, besides what the code of the model reads.
-
-    ``call_signature`` is a call without its values, its number of rows and its ``variables``. With
-    ``outputs`` the model's output comes with the loss. ``state`` is that of the model and of torch.
-    """
-
-    mode: Mode
-    call_signature: Hashable
-    outputs: bool
-    state: ModelState
-    variables: tuple[Variable, ...] = ()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.mode, self.call_signature, self.outputs, self.state, self.variables))
-
-    @property
-    def without_state(self) -> tuple[Mode, Hashable, bool]:
-        return self.mode, self.call_signature, self.outputs
-
-
-@dataclass(frozen=True)
-class CaptureSignature:
-    """What a captured graph is of: a capture key, and a number that counts what the model's code found."""
-
-    key: CaptureKey
-    version: int
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """A call that all ranks make, what it is compiled as, its seed, and a generator that has drawn that.
-
-    ``rows[k]`` are those of replica k, if each was given its own part of the batch; of one replica, all rows.
-    """
-
-    call: ModelCall
-    signature: CaptureSignature
-    seed: int
-    generator_after: Generator
-    rows: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -120,7 +71,7 @@ class _CachedCalls:
     """
 
     programs: list[_CachedProgram] = field(default_factory=list)
-    compiled: CachedCall = field(default_factory=CachedCall)
+    compiled: CompiledGraphs = field(default_factory=CompiledGraphs)
     used: int = 0
 
 
@@ -149,16 +100,11 @@ class CompileCache:
         self._use(known, _CachedProgram(rows, groups))
         numbers = {made.number for program in known.programs for made, _ in program.groups}
         known.compiled = known.compiled.only(numbers)
-        alike = [
-            (each.used, key, version)
-            for key, versions in self._calls.items()
-            for version, each in versions.items()
-            if key.mode is signature.key.mode
-        ]
-        for _, key, version in sorted(alike, key=lambda each: each[0])[:-MAX_SIGNATURES]:
-            del self._calls[key][version]
-            if not self._calls[key]:
-                del self._calls[key]
+        alike = [(each.used, other) for other, each in self._all() if other.key.mode is signature.key.mode]
+        for _, oldest in sorted(alike, key=itemgetter(0))[:-MAX_SIGNATURES]:
+            del self._calls[oldest.key][oldest.version]
+            if not self._calls[oldest.key]:
+                del self._calls[oldest.key]
 
     def _use(self, known: _CachedCalls, program: _CachedProgram) -> None:
         known.used = next(self._clock)
@@ -172,23 +118,24 @@ class CompileCache:
     @property
     def compiled(self) -> Iterator[CompiledArtifact]:
         """Everything that runs calls."""
-        for known in self._all():
+        for _, known in self._all():
             yield from (made for program in known.programs for made, _ in program.groups)
 
     @property
     def staged_graphs(self) -> list[StagedGraph]:
         """All graphs, in the order in which their keys were compiled first."""
-        return [staged for known in self._all() for staged in known.compiled.graphs]
+        return [staged for _, known in self._all() for staged in known.compiled.graphs]
 
-    def _all(self) -> Iterator[_CachedCalls]:
-        return (known for versions in self._calls.values() for known in versions.values())
+    def _all(self) -> Iterator[tuple[CaptureSignature, _CachedCalls]]:
+        for key, versions in self._calls.items():
+            yield from ((CaptureSignature(key, version), known) for version, known in versions.items())
 
-    def get(self, signature: CaptureSignature) -> CachedCall:
+    def get(self, signature: CaptureSignature) -> CompiledGraphs:
         """The graphs and artifacts for a signature, on the rank that compiles."""
         known = self._calls.get(signature.key, {}).get(signature.version)
-        return known.compiled if known else CachedCall()
+        return known.compiled if known else CompiledGraphs()
 
-    def put(self, signature: CaptureSignature, compiled: CachedCall) -> None:
+    def put(self, signature: CaptureSignature, compiled: CompiledGraphs) -> None:
         """Keep the graphs and artifacts for a signature."""
         self._entry(signature).compiled = compiled
 
@@ -198,8 +145,14 @@ class CompileCache:
         Without the call, whose values decide branches, any way that they went before is right.
         """
         versions = self._calls.get(key, {})
-        right = (x for x in reversed(versions) if not self.guard_failure(CaptureSignature(key, x), call))
-        return next(right, max(versions, default=-1) + 1)
+        for number in reversed(versions):
+            if not _guard_failure(versions[number].compiled.graphs, key, call):
+                return number
+        return max(versions, default=-1) + 1
+
+    def is_valid(self, signature: CaptureSignature) -> bool:
+        """Whether what was captured is still right for the model."""
+        return not _guard_failure(self.get(signature).graphs, signature.key, None)
 
     def recompile_reason(
         self, signature: CaptureSignature, call: ModelCall, model: nn.Module, variables: str
@@ -216,7 +169,7 @@ class CompileCache:
         if last is not None and last.state != key.state:
             reason = key.state.changes_since(last.state, model)
         elif versions and number > max(versions):
-            failure = self.guard_failure(CaptureSignature(key, max(versions)), call)
+            failure = _guard_failure(versions[max(versions)].compiled.graphs, key, call)
             reason = f"{failure}{_OFTEN * (number >= 3)}"
         if reason:
             log(f"pipec: recompiling: {reason}")
@@ -224,27 +177,22 @@ class CompileCache:
 
     def _last_like(self, key: CaptureKey) -> CaptureKey | None:
         """The key of the last call that was like one with this key, whatever state the model was in."""
-        alike = [
-            (known.used, other)
-            for other, versions in self._calls.items()
-            for known in versions.values()
-            if other.without_state == key.without_state
-        ]
-        return max(alike, key=lambda each: each[0])[1] if alike else None
+        alike = [(x.used, each.key) for each, x in self._all() if each.key.without_state == key.without_state]
+        return max(alike, key=itemgetter(0))[1] if alike else None
 
     def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
         """The plain values that the code of the model and the loss read for this signature, and where."""
         graphs = [staged.graph for staged in self.get(signature).graphs]
         return {place: x for graph in graphs for place, x in graph.model_guards.constants.items()}
 
-    def guard_failure(self, signature: CaptureSignature, call: ModelCall | None) -> str:
-        """What a capture took for granted and is no longer so; empty if all is."""
-        graphs = [staged.graph for staged in self.get(signature).graphs]
-        leaves, sizes = None, {}
-        if call is not None:
-            leaves = call.leaves
-            sizes = {"b": call.batch_size, **variable_values(signature.key.variables, leaves)}
-        return next((why for graph in graphs if (why := graph.guard_failure(leaves, sizes))), "")
+
+def _guard_failure(known: Sequence[StagedGraph], key: CaptureKey, call: ModelCall | None) -> str:
+    """What captures took for granted and is no longer so; empty if all is."""
+    leaves, sizes = None, {}
+    if call is not None:
+        leaves = call.leaves
+        sizes = {"b": call.batch_size, **variable_values(key.variables, leaves)}
+    return next((why for each in known if (why := each.graph.guard_failure(leaves, sizes))), "")
 
 
 _OFTEN = ". What changes often is better a tensor that step() is given, or a buffer of the model"

@@ -11,8 +11,9 @@ from torch import nn
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
+from pipec.compiler.capture_key import CaptureKey, CaptureSignature
 from pipec.compiler.compile import CompileRequest, CompileSettings, compile_call
-from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, CompileCache
+from pipec.compiler.compile_cache import CompileCache
 from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import SchedulePolicy
@@ -76,7 +77,7 @@ class Compiler:
 
     def is_valid(self, signature: CaptureSignature) -> bool:
         """Whether what was captured is still right for the model."""
-        return not self.cache.guard_failure(signature, None)
+        return self.cache.is_valid(signature)
 
     def compile(self, signature: CaptureSignature, call: ModelCall, variables: str = "") -> MicrobatchGroups:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
@@ -86,14 +87,11 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        key = signature.key
         request = CompileRequest(
             self.settings,
             self.model,
             self.canonical,
-            key.mode,
-            key.outputs,
-            key.variables,
+            signature.key,
             call,
             self.stopwatch,
             self._warn_once,

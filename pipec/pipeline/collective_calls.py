@@ -20,7 +20,7 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.model_snapshot import ModelSnapshot, same_objects
 from pipec.capture.model_state import ModelState, torch_modes
 from pipec.capture.variable_history import VariableHistory
-from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, CollectiveCall
+from pipec.compiler.capture_key import CaptureKey, CaptureSignature, CollectiveCall
 from pipec.compiler.compiler import Compiler
 from pipec.errors import InputError, PipecError
 from pipec.graph import TracedConstants

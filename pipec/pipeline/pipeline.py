@@ -14,7 +14,7 @@ from pipec.artifact.artifact import write_artifact
 from pipec.capture.batch_inputs import BatchedOption, observed_splits
 from pipec.capture.model_call import ModelCall
 from pipec.capture.sequence_first import sequence_first_spec
-from pipec.compiler.compile_cache import CollectiveCall
+from pipec.compiler.capture_key import CollectiveCall
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
