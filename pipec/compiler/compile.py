@@ -91,9 +91,10 @@ class CompileRequest:
         """The variables of the call."""
         return variable_values(self.key.variables, self.call.leaves)
 
-    def step_of(self, graph: TrainingGraph) -> CapturedStep:
-        """Steps of as many rows as the call, by this graph."""
-        return CapturedStep(graph, self.batch, (self.stopwatch.observe,))
+    def step_of(self, graph: TrainingGraph, known: Sequence[StagedGraph] = ()) -> CapturedStep:
+        """Steps of as many rows as the call, by a graph that may be one of those that are cut already."""
+        staged = next((each for each in known if each.captured is graph), None)
+        return CapturedStep(graph, self.batch, (self.stopwatch.observe,), staged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,33 +265,31 @@ def _choose(
     if request.settings.calibrates_cpu and asked.cut is None:
         with request.stopwatch.timed("calibrate the CPU"):
             asked = asked.on_device_model(cached_calibration())
-    step = request.step_of(graph)
+    step = request.step_of(graph, known)
     counts = [1] if _takes_whole_batch(request, asked, graph) else asked.counts(request.batch)
     trains = request.key.mode is Mode.TRAIN
-    if trains and (asked.cut is None or asked.tunes_shard):
-        with request.stopwatch.timed("search"):
-            found = search(step, asked)
-            if asked.cut is None:
-                require_memory(
-                    found.best, lambda devices: search(step, found.candidate.on_topology(devices)).best
-                )
-        counts = found.candidate.counts(request.batch)
-    elif asked.cut is None:
-        placement = asked.policy.placements(counts[:1])[0]
-        how = asked.fastest_cut(placement, counts[0], split_sizes(request.batch, counts[0])[0])
-        staged = step.cut(how, asked.options)
-        return _Choice(asked.on_stages_of(staged, placement), staged, counts[0])
-    else:
-        same = (staged for staged in known if staged.captured is graph)
-        staged = next(same, None) or step.cut_as_decided(asked)
-        if not trains or len(counts) == 1:
-            return _Choice(asked, staged, counts[0])
-        with request.stopwatch.timed("search"):
-            found = evaluate_stages(staged, asked, request.batch, counts)
-    decided = found.candidate.for_next_steps(found.best.schedule)
+    if trains and (asked.cut is None or asked.tunes_shard or len(counts) > 1):
+        return _search(request, asked, step)
+    if asked.cut is not None:
+        return _Choice(asked, step.cut_as_decided(asked), counts[0])
+    placement = asked.policy.placements(counts[:1])[0]
+    how = asked.fastest_cut(placement, counts[0], split_sizes(request.batch, counts[0])[0])
+    staged = step.cut(how, asked.options)
+    return _Choice(asked.on_stages_of(staged, placement), staged, counts[0])
+
+
+def _search(request: CompileRequest, asked: Candidate, step: CapturedStep) -> _Choice:
+    """The fastest way to train on the call, which must fit into memory."""
+    with request.stopwatch.timed("search"):
+        found = search(step, asked)
+        best, candidate = found.best, found.candidate
+        if asked.cut is None:
+            require_memory(best, lambda devices: search(step, candidate.on_topology(devices)).best)
+    decided = candidate.for_next_steps(best.schedule)
     if asked.cut is None:
-        decided = decided.on_stages_of(found.base, found.best.schedule.placement)
-    count = found.best.plan.num_microbatches if len(counts) > 1 else counts[0]
+        decided = decided.on_stages_of(found.base, best.schedule.placement)
+    counts = candidate.counts(request.batch)
+    count = best.plan.num_microbatches if len(counts) > 1 else counts[0]
     return _Choice(decided, found.base, count, found)
 
 

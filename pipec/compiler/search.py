@@ -37,11 +37,15 @@ _OF_REPLAYING = frozenset({"received", "sent", "running"})
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """Steps of ``batch`` rows of a captured graph. ``observers`` are told of every pass."""
+    """Steps of ``batch`` rows of a captured graph. ``observers`` are told of every pass.
+
+    ``known`` is the graph cut as decided, if an earlier call was compiled on it.
+    """
 
     graph: TrainingGraph
     batch: int
     observers: Sequence[Observer] = ()
+    known: StagedGraph | None = None
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
         """Runs every pass on a copy of the graph, which the given one cuts."""
@@ -50,7 +54,7 @@ class CapturedStep:
     def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
         """The graph cut where an earlier call put stages. A profile was of the graph of that call."""
         assert candidate.cut is not None
-        return self.cut(candidate.cut, replace(candidate.options, profile=None))
+        return self.known or self.cut(candidate.cut, replace(candidate.options, profile=None))
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def search(step: CapturedStep, asked: Candidate) -> SearchResult:
     """
     found = []
     for candidate in sharding_levels(asked):
-        with suppress(InputError) if candidate.options.sync_spec.shard else nullcontext():
+        shard = candidate.options.sync_spec.shard if asked.tunes_shard else None
+        with suppress(InputError) if shard else nullcontext():  # what cannot be sharded
             evaluate = _with_best_replicas if candidate.cut is None else _on_decided_stages
             found.append(evaluate(step, candidate))
     return min(found, key=lambda each: each.best.score)
