@@ -26,7 +26,6 @@ from pipec.ir import (
     Program,
     RankMemory,
     Schedule,
-    ShardingLevel,
     StageMemory,
     SyncSpec,
     rank_of,
@@ -182,13 +181,6 @@ class StagedGraph:
         """By stage and by name, what may be saved or recomputed of the forward of ``size`` rows."""
         return self._once(("values", size), lambda: stage_values(self.graph, size))
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """What is worked out of the graph, once for each key."""
-        if key not in self._known:
-            self._known[key] = make()
-        known: T = self._known[key]
-        return known
-
     def clear_evaluated(self) -> None:
         """Let go of the plans and programs that were tried on these stages."""
         self._known = {key: x for key, x in self._known.items() if key[0] not in ("evaluated", "plan")}
@@ -196,24 +188,20 @@ class StagedGraph:
             if kind == "variant":
                 known.clear_evaluated()
 
-    def evaluate(self, schedule: Schedule, microbatch_size: int) -> EvaluatedPlan:
+    def evaluate(
+        self, schedule: Schedule, microbatch_size: int, sync_spec: SyncSpec | None = None
+    ) -> EvaluatedPlan:
         """The schedule on these stages, lowered, verified and simulated: once, however often it is asked for.
 
-        Of schedules with the same name, placement and number of microbatches there is only one.
+        Of schedules with the same name, placement and number of microbatches there is only one. The step ends
+        as ``sync_spec`` says, or else the options.
 
         Raises:
             VerifyError: the schedule is broken.
         """
-        return self._evaluate_cached(schedule, microbatch_size, self.options.sync_spec)
-
-    def with_sharding(self, evaluated: EvaluatedPlan, shard: ShardingLevel | None) -> EvaluatedPlan:
-        """An evaluated plan on these stages, with another level of sharding, or without."""
-        sync_spec = replace(self.options.sync_spec, shard=shard)
-        return self._evaluate_cached(evaluated.schedule, evaluated.plan.microbatch_size, sync_spec)
-
-    def _evaluate_cached(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
-        key = "evaluated", schedule.name, schedule.placement, schedule.num_microbatches, size, sync_spec
-        return self._once(key, lambda: self._evaluate_uncached(schedule, size, sync_spec))
+        ends = sync_spec or self.options.sync_spec
+        key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size, ends
+        return self._once(("evaluated", *key), lambda: self._evaluate(schedule, microbatch_size, ends))
 
     def workload(self, placement: Placement, size: int) -> Workload:
         """What each stage does for a microbatch of ``size`` rows, in seconds and bytes.
@@ -262,6 +250,13 @@ class StagedGraph:
             ("ordered", split_backward, size), lambda: [_ordered(each, size) for each in stages]
         )
 
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """What is worked out of the graph, once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        known: T = self._known[key]
+        return known
+
     @functools.cached_property
     def operator_numbers(self) -> Mapping[str, int]:
         """The operator that each node comes from, by its name; arguments come before all."""
@@ -276,7 +271,7 @@ class StagedGraph:
     def names(self) -> Names:
         return name_nodes(self.graph)
 
-    def _evaluate_uncached(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
+    def _evaluate(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
         placed = remap_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan, stages = self._plan(placed, size, replace(sync_spec, stream=placed.stream))
