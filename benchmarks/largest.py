@@ -88,7 +88,7 @@ def fitting(sizes: Sizes, layers: int, num_ranks: int, recompute: str) -> pipec.
         recompute=recompute,
         memory_limit=sizes.limit,
     )
-    patched = mock.patch.multiple("pipec.compiler.compiler", capture=once, require_memory=at_once)
+    patched = mock.patch.multiple("pipec.compiler.compile", capture=once, require_memory=at_once)
     with suppress(InfeasibleError), patched:
         return pipe.prepare(tokens, target=target)
     return None

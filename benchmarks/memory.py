@@ -141,7 +141,7 @@ def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
     model, inputs = made.__wrapped__(case.model) if world().is_distributed else made(case.model)
     adam = functools.partial(torch.optim.AdamW, lr=1e-3)
     pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
-    with mock.patch("pipec.compiler.compiler.capture", once):
+    with mock.patch("pipec.compiler.compile.capture", once):
         return pipe.prepare(**inputs), inputs
 
 

@@ -12,30 +12,25 @@ from collections.abc import Sequence
 
 from recompute import GPU, SHORT, SIMULATED, Sizes, captured, table
 
-from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.candidate import Candidate
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy
-from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
+from pipec.compiler.search import CapturedStep, evaluate_cuts
+from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
 from pipec.ir.text_format import format_bytes, format_seconds
-from pipec.passes import Pass
 
 WAYS = {"replays": ("auto", False), "copies": ("none", True), "both": ("auto", True)}
 
 
 def step(sizes: Sizes, schedule: str, num_ranks: int, limit: float, way: str) -> EvaluatedPlan:
-    """The best step within a limit, as the autotuner finds it on GPUs."""
+    """The best step within a limit, as the search finds it on GPUs."""
     device, (recompute, offloads) = DEVICES[GPU], WAYS[way]
     topology = equal_devices(num_ranks, device.link, limit)
     options = CompilerOptions(device, topology, recompute, offloads)
-    policy, counts = make_schedule_policy(schedule, num_ranks), [sizes.microbatches]
-    tuner = Autotuner(policy, may_recompute=recompute == "auto", may_offload=offloads)
-
-    def cut(by: Pass) -> StagedGraph:
-        return StagedGraph(captured(sizes), by, options)
-
-    return tuner.choose(cut, topology, policy.placements(counts), sizes.rows, counts).best
+    candidate = Candidate(make_schedule_policy(schedule, num_ranks), options, sizes.microbatches)
+    return evaluate_cuts(CapturedStep(captured(sizes), sizes.rows), candidate).best
 
 
 def limits(sizes: Sizes, schedule: str, num_ranks: int, shares: Sequence[float]) -> None:

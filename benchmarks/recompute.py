@@ -35,16 +35,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
 from pipec.capture.tracer import capture
-from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.candidate import Candidate
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy
-from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
+from pipec.compiler.search import CapturedStep, evaluate_cuts
+from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir.text_format import format_bytes, format_seconds
-from pipec.passes import Pass
 from pipec.passes.assignments import cut_with_recompute
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.planner import recompute_curve
@@ -205,7 +205,7 @@ def against_torch(sizes: Sizes, rounds: int) -> None:
 # simulated
 
 
-class AfterTheCut(Autotuner):
+class AfterTheCut(Candidate):
     """Cuts as if nothing were recomputed, and then lets stages replay."""
 
     def plans_recompute_on(self, devices: Topology) -> bool:
@@ -224,25 +224,21 @@ def captured(sizes: Sizes) -> TrainingGraph:
     with torch.device("meta"):
         model, (tokens, target) = sizes.model(), sizes.batch()
     pipe = pipec.compile(model, 1, loss_fn=next_token_loss, microbatches=sizes.microbatches, dynamic=False)
-    with mock.patch("pipec.compiler.compiler.capture", keep):
+    with mock.patch("pipec.compiler.compile.capture", keep):
         pipe.prepare(tokens, target=target)
     return kept[0]
 
 
 def simulated_step(
-    sizes: Sizes, num_ranks: int, limit: float, how: type[Autotuner] = Autotuner
+    sizes: Sizes, num_ranks: int, limit: float, how: type[Candidate] = Candidate
 ) -> EvaluatedPlan:
-    """The best 1F1B step within a limit, as the autotuner finds it on GPUs."""
+    """The best 1F1B step within a limit, as the search finds it on GPUs."""
     device = DEVICES[GPU]
     topology = equal_devices(num_ranks, device.link, limit)
     options = CompilerOptions(device, topology)
     policy = make_schedule_policy("1f1b", num_ranks)
-    tuner, counts = how(policy, may_recompute=True), [sizes.microbatches]
-
-    def cut(by: Pass) -> StagedGraph:
-        return StagedGraph(captured(sizes), by, options)
-
-    return tuner.choose(cut, topology, policy.placements(counts), sizes.rows, counts).best
+    candidate = how(policy, options, sizes.microbatches)
+    return evaluate_cuts(CapturedStep(captured(sizes), sizes.rows), candidate).best
 
 
 def full_step(sizes: Sizes, num_ranks: int) -> EvaluatedPlan:

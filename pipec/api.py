@@ -21,7 +21,8 @@ from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import BatchedOption, positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
-from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.candidate import Candidate
+from pipec.compiler.compile import CompileSettings
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.option_conflicts import (
     check_asynchronous_options,
@@ -243,31 +244,19 @@ def compile(
     options = CompilerOptions(
         modelled, joined, recompute, offloads, measured, sync_spec, facts, anywhere, fused_gradients
     )
-    tuner = Autotuner(
+    asked = Candidate(
         policy,
-        may_recompute=recompute == "auto",
+        options,
+        microbatches,
+        tunes_replicas=replicas == "auto",
+        tunes_shard=shard == "auto",
         may_rearrange=batch != "local",
-        optimizer=facts,
-        memory_bytes_per_second=modelled.memory_bytes_per_second,
-        may_offload=offloads,
+        dynamic=dynamic,
     )
     told = device_model is not None or measured is not None
     measures = policy.source == "auto" and not told and device.type == "cpu"
-    compiler = Compiler(
-        model,
-        loss_fn,
-        tuner,
-        options,
-        device,
-        tensors.canonical,
-        microbatches,
-        dynamic,
-        tunes_replicas=replicas == "auto",
-        microbatch_weight=weight_name(microbatch_weight),
-        tunes_shard=shard == "auto",
-        precision=computes_in,
-        calibrates_cpu=measures,
-    )
+    settings = CompileSettings(loss_fn, device, computes_in, weight_name(microbatch_weight), measures)
+    compiler = Compiler(model, tensors.canonical, settings, asked)
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
 

@@ -41,13 +41,14 @@ def sharding_costs(evaluated: EvaluatedPlan) -> tuple[ShardingCost, ...]:
 
     Without a flush there is none.
     """
-    sync_spec = evaluated.plan.sync_spec
+    sync_spec, staged = evaluated.plan.sync_spec, evaluated.staged
     if not (sync_spec.updates and sync_spec.buckets) or sync_spec.stream:
         return ()
     levels = {}
     for shard in (None, *ShardingLevel):
         with suppress(InputError):  # what cannot be sharded
-            levels[shard] = evaluated.staged.with_sharding(evaluated, shard)
+            level = replace(staged.options.sync_spec, shard=shard)
+            levels[shard] = staged.evaluate(evaluated.schedule, evaluated.plan.microbatch_size, level)
     return tuple(
         ShardingCost(shard, each.peak_bytes, collective_seconds(each.plan, each.programs), each.seconds)
         for shard, each in levels.items()

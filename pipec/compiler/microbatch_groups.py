@@ -1,7 +1,8 @@
 """What runs the microbatches of a call: one compiled artifact, or several for groups of them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipec.artifact.artifact import Artifact
@@ -18,14 +19,14 @@ from pipec.torch_compat import pytree
 class CompiledArtifact:
     """An artifact and the shape of what the model returns, to put its results back into.
 
-    ``number`` tells it apart from what else was compiled, on every rank. ``axes`` names the results that have
-    the batch's rows in front, and says where the model has them.
+    ``axes`` names the results that have the batch's rows in front, and says where the model has them.
+    ``number`` tells it apart from what else was compiled, on every rank.
     """
 
-    number: int
     artifact: Artifact
     output_spec: pytree.TreeSpec | None
     axes: Mapping[str, BatchAxis]
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]

@@ -1,9 +1,10 @@
 """A captured graph cut into stages, and all that is known of it: stages, plans, evaluated plans and code."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from pipec.artifact.artifact import Artifact
 from pipec.codegen.names import name_nodes
@@ -25,7 +26,6 @@ from pipec.ir import (
     Program,
     RankMemory,
     Schedule,
-    ShardingLevel,
     StageMemory,
     SyncSpec,
     rank_of,
@@ -57,8 +57,9 @@ from pipec.programs.shared_receives import runs_stages_in_order
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, remap_ranks
 
-NO_RECOMPUTE = MarkRecompute()
+T = TypeVar("T")
 
+NO_RECOMPUTE = MarkRecompute()
 
 PREDICTION_TOLERANCE = 0.05
 """Share of a step by which predictions of it are off. Ways that are this close count as equally fast."""
@@ -148,12 +149,8 @@ class StagedGraph:
     ) -> None:
         self.options = options
         self._dumps = requested_pass_dumps()
-        self._captured, self._observers = captured, observers
-        self._evaluated: dict[object, EvaluatedPlan] = {}
-        self._values: dict[int, Sequence[Mapping[str, ForwardValue]]] = {}
-        self._stages: dict[tuple[bool, int], Sequence[StageFunctions]] = {}
-        self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
-        self._variants: dict[tuple[MarkRecompute, MarkOffload], StagedGraph] = {}
+        self.captured, self._observers = captured, observers
+        self._known: dict[tuple[object, ...], Any] = {}
         passes = pass_list.make_passes(options, cut, recompute, offload)
         try:
             self.graph = run_passes(copy_graph(captured), passes, (*observers, *self._dumps))
@@ -168,51 +165,42 @@ class StagedGraph:
 
     def with_recompute(self, recompute: MarkRecompute, offload: MarkOffload = NO_OFFLOAD) -> "StagedGraph":
         """The same cut, with stages computing again what is marked, or offloading it."""
-        marks = recompute, offload
-        if marks not in self._variants:
-            self._variants[marks] = StagedGraph(
-                self._captured, self._repeated_cut, self.options, *marks, self._observers
-            )
-        return self._variants[marks]
+        cut, observers = self._repeated_cut, self._observers
+        return self._once(
+            ("variant", recompute, offload),
+            lambda: StagedGraph(self.captured, cut, self.options, recompute, offload, observers),
+        )
 
     def with_topology(self, topology: Topology) -> "StagedGraph":
         """The same cut on other devices."""
         options = replace(self.options, topology=topology)
-        return StagedGraph(self._captured, self._repeated_cut, options, observers=self._observers)
+        return StagedGraph(self.captured, self._repeated_cut, options, observers=self._observers)
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
         """By stage and by name, what may be saved or recomputed of the forward of ``size`` rows."""
-        if size not in self._values:
-            self._values[size] = stage_values(self.graph, size)
-        return self._values[size]
+        return self._once(("values", size), lambda: stage_values(self.graph, size))
 
     def clear_evaluated(self) -> None:
         """Let go of the plans and programs that were tried on these stages."""
-        self._evaluated.clear()
-        self._plans.clear()
-        for variant in self._variants.values():
-            variant.clear_evaluated()
+        self._known = {key: x for key, x in self._known.items() if key[0] not in ("evaluated", "plan")}
+        for (kind, *_), known in self._known.items():
+            if kind == "variant":
+                known.clear_evaluated()
 
-    def evaluate(self, schedule: Schedule, microbatch_size: int) -> EvaluatedPlan:
+    def evaluate(
+        self, schedule: Schedule, microbatch_size: int, sync_spec: SyncSpec | None = None
+    ) -> EvaluatedPlan:
         """The schedule on these stages, lowered, verified and simulated: once, however often it is asked for.
 
-        Of schedules with the same name, placement and number of microbatches there is only one.
+        Of schedules with the same name, placement and number of microbatches there is only one. The step ends
+        as ``sync_spec`` says, or else the options.
 
         Raises:
             VerifyError: the schedule is broken.
         """
-        return self._evaluate_cached(schedule, microbatch_size, self.options.sync_spec)
-
-    def with_sharding(self, evaluated: EvaluatedPlan, shard: ShardingLevel | None) -> EvaluatedPlan:
-        """An evaluated plan on these stages, with another level of sharding, or without."""
-        sync_spec = replace(self.options.sync_spec, shard=shard)
-        return self._evaluate_cached(evaluated.schedule, evaluated.plan.microbatch_size, sync_spec)
-
-    def _evaluate_cached(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
-        key = schedule.name, schedule.placement, schedule.num_microbatches, size, sync_spec
-        if key not in self._evaluated:
-            self._evaluated[key] = self._evaluate_uncached(schedule, size, sync_spec)
-        return self._evaluated[key]
+        ends = sync_spec or self.options.sync_spec
+        key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size, ends
+        return self._once(("evaluated", *key), lambda: self._evaluate(schedule, microbatch_size, ends))
 
     def workload(self, placement: Placement, size: int) -> Workload:
         """What each stage does for a microbatch of ``size`` rows, in seconds and bytes.
@@ -252,11 +240,21 @@ class StagedGraph:
 
         Their statements are in an order that is good for ``size`` rows.
         """
-        key = split_backward, size
-        if key not in self._stages:
-            stages = self._split_stages if split_backward else self._whole_stages
-            self._stages[key] = [_ordered(stage, size) for stage in stages]
-        return self._stages[key]
+        graph = self.graph
+        stages = self._once(
+            ("functions", split_backward),
+            lambda: [stage_functions(graph, stage, split_backward) for stage in range(graph.num_stages)],
+        )
+        return self._once(
+            ("ordered", split_backward, size), lambda: [_ordered(each, size) for each in stages]
+        )
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """What is worked out of the graph, once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        known: T = self._known[key]
+        return known
 
     @functools.cached_property
     def operator_numbers(self) -> Mapping[str, int]:
@@ -272,15 +270,7 @@ class StagedGraph:
     def names(self) -> Names:
         return name_nodes(self.graph)
 
-    @functools.cached_property
-    def _split_stages(self) -> Sequence[StageFunctions]:
-        return [stage_functions(self.graph, stage, True) for stage in range(self.graph.num_stages)]
-
-    @functools.cached_property
-    def _whole_stages(self) -> Sequence[StageFunctions]:
-        return [stage_functions(self.graph, stage, False) for stage in range(self.graph.num_stages)]
-
-    def _evaluate_uncached(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
+    def _evaluate(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
         ranks = self.graph.assignment.ranks
         placed = remap_ranks(schedule, ranks) if ranks else schedule
@@ -303,29 +293,29 @@ class StagedGraph:
         Those that run stages out of order have links of their own.
         """
         split = _splits_backward(schedule)
-        key = (
-            split,
-            size,
-            schedule.placement,
-            sync_spec,
-            runs_stages_in_order(map(ComputeColumns.of, schedule.orders)),
+        in_order = runs_stages_in_order(map(ComputeColumns.of, schedule.orders))
+        plan, stages = self._once(
+            ("plan", split, size, schedule.placement, sync_spec, in_order),
+            lambda: self._build_plan(schedule, split, size, sync_spec),
         )
-        if key not in self._plans:
-            topology, stages = self.options.topology, self.stages(split, size)
-            if not schedule.stream:
-                launch = self.options.device_model.launch_seconds
-                divided = segment_backwards(
-                    self.graph, stages, split, schedule.placement, size, topology, launch, sync_spec
-                )
-                pairs = zip(stages, divided, strict=True)
-                stages = [stage if stage is parts else _ordered(parts, size) for stage, parts in pairs]
-            plan = build_plan(self.graph, stages, self.names, schedule, size, topology, sync_spec)
-            plan = with_offload_seconds(plan, self.options.device_model.host_link)
-            plan = replace(plan, host=self.options.device_model.host, cost_source=self.options.cost_source)
-            self._plans[key] = self._with_updates(plan), stages
-        plan, stages = self._plans[key]
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
         return replace(plan, schedule=schedule.name, num_microbatches=count), stages
+
+    def _build_plan(
+        self, schedule: Schedule, split: bool, size: int, sync_spec: SyncSpec
+    ) -> tuple[Plan, Sequence[StageFunctions]]:
+        topology, device, stages = self.options.topology, self.options.device_model, self.stages(split, size)
+        if not schedule.stream:
+            launch = device.launch_seconds
+            divided = segment_backwards(
+                self.graph, stages, split, schedule.placement, size, topology, launch, sync_spec
+            )
+            pairs = zip(stages, divided, strict=True)
+            stages = [stage if stage is parts else _ordered(parts, size) for stage, parts in pairs]
+        plan = build_plan(self.graph, stages, self.names, schedule, size, topology, sync_spec)
+        plan = with_offload_seconds(plan, device.host_link)
+        plan = replace(plan, host=device.host, cost_source=self.options.cost_source)
+        return self._with_updates(plan), stages
 
     def _with_updates(self, plan: Plan) -> Plan:
         if not (self.options.sync_spec.updates and self.options.optimizer):

@@ -1,7 +1,7 @@
 """What a user steps.
 
 ``owned_tensors`` holds the tensors of the model; ``pipeline`` compiles and runs its calls.
-``collective_calls`` makes every call one of all ranks, and ``program_cache`` holds what was compiled.
+``collective_calls`` makes every call one of all ranks.
 ``checkpointing`` saves and loads checkpoints, and ``checkpoint_manager`` looks after those of a run.
 """
 

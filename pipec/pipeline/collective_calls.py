@@ -20,7 +20,7 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.model_snapshot import ModelSnapshot, same_objects
 from pipec.capture.model_state import ModelState, torch_modes
 from pipec.capture.variable_history import VariableHistory
-from pipec.compiler.capture_cache import CaptureKey, CaptureSignature, CollectiveCall
+from pipec.compiler.capture_key import CaptureKey, CaptureSignature, CollectiveCall
 from pipec.compiler.compiler import Compiler
 from pipec.errors import InputError, PipecError
 from pipec.graph import TracedConstants
@@ -94,7 +94,7 @@ class CollectiveCallModule(OwnedTensorsModule):
         With ``batch="local"`` under ``torchrun`` these are the replicas of each stage. Else it is 1: every
         rank passes the whole batch.
         """
-        replicas = self._compiler.autotuner.policy.replicas
+        replicas = self._compiler.policy.replicas
         divides = self._batch == "local" and self._ranks.world.is_distributed
         return replicas if divides and isinstance(replicas, int) else 1
 

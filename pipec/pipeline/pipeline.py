@@ -14,7 +14,7 @@ from pipec.artifact.artifact import write_artifact
 from pipec.capture.batch_inputs import BatchedOption, observed_splits
 from pipec.capture.model_call import ModelCall
 from pipec.capture.sequence_first import sequence_first_spec
-from pipec.compiler.capture_cache import CollectiveCall
+from pipec.compiler.capture_key import CollectiveCall
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
@@ -25,7 +25,6 @@ from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, v
 from pipec.pipeline.collective_calls import CallRequest
 from pipec.pipeline.inspection import InspectableModule
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
-from pipec.pipeline.program_cache import ProgramCache
 from pipec.plan.local_batch_check import check_local_batch
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.call_guard import exclusive_call
@@ -69,7 +68,6 @@ class Pipeline(InspectableModule):
     ) -> None:
         super().__init__(compiler, tensors, ranks, batch, updates, batched)
         self._weight = microbatch_weight
-        self._program_cache = ProgramCache()
         self._measured: list[RankMemory] | None = None
         self._batch_axis_is_known = False
         self._checked_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
@@ -170,7 +168,7 @@ class Pipeline(InspectableModule):
 
     @property
     def _may_be_asynchronous(self) -> bool:
-        return self._compiler.autotuner.policy.may_be_asynchronous
+        return self._compiler.policy.may_be_asynchronous
 
     def _compiled_stream(self, given: CallArguments) -> CompiledStream | None:
         collective_call = self._agree_on_batch(given)
@@ -310,7 +308,7 @@ class Pipeline(InspectableModule):
         There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly.
         """
         rows = self._rows_to_compile(collective_call)
-        found = self._program_cache.find(collective_call.signature, rows, collective_call.call)
+        found = self._compiler.cache.find(collective_call.signature, rows, collective_call.call)
         groups = found or self._compile(collective_call, rows)
         if collective_call.signature.key.mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
@@ -423,9 +421,8 @@ class Pipeline(InspectableModule):
         self._known_splits |= observed_splits(call)
         self._variables.note(call, key.mode)
         self._calls.clear()
-        self._program_cache.add(collective_call.signature, rows, groups)
-        kept = {made.number: made.artifact for made in self._program_cache.compiled}
-        self._compiler.retain(kept)
+        self._compiler.cache.add(collective_call.signature, rows, groups)
+        kept = {made.number: made.artifact for made in self._compiler.cache.compiled}
         self._executions = {made: x for made, x in self._executions.items() if made in kept.values()}
         self._checked_sizes = {served for served in self._checked_sizes if served[0] in kept}
         return groups

@@ -119,7 +119,7 @@ def test_gradients_are_those_of_eager_mode(
 
 
 def _operators(pipe: pipec.Pipeline) -> list[Any]:
-    (staged,) = next(iter(pipe._compiler._captures.staged.values()))
+    (staged,) = pipe._compiler.cache.staged_graphs
     return list(staged.graph.operators)
 
 

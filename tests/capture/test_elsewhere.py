@@ -62,11 +62,11 @@ def test_constants_of_an_artifact_are_on_the_host(monkeypatch: pytest.MonkeyPatc
     pipe = pipec.compile(Tied(), ["cpu"] * 2, loss_fn=loss_fn, microbatches=2)
     assert isinstance(pipe, Pipeline)
     pipe.prepare(torch.ones(4, 4), target=torch.zeros(4, dtype=torch.int64))
-    (staged,) = pipe._compiler._captures.staged.values()
-    graph, schedule = staged[0].graph, pipec.schedules.make_schedule("gpipe", 2, 2)
+    (staged,) = pipe._compiler.cache.staged_graphs
+    graph, schedule = staged.graph, pipec.schedules.make_schedule("gpipe", 2, 2)
     with FakeTensorMode():
         on_gpu = {name: torch.empty(4, device=GPU) for name in graph.constants}
     assert on_gpu
     monkeypatch.setitem(vars(graph), "constants", on_gpu)
-    constants = staged[0].evaluate(schedule, 2).artifact().constants
+    constants = staged.evaluate(schedule, 2).artifact().constants
     assert {x.device.type for x in constants.values()} == {"cpu"}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import pipec
 from pipec import console
 from pipec.artifact.plan_rules import check_plan
-from pipec.pipeline import program_cache
+from pipec.compiler import compile_cache
 
 ROWS = 6
 
@@ -380,29 +380,28 @@ def test_a_number_that_decides_what_is_computed_is_compiled_for_each_value() -> 
     assert found == [1, 1, 1, 1, 0]
 
 
-# what is program_cache
+# what is cached
 
 
 def test_what_was_used_longest_ago_is_let_go(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program_cache, "MAX_SIGNATURES", 2)
+    monkeypatch.setattr(compile_cache, "MAX_SIGNATURES", 2)
     pair, alive = Pair(Branching(), loss_fn=F.mse_loss), list[tuple[weakref.ref[Any], ...]]()
     pipe, (x, target) = pair.pipe, sequences(4).values()
     calls = (lambda: pipe.step(x, target=target), lambda: pipe.step(x=x, target=target))
     for call in (*calls, calls[0], lambda: pipe.step(x, target=target, outputs=True)):
         call()
-        graphs = [each.graph for known in pipe._compiler._captures.staged.values() for each in known]
+        graphs = [each.graph for each in pipe._compiler.cache.staged_graphs]
         alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._execution(pipe._artifact))))
-        del graphs
     collect()
     assert [execution() is not None for _, execution in alive] == [True, False, True, True]
     assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
-    assert (pair.num_compiled, len(pipe._compiler._compiled)) == (3, 2)
+    assert (pair.num_compiled, len(graphs)) == (3, 2)
 
 
 def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_cache, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(compile_cache, "MAX_PROGRAMS", 2)
     pair = Pair(Branching(), loss_fn=F.mse_loss)
     found = [pair.step(**sequences(4, rows)) for rows in (4, 6, 4, 8, 4, 6)]
     assert found == [1, 1, 0, 1, 0, 1]

@@ -13,7 +13,7 @@ import gc, weakref
 import torch, pipec
 from torch import nn
 from torch.nn import functional as F
-from pipec.pipeline import program_cache
+from pipec.compiler import compile_cache
 
 class Net(nn.Module):
     def __init__(self):
@@ -69,7 +69,7 @@ def test_ranks_take_any_length_and_number_as_one_process_does(tmp_path: Path) ->
 
 def test_ranks_let_go_of_the_same(tmp_path: Path) -> None:
     body = """
-        program_cache.MAX_SIGNATURES, program_cache.MAX_PROGRAMS = 1, 2
+        compile_cache.MAX_SIGNATURES, compile_cache.MAX_PROGRAMS = 1, 2
         alive = []
         for length, rows in ((4, 6), (6, 6), (6, 4), (8, 8), (6, 4), (6, 6)):
             x, y = batch(length, rows)

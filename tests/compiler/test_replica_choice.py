@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.candidate import Candidate
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Device, Level, Topology, equal_devices
 from pipec.ir import Placement, Plan
@@ -137,10 +137,10 @@ def test_what_travels_most_stays_inside_a_host(
 ) -> None:
     pipe = prepared(make(), hosts(), replicas=2)
     assert pipe.plan.placement == expected
-    replica_arrangements = Autotuner.replica_arrangements
-    monkeypatch.setattr(Autotuner, "replica_arrangements", lambda *given: replica_arrangements(*given)[:1])
+    replica_arrangements = Candidate.replica_arrangements
+    monkeypatch.setattr(Candidate, "replica_arrangements", lambda given: replica_arrangements(given)[:1])
     usual = prepared(make(), hosts(), replicas=2)
-    monkeypatch.setattr(Autotuner, "replica_arrangements", lambda *given: replica_arrangements(*given)[1:])
+    monkeypatch.setattr(Candidate, "replica_arrangements", lambda given: replica_arrangements(given)[1:])
     other = prepared(make(), hosts(), replicas=2)
     assert (usual.plan.placement, other.plan.placement) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     times = usual.simulate().makespan, other.simulate().makespan
@@ -149,9 +149,9 @@ def test_what_travels_most_stays_inside_a_host(
 
 
 def test_links_that_are_alike_leave_nothing_to_arrange() -> None:
-    tuner = prepared(heavy_weights(), equal_devices(4, LinkModel(1e9, 0.0)), replicas=2)._compiler.autotuner
-    assert tuner.replica_arrangements(equal_devices(4, LinkModel(1e9, 0.0))) == [tuner]
-    assert len(tuner.replica_arrangements(hosts())) == 2
+    decided = prepared(heavy_weights(), equal_devices(4, LinkModel(1e9, 0.0)), replicas=2)._compiler.decided
+    assert decided.replica_arrangements() == [decided]
+    assert len(decided.on_topology(hosts()).replica_arrangements()) == 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipec
-from pipec.compiler.autotuner import Autotuner, _Search
 from pipec.compiler.schedule_policy import (
     default_num_microbatches,
-    make_schedule_policy,
     microbatch_counts_to_try,
 )
+from pipec.compiler.search import best_evaluated
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.errors import InfeasibleError, InputError
 from pipec.hardware.devices import DEVICES
@@ -146,19 +145,12 @@ class Tried:
         ((60.0, 59.0, 55.0), "zb-h2"),
     ],
 )
-def test_a_simpler_schedule_is_given_up_for_a_clear_gain_alone(
-    seconds: Sequence[float], taken: str, tuner: Autotuner
-) -> None:
+def test_a_simpler_schedule_is_given_up_for_a_clear_gain_alone(seconds: Sequence[float], taken: str) -> None:
     names = ("1f1b", "zb-h1", "zb-h2")
     trials = [Tried(name, n, each) for n, (name, each) in enumerate(zip(names, seconds, strict=True))]
     for order in itertools.permutations(trials):
-        search = _Search(tuner, 16, [8], [(trial, None) for trial in order])  # type: ignore[misc]
-        assert search._best()[0].schedule.name == taken
-
-
-@pytest.fixture(scope="module")
-def tuner() -> Autotuner:
-    return Autotuner(make_schedule_policy("auto", 2), may_recompute=False)
+        best, _ = best_evaluated([(trial, None) for trial in order])  # type: ignore[misc]
+        assert best.schedule.name == taken
 
 
 def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_than_bubbles() -> None:

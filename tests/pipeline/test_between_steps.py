@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.pipeline import program_cache
+from pipec.compiler import compile_cache
 
 ROWS, SIZES = 8, (4, 4)
 OFFSET = 0.0
@@ -190,7 +190,7 @@ def test_freezing_and_unfreezing_again_compiles_once(capsys: pytest.CaptureFixtu
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(program_cache, "MAX_SIGNATURES", 2)
+    monkeypatch.setattr(compile_cache, "MAX_SIGNATURES", 2)
     pair, alive = Pair(), list[weakref.ref[Any]]()
     for number in range(5):
         for loss in pair.losses:

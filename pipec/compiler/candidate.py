@@ -1,0 +1,159 @@
+"""A way to run steps: what is decided of it, and what the search may still choose."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.schedule_policy import Replicas, SchedulePolicy
+from pipec.compiler.staged_graph import StagedGraph
+from pipec.hardware.devices import DeviceModel
+from pipec.hardware.topology import Topology, equal_devices
+from pipec.ir import Placement, RankMemory, Schedule, ShardingLevel, count_ranks
+from pipec.passes import Pass
+from pipec.passes.assign_stages import Assign, AssignStages
+from pipec.passes.assignments.cut_for_replicas import CutForReplicas
+from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.assignments.follow_placement import FollowPlacement, parameter_stages
+from pipec.passes.assignments.update_cost import UpdateCost
+from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
+
+_OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
+"""The kinds of memory that the planner adds up over operators."""
+
+_OF_UPDATES = frozenset({"optimizer", "versions"})
+"""Those that it adds up, too, where stages update after every mini-batch."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run steps.
+
+    ``policy`` has the schedules that are allowed and the replicas of stages, and ``options`` the devices, the
+    level of sharding, and what may be recomputed and offloaded. ``num_microbatches`` None leaves it to the
+    search. Replicas of a stage are next to each other, or far apart if the ranks of each pipeline are next to
+    each other (``adjacent_pipelines``). Once a call has put stages and parameters somewhere, all later ones
+    follow it: ``placement`` has the ranks of stages then, and ``cut`` cuts them.
+
+    The search may choose the replicas of stages if it ``tunes_replicas``, the level of sharding if it
+    ``tunes_shard``, and where replicas are if it ``may_rearrange`` them. Unless ``dynamic``, costs are known
+    for one size of microbatch alone, so that one number of microbatches is tried.
+    """
+
+    policy: SchedulePolicy
+    options: CompilerOptions
+    num_microbatches: int | None = None
+    adjacent_pipelines: bool = False
+    placement: Placement | None = None
+    cut: FollowPlacement | None = None
+    tunes_replicas: bool = False
+    tunes_shard: bool = False
+    may_rearrange: bool = True
+    dynamic: bool = True
+
+    def counts(self, batch: int) -> list[int]:
+        """The numbers of microbatches to try for ``batch`` rows, the usual one first."""
+        counts = [self.num_microbatches] if self.num_microbatches else self.policy.microbatch_counts(batch)
+        return counts if self.dynamic else counts[:1]
+
+    def with_replicas(self, replicas: Replicas) -> "Candidate":
+        """The same on all ranks, with so many replicas of each stage, or of every one."""
+        return replace(self, policy=self.policy.with_replicas(replicas), adjacent_pipelines=False)
+
+    def with_sharding(self, shard: ShardingLevel | None) -> "Candidate":
+        """The same with this level of sharding, which is then decided."""
+        sync_spec = replace(self.options.sync_spec, shard=shard)
+        return replace(self, options=replace(self.options, sync_spec=sync_spec), tunes_shard=False)
+
+    def on_topology(self, topology: Topology) -> "Candidate":
+        """The same on other devices."""
+        return replace(self, options=replace(self.options, topology=topology))
+
+    def on_device_model(self, model: DeviceModel) -> "Candidate":
+        """The same with the costs of this device model."""
+        return replace(self, options=replace(self.options, device_model=model))
+
+    def on_stages_of(self, staged: StagedGraph, placement: Placement) -> "Candidate":
+        """The same with stages and parameters where a cut graph has them."""
+        graph = staged.graph
+        cut = FollowPlacement(
+            len(placement),
+            parameter_stages(graph),
+            graph.assignment.ranks,
+            staged.operator_stages,
+        )
+        return replace(self, placement=placement, cut=cut)
+
+    def for_next_steps(self, schedule: Schedule) -> "Candidate":
+        """The same for steps that come after one of that schedule."""
+        return replace(self, policy=self.policy.for_next_steps(schedule))
+
+    def replica_arrangements(self) -> list["Candidate"]:
+        """The ways to put the replicas of stages on ranks that differ on these devices, this one first."""
+        policy, topology = self.policy, self.options.topology
+        if not self.may_rearrange:
+            return [self]
+        if len(set(topology.devices)) == 1 and sum(level.size > 1 for level in topology.levels) < 2:
+            return [self]
+        several = isinstance(policy.replicas, int) and policy.replicas > 1 and policy.num_ranks > 1
+        return [self, replace(self, adjacent_pipelines=not self.adjacent_pipelines)] if several else [self]
+
+    def replica_groups(self) -> Placement:
+        """The ranks that act for each rank of a pipeline, where all stages have as many replicas."""
+        assert isinstance(self.policy.replicas, int)
+        arranged = adjacent_pipelines if self.adjacent_pipelines else adjacent_replicas
+        return arranged(self.policy.num_ranks, self.policy.replicas)
+
+    def fastest_cut(self, placement: Placement, count: int, size: int) -> Pass:
+        """The pass that cuts for the fastest step of so many microbatches, whatever memory it takes.
+
+        Where a rank has several stages, all devices and links are taken to be alike.
+        """
+        updates = self.updates(count)
+        if not isinstance(self.policy.replicas, int):
+            return AssignStages(CutForReplicas(self.policy.replicas, size, updates))
+        if not is_straight(placement):
+            devices = equal_devices(len(placement), self.options.topology.slowest_link)
+            return self.for_replicas(CutStages(devices, size))
+        devices = self.pipeline_topology().without_memory_limits()
+        return self.for_replicas(CutStages(devices, size, updates=updates))
+
+    def updates(self, count: int) -> UpdateCost | None:
+        """The updates after each mini-batch of so many microbatches; None where there is a flush."""
+        optimizer, device = self.options.optimizer, self.options.device_model
+        if not (self.policy.may_be_asynchronous and optimizer):
+            return None
+        state = optimizer.state_bytes or {}
+        return UpdateCost(state, device.memory_bytes_per_second, self.policy.versions, count)
+
+    def pipeline_topology(self) -> Topology:
+        """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
+        topology = self.options.topology
+        return topology if self.policy.replicas == 1 else topology.grouped(self.replica_groups())
+
+    def unplanned_bytes(self, need: RankMemory, planned: frozenset[str] = frozenset()) -> float:
+        """What a rank holds at its peak of which the planner does not know. ``planned`` it knows as well."""
+        updates = self.policy.may_be_asynchronous and self.options.optimizer is not None
+        return need.excluding(planned | _OF_OPERATORS | (_OF_UPDATES if updates else frozenset()))
+
+    def plans_recompute_on(self, devices: Topology) -> bool:
+        """Whether cuts for these devices of a pipeline take into account what stages recompute.
+
+        That is so if they may, and if the devices are alike.
+        """
+        recomputes = self.options.recompute == "auto"
+        return recomputes and len({*devices.devices}) == 1 and len(devices.levels) == 1
+
+    def for_replicas(self, assign: Assign) -> Pass:
+        """The cut for a pipeline as that for all its replicas."""
+        return AssignStages(assign, () if self.policy.replicas == 1 else self.replica_groups())
+
+
+def sharding_levels(candidate: Candidate) -> Sequence[Candidate]:
+    """The candidate with each level of sharding, if that is open; without any first."""
+    levels = (None, *ShardingLevel) if candidate.tunes_shard else ()
+    return [candidate.with_sharding(shard) for shard in levels] or [candidate]
+
+
+def is_straight(placement: Placement) -> bool:
+    """Whether every rank has one stage, in order."""
+    return [rank for ranks in placement for rank in ranks] == list(range(count_ranks(placement)))

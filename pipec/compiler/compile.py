@@ -1,0 +1,388 @@
+"""Compiles a call: capture it, try every candidate, take the best, generate code.
+
+Nothing is remembered here. What earlier calls decided and compiled comes in as values, and what this one adds
+goes out as values.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import dropwhile, takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipec.capture.autocast import autocast, refuse_float16_weights
+from pipec.capture.graph_symbols import SpecializedVariableError
+from pipec.capture.model_call import ModelCall
+from pipec.capture.tracer import capture
+from pipec.capture.variable_history import symbolic_candidates
+from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
+from pipec.compiler.batch_equivalence import (
+    batch_warnings,
+    changed_buffer_warning,
+    has_model_collectives,
+    require_independent_rows,
+    several_rounds_warning,
+    single_row_warning,
+)
+from pipec.compiler.calibration_cache import cached_calibration
+from pipec.compiler.candidate import Candidate
+from pipec.compiler.capture_key import CaptureKey
+from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
+from pipec.compiler.microbatch_groups import (
+    CompiledArtifact,
+    MicrobatchGroups,
+    check_batch_counts,
+    check_outputs,
+)
+from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
+from pipec.compiler.staged_graph import StagedGraph
+from pipec.compiler.stopwatch import Stopwatch
+from pipec.graph import BatchFindings, Output, TrainingGraph
+from pipec.ir import Mode, Precision, Sizes, Variable
+from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
+
+log = logging.getLogger("pipec")
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """What is the same for all calls of a pipeline.
+
+    ``device`` is one of those that will run the code. A model on another kind of device is captured as if it
+    were there. ``precision`` is what operators compute in, if not in the model's own types.
+    ``microbatch_weight`` is that of the plan. If it ``calibrates_cpu``, costs are those measured on this
+    machine.
+    """
+
+    loss_fn: Callable[..., Any] | None
+    device: torch.device
+    precision: Precision | None = None
+    microbatch_weight: str = ""
+    calibrates_cpu: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CompileRequest:
+    """A call to compile, and the model as it is now.
+
+    If it ``refuses_mixed_rows``, a batch whose rows depend on one another is refused. ``warn`` gives each
+    warning once.
+    """
+
+    settings: CompileSettings
+    model: nn.Module
+    canonical: Mapping[str, str]
+    key: CaptureKey
+    call: ModelCall
+    stopwatch: Stopwatch
+    warn: Callable[[str], None]
+    refuses_mixed_rows: bool = False
+
+    @property
+    def batch(self) -> int:
+        return self.call.batch_size
+
+    @functools.cached_property
+    def values(self) -> Sizes:
+        """The variables of the call."""
+        return variable_values(self.key.variables, self.call.leaves)
+
+    def step_of(self, graph: TrainingGraph, known: Sequence[StagedGraph] = ()) -> CapturedStep:
+        """Steps of as many rows as the call, by a graph that may be one of those that are cut already."""
+        staged = next((each for each in known if each.captured is graph), None)
+        return CapturedStep(graph, self.batch, (self.stopwatch.observe,), staged)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraphs:
+    """What was compiled for calls like one: cut graphs, and the artifacts made of them.
+
+    There are several graphs where the model specialises on a number of rows, or on a variable. An artifact is
+    for a number of microbatches, and the rows of the first.
+    """
+
+    graphs: tuple[StagedGraph, ...] = ()
+    artifacts: Mapping[tuple[StagedGraph, int, int], CompiledArtifact] = field(default_factory=dict)
+
+    def only(self, numbers: Collection[int]) -> "CompiledGraphs":
+        """The artifacts with these numbers, and the graphs that they were made of."""
+        kept = {key: made for key, made in self.artifacts.items() if made.number in numbers}
+        used = {staged for staged, _, _ in kept}
+        return CompiledGraphs(tuple(staged for staged in self.graphs if staged in used), kept)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledCall:
+    """What runs a call, what later calls follow, and all that was compiled for calls like it."""
+
+    groups: MicrobatchGroups
+    decided: Candidate
+    cached: CompiledGraphs
+
+
+def compile_call(request: CompileRequest, asked: Candidate, cached: CompiledGraphs) -> CompiledCall:
+    """Compile what runs the microbatches of a call: groups of consecutive ones, with the rows of each.
+
+    There is one group unless the model specialises on the number of rows. ``asked`` is what the user and
+    earlier calls decided.
+
+    Raises:
+        CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
+    """
+    graph, asked = _capture_call(request, asked, cached.graphs)
+    choice = _choose(request, asked, graph, cached.graphs)
+    _warn_of_batch(request, choice)
+    compiled = _generate_groups(request, choice, cached)
+    _check_microbatches(request, compiled)
+    return compiled
+
+
+# capture
+
+
+def _capture_call(
+    request: CompileRequest, asked: Candidate, known: Sequence[StagedGraph]
+) -> tuple[TrainingGraph, Candidate]:
+    """The graph of the first microbatch. Its model collectives may decide the number of microbatches."""
+    sizes = split_sizes(request.batch, asked.counts(request.batch)[0])
+    if staged := _valid_graph(known, sizes[0], request.values):
+        return staged.captured, asked
+    graph, asked = _capture(request, asked, sizes, known[-1].captured if known else None)
+    sizes = split_sizes(request.batch, asked.counts(request.batch)[0])
+    return (graph, asked) if graph.is_valid_for(sizes[0]) else _capture(request, asked, sizes, graph)
+
+
+def _valid_graph(known: Sequence[StagedGraph], size: int, values: Sizes) -> StagedGraph | None:
+    """The first of the cut graphs that serves a microbatch of ``size`` rows, if one does."""
+    return next((staged for staged in known if staged.graph.is_valid_for(size, values)), None)
+
+
+def _capture(
+    request: CompileRequest, asked: Candidate, sizes: Sequence[int], like: TrainingGraph | None
+) -> tuple[TrainingGraph, Candidate]:
+    """The graph of one microbatch, and ``asked`` with the number of microbatches that it needs, if it does.
+
+    ``sizes`` are the rows of the last microbatches of the call, the first of which is captured. The graph is
+    for any size if they are several, or may change. It is for any value of the variables as well, except for
+    those for which that was found to be impossible, such as by the graph of another call ``like`` this one.
+    """
+    start, settings, replicas = request.batch - sum(sizes), request.settings, asked.policy.replicas
+    traced = functools.partial(
+        capture,
+        request.model,
+        settings.loss_fn,
+        request.key.mode,
+        request.call.rows(start, start + sizes[0]),
+        request.canonical,
+        settings.device,
+        batch=request.call,
+        rewrite_loss=not settings.microbatch_weight,
+        outputs=request.key.outputs,
+        num_replicas=None if asked.tunes_replicas or isinstance(replicas, tuple) else replicas,
+    )
+    refuse_float16_weights(settings.precision, request.model)
+    autocasts = autocast(settings.precision, settings.device)
+    with request.stopwatch.timed("capture and differentiate"), autocasts:
+        graph = _trace_variables(request.key.variables, traced, like) if asked.dynamic else None
+        graph = graph or traced(symbolic=asked.dynamic or len(set(sizes)) > 1)
+    graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
+    if graph.first_collective and asked.num_microbatches is None:
+        log.info(
+            "%s is a collective of replicas: a step is one round, of %s microbatches",
+            graph.first_collective,
+            replicas,
+        )
+        assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
+        asked = replace(asked, num_microbatches=replicas)
+    if _takes_whole_batch(request, asked, graph):
+        if request.key.mode is Mode.TRAIN:
+            asked = replace(asked, num_microbatches=1)
+    elif len(sizes) > 1:
+        require_independent_rows(_findings(request, graph), len(sizes))
+    return graph, asked
+
+
+def _trace_variables(
+    variables: Sequence[Variable], traced: Callable[..., TrainingGraph], like: TrainingGraph | None
+) -> TrainingGraph | None:
+    """A graph in which variables are symbolic: all of them, or the sizes alone, or the numbers alone.
+
+    What was impossible in the graph of a call ``like`` this one is not tried again.
+    """
+    attempts = symbolic_candidates(variables)
+    if like is not None:
+        possible = {*like.variable_symbols.values()}
+        attempts = [*dropwhile(lambda each: {x.name for x in each} != possible, attempts)]
+    for attempt in attempts:
+        try:
+            return traced(variables=attempt)
+        except SpecializedVariableError as error:
+            names = ", ".join(dict.fromkeys(variable.path for variable in attempt))
+            log.warning("each value of %s is compiled on its own: %s", names, error)
+    return None
+
+
+def _findings(request: CompileRequest, graph: TrainingGraph) -> BatchFindings:
+    """What is found of the batch. Whoever weighs microbatches takes each by itself."""
+    weighs = request.settings.microbatch_weight
+    return graph.findings if weighs else graph.findings_for(request.batch, request.values)
+
+
+def _takes_whole_batch(request: CompileRequest, asked: Candidate, graph: TrainingGraph) -> bool:
+    """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several.
+
+    First another dimension of the arguments is tried, if there is one that may be the batch.
+    """
+    if request.refuses_mixed_rows or asked.num_microbatches is not None or asked.policy.replicas != 1:
+        return False
+    found = _findings(request, graph)
+    if why := found.mixed_rows or found.output:
+        request.warn(f"a step has one microbatch, the whole batch, for rows depend on other rows: {why}")
+    return bool(why)
+
+
+# choose
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """How a call runs: on which stages, with how many microbatches, and the search that found it, if any."""
+
+    decided: Candidate
+    staged: StagedGraph
+    num_microbatches: int
+    found: SearchResult | None = None
+
+
+def _choose(
+    request: CompileRequest, asked: Candidate, graph: TrainingGraph, known: Sequence[StagedGraph]
+) -> _Choice:
+    """The fastest way to run the call. The first call of all also decides where stages and parameters are."""
+    if request.settings.calibrates_cpu and asked.cut is None:
+        with request.stopwatch.timed("calibrate the CPU"):
+            asked = asked.on_device_model(cached_calibration())
+    step = request.step_of(graph, known)
+    counts = [1] if _takes_whole_batch(request, asked, graph) else asked.counts(request.batch)
+    trains = request.key.mode is Mode.TRAIN
+    if trains and (asked.cut is None or asked.tunes_shard or len(counts) > 1):
+        return _search(request, asked, step)
+    if asked.cut is not None:
+        return _Choice(asked, step.cut_as_decided(asked), counts[0])
+    placement = asked.policy.placements(counts[:1])[0]
+    how = asked.fastest_cut(placement, counts[0], split_sizes(request.batch, counts[0])[0])
+    staged = step.cut(how, asked.options)
+    return _Choice(asked.on_stages_of(staged, placement), staged, counts[0])
+
+
+def _search(request: CompileRequest, asked: Candidate, step: CapturedStep) -> _Choice:
+    """The fastest way to train on the call, which must fit into memory."""
+    with request.stopwatch.timed("search"):
+        found = search(step, asked)
+        best, candidate = found.best, found.candidate
+        if asked.cut is None:
+            require_memory(best, lambda devices: search(step, candidate.on_topology(devices)).best)
+    decided = candidate.for_next_steps(best.schedule)
+    if asked.cut is None:
+        decided = decided.on_stages_of(found.base, best.schedule.placement)
+    counts = candidate.counts(request.batch)
+    count = best.plan.num_microbatches if len(counts) > 1 else counts[0]
+    return _Choice(decided, found.base, count, found)
+
+
+def _warn_of_batch(request: CompileRequest, choice: _Choice) -> None:
+    """Warn of what microbatches do otherwise than the whole batch.
+
+    Raises:
+        InputError: the model has collectives of replicas, and microbatches have different numbers of rows.
+    """
+    graph, count = choice.staged.graph, choice.num_microbatches
+    if has_model_collectives(graph):
+        require_equal_rows(split_sizes(request.batch, count))
+    request.warn(several_rounds_warning(graph, choice.decided.policy.replicas, count))
+    request.warn(single_row_warning(graph, request.batch))
+    request.warn(changed_buffer_warning(graph, request.model, count))
+
+
+# generate
+
+
+def _generate_groups(request: CompileRequest, choice: _Choice, cached: CompiledGraphs) -> CompiledCall:
+    """An artifact for each group of consecutive microbatches that one graph serves."""
+    decided, rest, groups = choice.decided, split_sizes(request.batch, choice.num_microbatches), []
+    graphs, artifacts = list(dict.fromkeys([*cached.graphs, choice.staged])), dict(cached.artifacts)
+    if choice.found is not None and choice.found.key not in artifacts:
+        artifacts[choice.found.key] = _generate(request, decided, choice.found)
+    while rest:
+        staged = _valid_graph(graphs, rest[0], request.values)
+        if staged is None:
+            graph, decided = _capture(request, decided, rest, graphs[-1].captured)
+            staged = request.step_of(graph).cut_as_decided(decided)
+            graphs.append(staged)
+        served = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
+        key = staged, len(served), rest[0]
+        if key not in artifacts:
+            found = _evaluate_group(request, decided, *key)
+            decided = found.candidate
+            artifacts[key] = _generate(request, decided, found)
+        groups.append((artifacts[key], served))
+        rest = rest[len(served) :]
+    for staged in graphs:
+        staged.clear_evaluated()
+    return CompiledCall(groups, decided, CompiledGraphs(tuple(graphs), artifacts))
+
+
+def _evaluate_group(
+    request: CompileRequest, decided: Candidate, staged: StagedGraph, count: int, size: int
+) -> SearchResult:
+    """The fastest way to run so many microbatches, the first of which has ``size`` rows."""
+    if request.key.mode is Mode.TRAIN:
+        with request.stopwatch.timed("search"):
+            found = evaluate_stages(staged, decided, size * count, [count])
+        return replace(found, candidate=decided.for_next_steps(found.best.schedule))
+    assert decided.placement is not None
+    schedule = decided.policy.forward_schedule(count, decided.placement)
+    return SearchResult(decided, staged.evaluate(schedule, size), staged, ())
+
+
+def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) -> CompiledArtifact:
+    """The artifact of an evaluated plan, which must fit into memory."""
+    evaluated = found.best
+    count, size = evaluated.plan.num_microbatches, evaluated.plan.microbatch_size
+    require_memory_on_fixed_stages(
+        evaluated, found.base, lambda staged: _evaluate_group(request, decided, staged, count, size).best
+    )
+    with request.stopwatch.timed("generate code"):
+        artifact = evaluated.artifact()
+        evaluated.staged.write_dumps()
+    plan = replace(
+        evaluated.plan,
+        schedule="auto" if decided.policy.source == "auto" else evaluated.plan.schedule,
+        microbatch_weight=request.settings.microbatch_weight,
+        alternatives=rejected_alternatives(found.alternatives, evaluated),
+        sharding_costs=sharding_costs(evaluated),
+    )
+    graph = evaluated.staged.graph
+    outputs = (role for role, _ in graph.outputs if isinstance(role, Output))
+    axes = {
+        name: role.axis
+        for name, role in zip(plan.outputs, outputs, strict=True)
+        if role.axis and role.axis.has_outer
+    }
+    return CompiledArtifact(replace(artifact, plan=plan), graph.output_spec, axes)
+
+
+def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None:
+    """Refuse microbatches that do not make what the batch would, and warn where that is not proved."""
+    sizes = [size for _, group in compiled.groups for size in group]
+    staged = _valid_graph(compiled.cached.graphs, sizes[0], request.values)
+    assert staged is not None
+    if len(sizes) > 1:
+        check_outputs(staged.graph)
+        require_independent_rows(_findings(request, staged.graph), len(sizes))
+        for warning in batch_warnings(staged.graph.findings):
+            request.warn(warning)
+    check_batch_counts(compiled.groups)

@@ -1,0 +1,369 @@
+"""The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them.
+
+Without a flush that is the time from one mini-batch to the next.
+
+A candidate is tried on the stages of a cut graph: each of its schedules is lowered, verified and simulated,
+once. The best plan is what is returned, with its programs.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from itertools import product, takewhile
+
+from pipec.compiler.alternatives import as_alternative
+from pipec.compiler.batch_equivalence import has_model_collectives
+from pipec.compiler.candidate import Candidate, is_straight, sharding_levels
+from pipec.compiler.memory_budget import fit_into_memory
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
+from pipec.errors import InputError, PlanError
+from pipec.graph import TrainingGraph
+from pipec.ir import Alternative, Placement, Schedule
+from pipec.ir.batch_split import split_sizes
+from pipec.passes import Observer, Pass
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.assignments.choose_replicas import ChooseReplicas
+from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
+from pipec.planner.cost_model import MAX_LOAD, PIPEC
+
+_MEMORY_ATTEMPTS = 4
+"""How often a cut is made anew until it fits into memory. An attempt knows what the one before lacked."""
+
+_OF_REPLAYING = frozenset({"received", "sent", "running"})
+"""The kinds of memory that the planner adds up, too, for stages that replay: then all memory is wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """Steps of ``batch`` rows of a captured graph. ``observers`` are told of every pass.
+
+    ``known`` is the graph cut as decided, if an earlier call was compiled on it.
+    """
+
+    graph: TrainingGraph
+    batch: int
+    observers: Sequence[Observer] = ()
+    known: StagedGraph | None = None
+
+    def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
+        """Runs every pass on a copy of the graph, which the given one cuts."""
+        return StagedGraph(self.graph, how, options, observers=self.observers)
+
+    def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
+        """The graph cut where an earlier call put stages. A profile was of the graph of that call."""
+        assert candidate.cut is not None
+        return self.known or self.cut(AssignStages(candidate.cut), replace(candidate.options, profile=None))
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best way to run a step, the candidate it is of, and all that was tried.
+
+    ``base`` is the cut before any recomputing.
+    """
+
+    candidate: Candidate
+    best: EvaluatedPlan
+    base: StagedGraph
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def key(self) -> tuple[StagedGraph, int, int]:
+        """The stages, the number of microbatches, and the rows of the first."""
+        return self.base, self.best.plan.num_microbatches, self.best.plan.microbatch_size
+
+
+def search(step: CapturedStep, asked: Candidate) -> SearchResult:
+    """The best of all candidates that ``asked`` leaves to the search, on stages that are cut for it.
+
+    Raises:
+        InputError, InfeasibleError, PlanError: nothing could be tried, and why.
+    """
+    found = []
+    for candidate in sharding_levels(asked):
+        shard = candidate.options.sync_spec.shard if asked.tunes_shard else None
+        with suppress(InputError) if shard else nullcontext():  # what cannot be sharded
+            evaluate = _with_best_replicas if candidate.cut is None else _on_decided_stages
+            found.append(evaluate(step, candidate))
+    return min(found, key=lambda each: each.best.score)
+
+
+def _on_decided_stages(step: CapturedStep, candidate: Candidate) -> SearchResult:
+    """The best schedule on stages where an earlier call put them."""
+    staged = step.cut_as_decided(candidate)
+    return evaluate_stages(staged, candidate, step.batch, candidate.counts(step.batch))
+
+
+def _with_best_replicas(step: CapturedStep, asked: Candidate) -> SearchResult:
+    """The best candidate with this level of sharding.
+
+    If the numbers of replicas may be chosen, all that divide the ranks are tried, and where a schedule runs
+    stages with different numbers, those that the planner gives each stage. If not, but the number of
+    microbatches may, they are tried as well, so that the plan can say what they would gain. A graph with
+    model collectives is for its number of replicas.
+    """
+    found, others, first_error = list[SearchResult](), list[SearchResult](), None
+    try:
+        found.append(_best_arranged(step, asked))
+    except PlanError as error:
+        if not asked.tunes_replicas:
+            raise
+        first_error = error
+    is_open = asked.tunes_replicas or not asked.num_microbatches
+    if asked.dynamic and is_open and not has_model_collectives(step.graph):
+        for replicas in asked.policy.other_replica_counts():
+            with suppress(InputError, PlanError):
+                others.append(_best_arranged(step, asked.with_replicas(replicas)))
+        for policy in asked.policy.with_unequal_replicas():
+            others += _with_unequal_replicas(step, replace(asked, policy=policy))
+    if first_error and not others:
+        raise first_error
+    chosen = fastest_result([*found, *others]) if asked.tunes_replicas else found[0]
+    tried = [alternative for other in others for alternative in other.alternatives]
+    return replace(chosen, alternatives=(*chosen.alternatives, *tried))
+
+
+def _best_arranged(step: CapturedStep, candidate: Candidate) -> SearchResult:
+    """The best of all arrangements of replicas on ranks."""
+    return fastest_result([evaluate_cuts(step, each) for each in candidate.replica_arrangements()])
+
+
+def evaluate_cuts(step: CapturedStep, candidate: Candidate) -> SearchResult:
+    """The best schedule of a candidate, on the best of the cuts that the planner makes for it.
+
+    Raises:
+        InputError, InfeasibleError, PlanError: nothing could be tried, and why.
+    """
+    tried = _Search(candidate, step.batch, candidate.counts(step.batch))
+    for placement in candidate.policy.placements(tried.counts):
+        tried.try_cuts(step, placement)
+    return tried.result()
+
+
+def evaluate_stages(
+    staged: StagedGraph, candidate: Candidate, batch: int, counts: Sequence[int]
+) -> SearchResult:
+    """The best schedule of a candidate on stages that are cut. Raises as ``evaluate_cuts``."""
+    placement = candidate.placement or candidate.policy.placements(counts)[0]
+    tried = _Search(candidate, batch, counts)
+    tried.try_schedules(staged, placement)
+    return tried.result()
+
+
+def _with_unequal_replicas(step: CapturedStep, candidate: Candidate) -> list[SearchResult]:
+    """For each number of microbatches, the best schedule on the stages that the planner finds for it.
+
+    Without a flush the planner is asked several times, because its seconds are farther from what runs. A
+    stage has few mini-batches in flight, which do not always hide messages: so it also plans for messages
+    that nothing hides. And gradients are summed over all replicas of a stage, not level by level: so it
+    also plans for one level. Plans of which all stages have as many replicas are left out, and those that
+    cannot be tried.
+    """
+    topology = candidate.options.topology
+    topologies, models = [topology], [PIPEC]
+    if candidate.policy.is_asynchronous:
+        topologies, models = list(dict.fromkeys([topology, topology.single_level()])), [PIPEC, MAX_LOAD]
+    found = []
+    for count, planned_for, model in product(candidate.counts(step.batch), topologies, models):
+        size = split_sizes(step.batch, count)[0]
+        how = ChooseReplicas(planned_for, count, size, candidate.updates(count), model)
+        with suppress(InputError, PlanError):
+            found += _planned(step, candidate, how)
+    return found
+
+
+def _planned(step: CapturedStep, candidate: Candidate, how: ChooseReplicas) -> list[SearchResult]:
+    """The first plan, or others that need less memory: what a rank lacks on one is set aside next."""
+    count = how.num_microbatches
+    sizes = split_sizes(step.batch, count)
+    reserved = [0.0] * len(how.topology.devices)
+    for _ in range(_MEMORY_ATTEMPTS):
+        devices = how.topology.with_reserved_memory(reserved)
+        staged = step.cut(AssignStages(replace(how, topology=devices)), candidate.options)
+        replicas = staged.graph.assignment.replicas
+        if len({*replicas}) == 1 or not all(map(staged.graph.is_valid_for, sizes)):
+            return []
+        found = evaluate_stages(staged, candidate.with_replicas(replicas), step.batch, [count])
+        if not any(found.best.excess_bytes):
+            break
+        lacking = zip(reserved, found.best.excess_bytes, found.best.memory, strict=True)
+        reserved = [max(held + excess, candidate.unplanned_bytes(need)) for held, excess, need in lacking]
+    return [found]
+
+
+def fastest_result(found: Sequence[SearchResult]) -> SearchResult:
+    """The fastest result that fits; of those about as fast, one with a flush, if there is one."""
+    fastest = min((each.best for each in found), key=lambda evaluated: evaluated.score)
+
+    def order(evaluated: EvaluatedPlan) -> tuple[bool, bool, tuple[float, float]]:
+        return not fastest.is_close(evaluated), evaluated.is_asynchronous, evaluated.score
+
+    return min(found, key=lambda each: order(each.best))
+
+
+@dataclass
+class _Search:
+    """What has been tried for steps of ``batch`` rows: each evaluated plan with the cut it began from.
+
+    ``first_error`` is the first reason why something could not be tried.
+    """
+
+    candidate: Candidate
+    batch: int
+    counts: Sequence[int]
+    evaluated: list[tuple[EvaluatedPlan, StagedGraph]] = field(default_factory=list)
+    first_error: InputError | PlanError | None = None
+
+    @functools.cached_property
+    def sizes(self) -> Mapping[int, int]:
+        """The rows of the first microbatch, by the number of microbatches."""
+        return {count: split_sizes(self.batch, count)[0] for count in self.counts}
+
+    def result(self) -> SearchResult:
+        """The best plan of all. Raises ``first_error`` if nothing could be tried."""
+        if not self.evaluated:
+            assert self.first_error is not None, "nothing was tried, and nothing was in the way"
+            raise self.first_error
+        tried = tuple(as_alternative(evaluated) for evaluated, _ in self.evaluated)
+        best, base = best_evaluated(self.evaluated)
+        schedule, size = best.schedule, best.plan.microbatch_size
+        work = functools.partial(base.workload, schedule.placement, size)
+        searched = self.candidate.policy.searched_schedules(schedule, work)
+        evaluated = [best, *(_evaluate_within_memory(base, order, size) for order in searched)]
+        fastest = min(evaluated, key=lambda evaluated: evaluated.score)
+        return SearchResult(self.candidate, best if fastest.is_close(best) else fastest, base, tried)
+
+    def try_cuts(self, step: CapturedStep, placement: Placement) -> None:
+        """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
+        first = self.sizes[self.counts[0]]
+        try:
+            fastest = self.candidate.fastest_cut(placement, self.counts[0], first)
+            nearest = self._nearest(step.cut(fastest, self.candidate.options), placement)
+        except PlanError as error:
+            self.first_error = self.first_error or error
+            return
+        replicas = self.candidate.policy.replicas
+        if nearest and any(nearest.excess_bytes) and isinstance(replicas, int) and is_straight(placement):
+            for size in dict.fromkeys([first, min(self.sizes.values())]):
+                self._try_cuts_within_memory(step, placement, size, nearest)
+
+    def _try_cuts_within_memory(
+        self, step: CapturedStep, placement: Placement, size: int, nearest: EvaluatedPlan
+    ) -> None:
+        """Try cuts of which the planner finds that they fit.
+
+        The planner adds up what operators hold. It does not know of what lives inside a phase function
+        alone, nor of messages unless stages replay. So some memory is set aside: what the attempt before
+        held of these, or lacked.
+        """
+        candidate, count = self.candidate, next(count for count in self.counts if self.sizes[count] == size)
+        in_flight = candidate.policy.max_in_flight(count)
+        updates = candidate.updates(count)
+        devices, members = candidate.pipeline_topology(), candidate.replica_groups()
+        replays = updates is None and candidate.plans_recompute_on(devices)
+        planned = _OF_REPLAYING if replays else frozenset[str]()
+        unplanned_bytes = functools.partial(candidate.unplanned_bytes, planned=planned)
+        reserved = [max(unplanned_bytes(nearest.memory[rank]) for rank in group) for group in members]
+        for _ in range(_MEMORY_ATTEMPTS):
+            try:
+                within = devices.with_reserved_memory(reserved)
+                cut = (
+                    CutWithRecompute(within, size, in_flight)
+                    if replays
+                    else CutStages(within, size, in_flight, updates)
+                )
+                shared = candidate.for_replicas(cut)
+                found = self._nearest(step.cut(shared, candidate.options), placement, replays)
+            except PlanError as error:
+                self.first_error = self.first_error or error
+                return
+            if found is None or not any(found.excess_bytes):
+                return
+            besides = [0.0 if replays else unplanned_bytes(need) for need in found.memory]
+            reserved = [
+                max(max(held + found.excess_bytes[rank], besides[rank]) for rank in group)
+                for group, held in zip(members, reserved, strict=True)
+            ]
+
+    def _nearest(
+        self, staged: StagedGraph, placement: Placement, replays: bool = False
+    ) -> EvaluatedPlan | None:
+        """Try schedules; returns the evaluated plan that comes nearest to fitting, if any.
+
+        It is one without recompute, unless the graph is cut for stages that replay.
+        """
+        tried = self.try_schedules(staged, placement)
+        if not replays:
+            tried = [
+                staged.evaluate(evaluated.schedule, evaluated.plan.microbatch_size) for evaluated in tried
+            ]
+        return min(tried, key=lambda evaluated: evaluated.score, default=None)
+
+    def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[EvaluatedPlan]:
+        """Try every allowed schedule with each number of microbatches; returns the evaluated plans.
+
+        A graph may serve only some sizes of microbatch. A number of microbatches is then passed over, unless
+        it is the only one: the microbatches are tried that the graph serves from the first one on.
+        """
+        before = len(self.evaluated)
+        for count in self.counts:
+            sizes = split_sizes(self.batch, count)
+            served = len(list(takewhile(staged.graph.is_valid_for, sizes)))
+            if served == count or (served and len(self.counts) == 1):
+                for schedule in self._schedules(staged, placement, served, sizes[0]):
+                    self.evaluated.append((_evaluate_within_memory(staged, schedule, sizes[0]), staged))
+        return [evaluated for evaluated, _ in self.evaluated[before:]]
+
+    def _schedules(
+        self, staged: StagedGraph, placement: Placement, count: int, size: int
+    ) -> Sequence[Schedule]:
+        work = functools.partial(staged.workload, placement, size)
+        try:
+            return self.candidate.policy.candidate_schedules(count, placement, work)
+        except (InputError, PlanError) as error:
+            self.first_error = self.first_error or error
+            return []
+
+
+def _evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
+    """A schedule on these stages. Those that would not fit recompute, or offload, if they may."""
+    evaluated, options = staged.evaluate(schedule, size), staged.options
+    may_fit = options.recompute == "auto" or options.may_offload
+    return fit_into_memory(evaluated) if may_fit and any(evaluated.excess_bytes) else evaluated
+
+
+def best_evaluated(
+    evaluated: Sequence[tuple[EvaluatedPlan, StagedGraph]],
+) -> tuple[EvaluatedPlan, StagedGraph]:
+    """The fastest that fits; of those about as fast, the simplest.
+
+    It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
+    many it needs the least memory. Only what is faster is taken without a flush. Of several cuts for a
+    schedule, only the fastest counts.
+
+    What is about as fast as the fastest may still gain too little over what is simpler and is not. So of
+    all schedules for these microbatches, a simpler one is given up only for one that is clearly faster::
+
+        1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2, the only one to gain more than
+                                                       PREDICTION_TOLERANCE
+    """
+    on_best_cut: dict[object, tuple[EvaluatedPlan, StagedGraph]] = {}
+    for pair in sorted(evaluated, key=lambda pair: pair[0].score):
+        how = pair[0].schedule
+        on_best_cut.setdefault((how.name, how.placement, pair[0].plan.num_microbatches), pair)
+    fastest, _ = next(iter(on_best_cut.values()))
+    as_fast = [pair for pair in on_best_cut.values() if fastest.is_close(pair[0])]
+
+    def order(each: EvaluatedPlan) -> tuple[bool, int, float, float]:
+        return each.is_asynchronous, each.plan.num_microbatches, each.num_instructions, each.peak_bytes
+
+    simplest = min(as_fast, key=lambda pair: order(pair[0]))
+    alike = [pair for pair in on_best_cut.values() if order(pair[0])[:2] == order(simplest[0])[:2]]
+    taken, *others = sorted(alike, key=lambda pair: order(pair[0]))
+    for pair in others:
+        if pair[0].score < taken[0].score and not pair[0].is_close(taken[0]):
+            taken = pair
+    return taken if fastest.is_close(taken[0]) else simplest
