@@ -456,4 +456,4 @@ def test_replicas_with_batches_of_their_own_join_them(tmp_path: Path) -> None:
     for each in printed:
         (loss,) = re.findall(r"^loss (\S+)$", each, re.MULTILINE)
         assert float(loss) == pytest.approx(float(reference(contrastive).loss))
-        assert "of which each must have as many" in each
+        assert "which must have equally many" in each

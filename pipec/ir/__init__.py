@@ -1,13 +1,13 @@
-"""The data every part of pipec exchanges: frozen, printable, without algorithms and without torch.
+"""The data that all parts of pipec exchange: frozen, printable, without algorithms and without torch.
 
 Read it in the order in which data flows: the ``values`` of a cut graph and the links that carry them, the
-``plan`` that holds stages and links, the ``schedule`` that says who computes what when, the ``program`` of
-instructions that each rank executes, the ``sync_spec`` of what a step does after its microbatches, and
-``memory_figures``, what a stage holds. ``columns`` holds long runs of computes and instructions as numbers,
-``text_format`` writes programs and quantities down and reads programs back, ``batch_axis`` and
-``batch_split`` say how a mini-batch is split, and ``sharding`` how parameters are divided among replicas.
-``stream`` says which versions of weights asynchronous schedules use, and ``periodic_program`` how their
-programs repeat. ``representative_ranks`` says which ranks stand for others that do the same.
+``plan`` with stages and links, the ``schedule`` of computes on each rank, the ``program`` of instructions
+that each rank executes, the ``sync_spec`` of reductions and updates after the microbatches, and
+``memory_figures``, the memory of a stage. ``columns`` stores long sequences of computes and instructions as
+numbers, ``text_format`` formats programs and quantities and parses programs, ``batch_axis`` and
+``batch_split`` define how a mini-batch is split, and ``sharding`` how parameters are divided among replicas.
+``stream`` defines the weight versions of asynchronous schedules, and ``periodic_program`` how their programs
+repeat. ``representative_ranks`` names the ranks that represent equal ones.
 """
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory

@@ -1,6 +1,6 @@
-"""What the arguments of a call must be: one row for each, and an error of one line for what is not that.
+"""Rules for the arguments of a call: one row for each, and an error of one line for a wrong value.
 
-A caller writes a table such as ``{"timeout": SECONDS}`` and gives it to ``check_arguments`` with the values.
+A caller passes a table such as ``{"timeout": SECONDS}`` and the values to ``check_arguments``.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from pipec.errors import InputError
 
 @dataclass(frozen=True)
 class ArgumentRule:
-    """Which values are right, and how a person would call them."""
+    """A check of values, and a description of the valid ones."""
 
     expected: str
     is_valid: Callable[[object], bool]
@@ -23,27 +23,27 @@ class ArgumentRule:
         )
 
 
-def check_arguments(kinds: Mapping[str, ArgumentRule], given: Mapping[str, object]) -> None:
-    """Raise InputError for the first argument that is not of its kind. What has no row passes."""
+def check_arguments(kinds: Mapping[str, ArgumentRule], arguments: Mapping[str, object]) -> None:
+    """Raise InputError for the first argument that breaks its rule. Arguments without a row pass."""
     for name, kind in kinds.items():
-        if name in given and not kind.is_valid(given[name]):
-            raise InputError(f"{name} is {short_repr(given[name])}; expected {kind.expected}")
+        if name in arguments and not kind.is_valid(arguments[name]):
+            raise InputError(f"{name} is {short_repr(arguments[name])}; expected {kind.expected}")
 
 
 def short_repr(value: object) -> str:
-    """A value as it prints, in one short line."""
+    """The repr of a value, in one short line."""
     try:
         text = " ".join(repr(value).split())
     except Exception as error:
         text = f"a {type(value).__name__} that does not print ({type(error).__name__})"
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
-_MOST_CHARACTERS = 80
+_MAX_CHARACTERS = 80
 
 
 def instance(expected: str, *types: type) -> ArgumentRule:
-    """An object of one of these types. Booleans are no numbers."""
+    """An object of one of these types. Booleans do not count as numbers."""
     return ArgumentRule(
         expected, lambda x: isinstance(x, types) and (bool in types or not isinstance(x, bool))
     )
@@ -79,7 +79,7 @@ def _is_number(value: object) -> bool:
 
 
 MOST_RANKS, MOST_MICROBATCHES = 2**14, 2**20
-"""More take minutes to plan for."""
+"""Planning for more takes minutes."""
 
 NUMBER = ArgumentRule("a number", _is_number)
 NONE = ArgumentRule("None", lambda x: x is None)

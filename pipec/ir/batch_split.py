@@ -1,4 +1,4 @@
-"""How the arguments of a mini-batch are named and sized, and how it is split into microbatches."""
+"""The names and sizes of the arguments of a mini-batch, and its split into microbatches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,19 +21,19 @@ def split_sizes(batch: int, num_microbatches: int) -> list[int]:
 
 
 def require_equal_rows(sizes: Sequence[int]) -> None:
-    """Raise InputError unless all microbatches have as many rows, as the model needs that joins them."""
+    """Raise InputError unless all microbatches have equally many rows, as a model needs that joins them."""
     if len({*sizes}) > 1:
         raise InputError(
-            f"the model joins the rows of its replicas, of which each must have as many, but {len(sizes)} "
+            f"the model joins the rows of its replicas, which must have equally many, but {len(sizes)} "
             f"microbatches share {sum(sizes)} rows; pass a batch that {len(sizes)} divides, as "
             "drop_last=True does"
         )
 
 
 def replica_microbatch_sizes(rows: Sequence[int], num_microbatches: int) -> list[int]:
-    """Rows of each microbatch if replica k has ``rows[k]`` of the batch, and splits them on its own.
+    """Rows of each microbatch if replica k has ``rows[k]`` of the batch, and splits them by itself.
 
-    Replicas take the microbatches in turn. Those of one that has few rows may have none.
+    Replicas take the microbatches in turn. If a replica has few rows, some of its microbatches have none.
     """
     count = len(rows)
     sizes = [0] * num_microbatches
@@ -44,9 +44,9 @@ def replica_microbatch_sizes(rows: Sequence[int], num_microbatches: int) -> list
 
 
 def leaf_path(keys: Sequence[Any]) -> str:
-    """The name of a leaf as a person would write it, from its path: ``kwargs['mask']`` or ``target``.
+    """The name of a leaf as a user would write it, from its path: ``kwargs['mask']`` or ``target``.
 
-    ``keys`` are what torch gives for a leaf of a dict of ``args``, ``kwargs`` and ``target``.
+    ``keys`` is torch's path of a leaf of a dict of ``args``, ``kwargs`` and ``target``.
     """
     return str(keys[0].key) + "".join(str(key) for key in keys[1:])
 

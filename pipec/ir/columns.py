@@ -1,4 +1,4 @@
-"""Long runs of cells and instructions as columns of numbers: read like tuples, worked on with numpy.
+"""Long sequences of computes and instructions as columns of numbers: read like tuples, processed with numpy.
 
 A step of a thousand ranks has millions of each. As columns they take a few bytes apiece, and numpy makes,
 checks and compares them without Python objects. A column of one number alone takes no memory. An index or a
@@ -29,11 +29,11 @@ OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
 NUM_COLUMNS, SEGMENT_COLUMN = 10, 7
-"""Of instructions: how many, and which has the parts of phases."""
+"""The number of columns of instructions, and the column of segments."""
 
 
 def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:
-    """For each op by its code, whether it has a trait."""
+    """For each code of an op, whether the op has a trait."""
     return np.array([trait(op.traits) for op in OPS])
 
 
@@ -54,7 +54,7 @@ def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
 
 
 def constant(number: int, length: int) -> Ints:
-    """The column that has one number everywhere."""
+    """A column with the same number everywhere."""
     return np.ndarray(length, np.int32, int(number).to_bytes(4, byteorder, signed=True), strides=(0,))
 
 
@@ -63,7 +63,7 @@ def is_constant(column: Ints) -> bool:
 
 
 def compact(column: Ints) -> Ints:
-    """The column, without the memory if it has one number everywhere."""
+    """The column, stored as one number if all entries are equal."""
     if is_constant(column) or not column.size or not (column == column[0]).all():
         return column
     return constant(column[0], column.size)
@@ -87,9 +87,9 @@ def concatenate(columns: Sequence[Ints]) -> Ints:
 class _Columns(Sequence[Row]):
     """A sequence of rows, held as columns of numbers.
 
-    It is equal to any sequence of the same rows. Column 0 is a code that the subclass defines and that says
-    what is done; column 1 is the stage and column 2 the microbatch. ``columns`` may also be a matrix that has
-    them as its lines.
+    It is equal to any sequence of the same rows. Column 0 is the code of a phase or an op, as the subclass
+    defines it; column 1 is the stage and column 2 the microbatch. ``columns`` may also be a matrix with the
+    columns as its rows.
     """
 
     def __init__(self, columns: Iterable[Ints]) -> None:
@@ -97,7 +97,7 @@ class _Columns(Sequence[Row]):
 
     @property
     def matrix(self) -> Ints:
-        """A copy of the columns as the lines of a matrix."""
+        """A copy of the columns as the rows of a matrix."""
         return np.stack(self.columns)
 
     def _row(self, *numbers: int) -> Row:
@@ -162,12 +162,12 @@ class ComputeColumns(_Columns[Compute]):
         return self._column(0)
 
     def where(self, mask: NDArray[np.bool_]) -> "ComputeColumns":
-        """The cells at which ``mask`` is true."""
+        """The computes at which ``mask`` is true."""
         numbers = np.flatnonzero(mask)
         return ComputeColumns(taken(column, numbers) for column in self.columns)
 
     def repeated(self, counts: Ints) -> "ComputeColumns":
-        """Each cell as often as ``counts`` says."""
+        """Each compute repeated as often as ``counts`` says."""
         return ComputeColumns(column.repeat(counts) for column in self.columns)
 
     def _row(self, *numbers: int) -> Compute:
@@ -176,7 +176,7 @@ class ComputeColumns(_Columns[Compute]):
 
 
 class InstructionColumns(_Columns[Instruction]):
-    """What a rank executes: a column for each field of ``Instruction``.
+    """The instructions of a rank: a column for each field of ``Instruction``.
 
     ``link`` is an index into ``links``, or -1.
     """

@@ -49,17 +49,17 @@ class StageMemory:
     ``update``     stage           the start of its update    the end of its update
     ============== =============== ========================== ==============================================
 
-    ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients of
-    the one microbatch included that are not ``accumulated_in_place``: those are made within the sum, which
-    exists when the first of them begins. Phases of several functions also have what each of these holds, as
-    ``segments``. ``buffers`` are also constants, and inputs that are not split. ``precomputed`` is what is
-    made of weights and fixed buffers alone, once for each version of weights. Where these are gathered for
-    use, it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
-    ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
-    during the whole step. ``versions`` are those of the weights besides the latest that microbatches in
-    flight still read, where there is no flush. ``in_transit`` is the most that sums of gradients in transit,
-    and gathered parameters, take at a time. Where replicas shard a stage, these figures are those of the
-    replica that holds most.
+    ``transient[phase]`` is the peak of the other memory of its functions while they run. It includes the
+    gradients of the one microbatch, except those ``accumulated_in_place``: these are added directly to the
+    sum, which exists when the first of them begins. Phases of several functions also have the memory of each
+    function, as ``segments``. ``buffers`` include constants, and inputs that are not split. ``precomputed``
+    values depend on weights and fixed buffers alone and are made once for each version of weights; where
+    weights are gathered for use, they are freed with them. ``state`` is the optimizer state, if the program
+    updates. ``offloaded`` is the part of ``saved`` that waits in host memory if the program has offloads;
+    ``host`` is in host memory during the whole step. ``versions`` are the older versions of weights that
+    microbatches in flight still read, in an asynchronous schedule. ``in_transit`` is the peak of gradients in
+    transit and gathered parameters. Where replicas shard a stage, these figures are for the replica with the
+    most.
     """
 
     weights: float = 0
@@ -82,17 +82,17 @@ class StageMemory:
 
     @property
     def static(self) -> float:
-        """The most that the stage holds besides what it holds of microbatches."""
-        made = self.precomputed + self.gradients + self.state
-        return self.weights + self.buffers + self.versions + made + self.in_transit
+        """The peak memory of the stage without the memory of microbatches."""
+        derived = self.precomputed + self.gradients + self.state
+        return self.weights + self.buffers + self.versions + derived + self.in_transit
 
     @property
     def max_transient(self) -> float:
-        """The most that a phase holds while it runs."""
+        """The largest transient memory of a phase."""
         return max(self.transient.values(), default=0.0)
 
     def divided(self, num_segments: int) -> "StageMemory":
-        """One of equal parts of the stage, whose phases are functions."""
+        """The figures of one of equal parts of the stage."""
         transient = {phase: amount / num_segments for phase, amount in self.transient.items()}
         others = (each.name for each in fields(self) if each.name not in ("transient", "segments"))
         return StageMemory(
@@ -100,10 +100,7 @@ class StageMemory:
         )
 
     def growth(self, phase: Phase) -> tuple[float, float]:
-        """By how much a microbatch's memory grows when ``phase`` starts, and by how much when it ends.
-
-        What is transient is left out.
-        """
+        """The growth of a microbatch's memory when ``phase`` starts, and when it ends, without transient."""
         match phase:
             case Phase.FORWARD:
                 return self.saved, 0.0
@@ -133,9 +130,9 @@ MEMORY_CATEGORIES = (
     "results",
     "step",
 )
-"""What bytes of a rank are for, in the order in which they are shown.
+"""The categories of a rank's memory, in the order in which they are shown.
 
-A measurement knows of what a step makes only that it is of the ``step``.
+A measurement only distinguishes all memory that a step makes, as ``step``.
 """
 
 
@@ -145,12 +142,12 @@ def _nothing() -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes that rank ``rank`` holds in a step, predicted or measured.
+    """The memory of rank ``rank`` in a step, predicted or measured, in bytes.
 
-    ``bytes_by_category`` has what it holds at its peak, which it reaches while instruction ``position`` of
-    its program runs, with ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the most that it holds
-    while instruction ``i`` runs, and ``after[i]`` what it holds then. ``host_bytes`` are the most that wait
-    in host memory at a time, which are none of the peak.
+    ``bytes_by_category`` is the memory at its peak, during instruction ``position`` of its program, with
+    ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the peak during instruction ``i``, and
+    ``after[i]`` the memory after it. ``host_bytes`` is the peak of host memory, which is not counted in the
+    device's peak.
     """
 
     rank: int
@@ -166,7 +163,7 @@ class RankMemory:
         return sum(self.bytes_by_category.values())
 
     def as_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads."""
+        """The data that ``from_json`` reads."""
         return {**asdict(self), "most": self.most.tolist(), "after": self.after.tolist()}
 
     @classmethod
@@ -175,9 +172,9 @@ class RankMemory:
 
     @property
     def running(self) -> float:
-        """What the instruction at the peak holds while it runs."""
+        """The bytes of the instruction at the peak while it runs."""
         return self.bytes_by_category.get("running", 0.0)
 
     def excluding(self, kinds: Collection[str]) -> float:
-        """What the rank holds at its peak that is of none of these kinds."""
+        """The bytes at the peak without those of these categories."""
         return sum(amount for kind, amount in self.bytes_by_category.items() if kind not in kinds)

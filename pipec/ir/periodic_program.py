@@ -1,10 +1,10 @@
 """Periodic programs: a period of instructions that is executed again and again.
 
-Round k of a program with period P executes each instruction for the microbatch that is k P further than the
-one it names, with the version that is as many updates further. Instructions of microbatches that do not exist
-are left out: of those before the first one, while the pipeline fills, and of those behind the last one, while
-it drains. So prologue, body and epilogue are the same instructions, however many microbatches come. For
-example, the round F2 B0 U0 with period 1 and three microbatches is::
+Round k of a program with period P executes each instruction for the microbatch it names plus k P, with its
+version increased accordingly. Instructions of microbatches that do not exist are left out: before the first
+one, while the pipeline fills, and after the last one, while it drains. So warmup, steady state and cooldown
+are the same instructions, for any number of microbatches. For example, the round F2 B0 U0 with period 1 and
+three microbatches is::
 
     round   -2   -1   0          1      2
             F0   F1   F2 B0 U0   B1 U1  B2 U2
@@ -24,7 +24,7 @@ def updates_per_period(program: Program) -> Counter[int]:
 
 
 def unrolled_instructions(program: Program, num_microbatches: int) -> Iterator[tuple[int, int, Instruction]]:
-    """What a program executes for so many microbatches: the round, the number in it, and the instruction."""
+    """The instructions executed for these microbatches: each with its round and its number in the round."""
     updates, window = updates_per_period(program), microbatch_window(program)
     named = [each.microbatch for each in program.instructions]
     if not named:
@@ -42,13 +42,13 @@ def unrolled_instructions(program: Program, num_microbatches: int) -> Iterator[t
 
 
 def unroll(program: Program, num_microbatches: int) -> Program:
-    """The program for so many microbatches, written out."""
+    """The program for this number of microbatches, without a period."""
     written = tuple(instruction for _, _, instruction in unrolled_instructions(program, num_microbatches))
     return Program(program.rank, written)
 
 
 def microbatch_window(program: Program) -> int:
-    """The least number such that a rank is through with a microbatch before one so far behind it begins."""
+    """The smallest w such that a rank finishes each microbatch before it begins the one w later."""
     period, most, latest = program.period, 1, 0
     last = max((each.microbatch for each in program.instructions), default=0)
     for number in range(last // period + 2):
@@ -60,7 +60,7 @@ def microbatch_window(program: Program) -> int:
 
 
 def yields_result(instruction: Instruction, links: Sequence[Link]) -> bool:
-    """Whether a rank learns results of a microbatch by an instruction: it makes or receives them."""
+    """Whether an instruction makes or receives results of a microbatch."""
     if instruction.link:
         return instruction.op is Op.RECV and instruction.link.payload is Payload.MICROBATCH_RESULT
     makes = (link.source for link in links if link.payload is Payload.MICROBATCH_RESULT)
@@ -68,9 +68,9 @@ def yields_result(instruction: Instruction, links: Sequence[Link]) -> bool:
 
 
 def max_batches_ahead(program: Program, links: Sequence[Link], per_batch: int) -> int:
-    """How many mini-batches behind one a rank may have begun before it is through with it.
+    """How many later mini-batches a rank may have begun before it finishes one.
 
-    One that has asked for results may have begun as many before it learns those of the next mini-batch.
+    A rank that has requested results may have begun as many before it has those of the next mini-batch.
     """
     learning = [yields_result(each, links) for each in program.instructions]
     most = latest = 0

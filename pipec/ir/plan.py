@@ -1,4 +1,4 @@
-"""The plan of a step: its stages with their costs, the links between them, and what else was considered."""
+"""The plan of a step: its stages with their costs, the links between them, and the alternatives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from pipec.ir.values import InputLeaf, Link, Mode, Phase, Sizes, Value, Variable
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory.
+    """The cost of one stage for one microbatch: seconds by phase, FLOPs, and bytes of memory.
 
-    ``update_seconds`` is what an update of its parameters takes, once a step, and ``copy_seconds`` what a
-    microbatch's offload takes, or its prefetch.
+    ``update_seconds`` is the time of an update of its parameters, once a step, and ``copy_seconds`` the time
+    of the offload of a microbatch, or of its prefetch.
     """
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
@@ -28,16 +28,17 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive forward operators ``first_operator .. last_operator`` and everything they caused.
+    """Consecutive forward operators ``first_operator .. last_operator``, and all nodes they caused.
 
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed_parameters`` is the
     subset owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
-    forward replaces (BatchNorm statistics). ``batch_counts`` names what the stage's function of that name
-    computes of the whole mini-batch, once a step; ``batch_count_sums`` are those that add up over its rows.
-    ``segments`` has the phases that consist of several functions, with the fraction of the phase's seconds
-    that each of them takes. ``model_collectives`` run between them. With ``recompute`` a phase computes some
-    of the forward again; with ``recomputes_in_backward`` the backward does. ``offloaded`` are the positions,
-    in what its forward saves, of the values that wait in host memory for the backward.
+    forward replaces (BatchNorm statistics). ``batch_counts`` names the results of the stage's function of
+    that name, which runs on the whole mini-batch once a step; ``batch_count_sums`` are those that add up over
+    its rows. ``segments`` has the phases that consist of several functions, with the fraction of the phase's
+    seconds that each function takes. ``model_collectives`` run between them. With ``recompute``, a phase of
+    its own computes some of the forward again; with ``recomputes_in_backward`` the backward does.
+    ``offloaded`` are the positions, among the saved values, of those that wait in host memory for the
+    backward.
     """
 
     index: int
@@ -59,7 +60,7 @@ class Stage:
 
     @property
     def has_recompute(self) -> bool:
-        """Whether a part of the forward is computed again."""
+        """Whether a part of the forward is recomputed."""
         return self.recompute or self.recomputes_in_backward
 
     def functions(self, phase: Phase) -> tuple[str, ...]:
@@ -69,11 +70,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """What a rank's host takes besides stage functions and messages, in which its device has nothing to do.
+    """Time of a rank's host outside stage functions and messages, in which its device is idle.
 
-    That is ``call_seconds`` for every compute of a program, to fetch arguments, keep what comes of it and
-    post its messages, and ``step_seconds`` before the first instruction, to check and compare what the step
-    was given.
+    It takes ``call_seconds`` for every compute of a program, to fetch arguments, store results and post
+    messages, and ``step_seconds`` before the first instruction, to check and compare the arguments of the
+    step.
     """
 
     call_seconds: float = 0.0
@@ -82,7 +83,7 @@ class HostCost:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another way to run the step that was considered, and why it was not taken.
+    """Another plan for the step that was evaluated, and why it was not chosen.
 
     ``replicas[k]`` is the number of ranks of stage k, which take the ``num_microbatches`` in turn.
     ``seconds`` is the predicted time of the step. ``peak_bytes`` is the predicted peak memory of the rank
@@ -103,10 +104,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class ShardingCost:
-    """The same step with another level of sharding, or with none: what it would hold and take.
+    """The memory and time of the same step with another level of sharding, or with none.
 
-    ``peak_bytes`` are those of the rank that needs most. ``collective_seconds`` are how long sums of
-    gradients and gatherings of parameters take together on the rank that spends most on them; some of that
+    ``peak_bytes`` is the peak of the rank that needs most. ``collective_seconds`` is the time of all
+    reductions of gradients and gatherings of parameters on the rank that spends most on them; some of it
     overlaps computes. ``seconds`` is the predicted time of the step.
     """
 
@@ -118,23 +119,24 @@ class ShardingCost:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before code is generated. ``placement`` says which rank runs each stage.
+    """Everything decided before code is generated. ``placement`` has the ranks of each stage.
 
-    ``outputs`` names the results in the order of the leaves of what the model returns; ``summed_outputs`` are
+    ``outputs`` names the results in the order of the leaves of the model's output; ``summed_outputs`` are
     those that add up over microbatches; ``log_names`` are the names that the loss function gave to those
-    after the loss; ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that
-    a stage reads, with their rows in front, and ``batch_axes`` says where the user has the rows of those that
-    are split; ``training`` is the mode that the model was captured in. ``variables`` are the sizes and
-    numbers that may be others in each call, and ``planned_sizes`` what they are where costs are predicted.
-    The code is valid if they fulfil all ``guards``, such as ``t <= 512``, and equal ``fixed_sizes``.
-    ``link_seconds[i]`` is how long ``links[i]`` takes, ``link_sender_bytes[i]`` what its sender holds for it
-    besides what it saves, ``link_saved_bytes[i]`` what it saves of it, and ``link_reader_phases[i]`` the last
-    phase of its reader that needs it. ``host`` is what hosts take besides stages and links, and
-    ``cost_source`` says where all these seconds come from: a device model, or a profile. ``parameters`` and
-    ``buffers`` are named by FQN. ``sync_spec`` is what the step does after its microbatches.
-    ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not: by "rows", as
-    they are ("sum"), or as a function says ("function"). ``alternatives`` are the other plans that were
-    evaluated, the fastest first, and ``sharding_costs`` the costs of each level of sharding, if there is
+    after the loss. ``arguments`` names all leaves of ``step``'s arguments; ``inputs`` are the leaves that a
+    stage reads, with their rows first, and ``batch_axes`` has the user's batch axes of those that are split.
+    ``training`` is the mode in which the model was captured. ``variables`` are the sizes and numbers that may
+    change from call to call, and ``planned_sizes`` their values for the prediction of costs. The code is
+    valid if they fulfil all ``guards``, such as ``t <= 512``, and equal ``fixed_sizes``.
+
+    ``link_seconds[i]`` is the time of ``links[i]``, ``link_sender_bytes[i]`` the bytes that its sender holds
+    for it besides saved values, ``link_saved_bytes[i]`` the bytes of it that are saved values, and
+    ``link_reader_phases[i]`` the last phase of its reader that needs it. ``host`` is the time of hosts
+    outside stages and links, and ``cost_source`` names the origin of all these seconds: a device model, or a
+    profile. ``parameters`` and ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
+    ``microbatch_weight`` is the weight of the losses of microbatches, unless the graph contains it: by
+    "rows", 1 ("sum"), or the result of a function ("function"). ``alternatives`` are the other plans that
+    were evaluated, the fastest first, and ``sharding_costs`` the costs of each level of sharding, if there is
     something to shard.
     """
 
@@ -170,10 +172,10 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     sharding_costs: tuple[ShardingCost, ...] = ()
 
-    def user_value(self, given: InputLeaf) -> Value:
+    def user_value(self, leaf: InputLeaf) -> Value:
         """An input in the shape in which the user passes it."""
-        axis = self.batch_axes[given.position]
-        return replace(given.value, shape=axis.restored_shape(given.value.shape)) if axis else given.value
+        axis = self.batch_axes[leaf.position]
+        return replace(leaf.value, shape=axis.restored_shape(leaf.value.shape)) if axis else leaf.value
 
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""
@@ -181,7 +183,7 @@ class Plan:
 
     @property
     def sizes(self) -> Sizes:
-        """What the names in shapes stand for where costs are predicted."""
+        """The values of the names in shapes for the prediction of costs."""
         return {"b": self.microbatch_size, **self.planned_sizes}
 
     @property
@@ -190,7 +192,7 @@ class Plan:
 
     @property
     def segments(self) -> SegmentCounts:
-        """How many functions the phases consist of that are not one function."""
+        """The number of functions of each phase that consists of several."""
         return {
             (each.index, phase): len(shares)
             for each in self.stages
@@ -199,10 +201,10 @@ class Plan:
 
     @property
     def offloading_stages(self) -> frozenset[int]:
-        """The stages that let values wait in host memory."""
+        """The stages that offload values to host memory."""
         return frozenset(stage.index for stage in self.stages if stage.offloaded)
 
     @property
     def model_collectives(self) -> ModelCollectives:
-        """What the replicas of stages join, where they join anything."""
+        """The model collectives of the stages that have some."""
         return {stage.index: stage.model_collectives for stage in self.stages if stage.model_collectives}

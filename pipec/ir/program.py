@@ -8,7 +8,7 @@ from pipec.ir.values import Link, Phase, Value
 
 
 class Op(StrEnum):
-    """What an instruction does. The compute ops have the names of the phases they run."""
+    """The operation of an instruction. The compute ops have the names of the phases they run."""
 
     RECV = "recv"
     SEND = "send"
@@ -42,7 +42,7 @@ class Op(StrEnum):
 
 
 class OpKind(Enum):
-    """The kinds of ops, in the order in which they stand around one compute of a program."""
+    """The kinds of ops, in the order in which they surround one compute of a program."""
 
     RECEIVE = "receive"
     COLLECTIVE = "collective"
@@ -55,7 +55,7 @@ class OpKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What is true of an op, for code that treats several ops alike.
+    """The properties of an op, for code that treats several ops equally.
 
     ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
     a timeline, and one that is ``per_microbatch`` works on a microbatch. An op that ``carries_link`` moves
@@ -90,7 +90,7 @@ TRAITS: Mapping[Op, OpTraits] = {
     Op.RESHARD: OpTraits(OpKind.RELEASE),
     **{Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
 }
-"""Everything that is known of ops. A new op is a row here."""
+"""The traits of all ops. A new op is a row here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +104,18 @@ class Instruction:
     send            start sending ``link`` to rank ``peer``; returns at once
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
     compute         run a phase of ``stage``, waiting first for the receives it reads
-    free            drop what ``stage`` kept for ``microbatch``: saved values, and slots it received into
-    offload         start to copy to host memory what ``stage`` offloads of what it saved for
-                    ``microbatch``; the device lets go of it when the rank's next compute is over
+    free            free the memory of ``stage`` for ``microbatch``: saved values, and slots received into
+    offload         start to copy the offloaded part of the values that ``stage`` saved for
+                    ``microbatch`` to host memory; the device frees it after the rank's next compute
     prefetch        start to copy it back
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
     grad_norm       sum the squared norms of all gradients over all ranks, and the losses that are NaN
-    update          run the optimizer on what this rank updates of ``stage``, once its gradients are there
+    update          run the optimizer on this rank's share of ``stage``, once its gradients are complete
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
-    reshard         let go of what was gathered of ``bucket``
+    reshard         free the gathered parameters of ``bucket``
     all_reduce      start to sum the value of ``model_collective`` over the microbatches of a round
-    all_gather      start to put the values of ``model_collective`` of a round one after the other
+    all_gather      start to concatenate the values of ``model_collective`` of a round
     reduce_scatter  start to sum the value of ``model_collective`` over a round; each replica gets its part
     =============== ==================================================================================
 
@@ -124,12 +124,11 @@ class Instruction:
     per step has no microbatch. Replicas of a stage start their collectives in the same order. With r
     replicas, microbatches 0 to r - 1 are the first round.
 
-    A compute runs its phase as a whole if ``segment`` is -1, and only that segment of it otherwise. What the
-    phase sends leaves when all segments are over, and what it receives is there before the first.
+    A compute runs its phase as a whole if ``segment`` is -1, and only that segment of it otherwise. Messages
+    of the phase are sent after its last segment, and received before the first.
 
-    Where steps follow each other without a flush, ``version`` is that of the weights: the one that a compute
-    reads, or the one that an update makes. An update then belongs to the last of the microbatches whose
-    gradients it uses.
+    In an asynchronous schedule, ``version`` is the version of the weights that a compute reads or an update
+    makes. An update then belongs to the last of the microbatches whose gradients it uses.
     """
 
     op: Op
@@ -146,11 +145,11 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class ModelCollective:
-    """What the replicas of a stage make of a value that each of them has, round by round, with ``op``.
+    """A collective ``op`` on a value of each replica of a stage, once for each round.
 
     A function of ``phase`` before segment ``segment`` makes the input of each replica, and that segment may
-    read the result; both are called ``value.name``. The ranks are on ``num_hosts`` hosts, as for a bucket,
-    and the collective takes ``seconds``.
+    read the result; both are named ``value.name``. The ranks are on ``num_hosts`` hosts, as for a bucket, and
+    the collective takes ``seconds``.
     """
 
     op: Op
@@ -162,15 +161,15 @@ class ModelCollective:
 
 
 ModelCollectives = Mapping[int, Sequence[ModelCollective]]
-"""By stage, its model collectives, in the order in which a microbatch comes to them."""
+"""By stage, its model collectives, in the order in which a microbatch reaches them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank executes in one step. Every peer, slot and microbatch is resolved.
+    """The instructions of one rank in one step. Every peer, slot and microbatch is resolved.
 
-    A periodic program has a ``period``: it is executed again and again, each time for microbatches that are
-    so many later. See ``pipec.ir.periodic_program``.
+    A periodic program has a ``period``: it is executed repeatedly, each time for microbatches that are later
+    by this number. See ``pipec.ir.periodic_program``.
     """
 
     rank: int

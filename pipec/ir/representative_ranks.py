@@ -1,4 +1,4 @@
-"""Which ranks stand for all, where the replicas of a step are equal and do the same."""
+"""The ranks that represent all ranks of a step with equal replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RepresentativeRanks:
-    """Some ranks of a step, and whom they stand for.
+    """Some ranks of a step, and the number of ranks that each represents.
 
-    The k-th of them is rank ``ranks[k]`` of the step, and ``counts[k]`` ranks do as it does, itself included.
+    The k-th of them is rank ``ranks[k]`` of the step, and represents ``counts[k]`` ranks, itself included.
     Every stage has ``num_replicas`` replicas.
     """
 

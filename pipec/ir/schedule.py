@@ -1,4 +1,4 @@
-"""A schedule: which rank computes what, in which order, before communication is added."""
+"""A schedule: the computes of each rank in order, before communication is added."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from pipec.ir.stream import Stream
 from pipec.ir.values import Phase
 
 Placement = tuple[tuple[int, ...], ...]
-"""The ranks of each stage, its replicas: microbatch i is run by the i-th of them, in turn."""
+"""The ranks of each stage, its replicas. They take the microbatches in turn."""
 
 SegmentCounts = Mapping[tuple[int, Phase], int]
-"""How many functions a phase of a stage consists of, one after the other, where it is more than one."""
+"""The number of functions of each phase of a stage that consists of several."""
 
 
 def one_rank_per_stage(ranks: Iterable[int]) -> Placement:
@@ -19,7 +19,7 @@ def one_rank_per_stage(ranks: Iterable[int]) -> Placement:
 
 
 def rank_of(placement: Placement, stage: int, microbatch: int = -1) -> int:
-    """The rank that runs ``stage`` on ``microbatch``; -1 asks for what is done once per step."""
+    """The rank that runs ``stage`` on ``microbatch``; -1 means work that is done once per step."""
     ranks = placement[stage]
     return ranks[microbatch % len(ranks)] if microbatch >= 0 else ranks[0]
 
@@ -41,7 +41,7 @@ def stages_on(placement: Placement, rank: int) -> list[int]:
 
 
 def count_ranks(placement: Placement) -> int:
-    """How many ranks there are: they are numbered from 0."""
+    """The number of ranks, which are numbered from 0."""
     return 1 + max(map(max, placement))
 
 
@@ -56,7 +56,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What each rank computes, in order, before communication is added. ``orders[rank]`` are its computes.
+    """The computes of each rank, ``orders[rank]``, in order, before communication is added.
 
     With a ``stream``, the microbatches are those of several mini-batches that follow each other.
     """

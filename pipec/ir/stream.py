@@ -1,7 +1,7 @@
-"""Mini-batches that follow each other without a flush, and the versions of weights that they use.
+"""Streams: mini-batches of an asynchronous schedule, and the versions of weights that they use.
 
-Stages have replicas here: ``replicas[s]`` is their number for stage s. Microbatch i of a stage with r of them
-runs on the replica i mod r, so that r microbatches, one on each, are a *round* of the stage.
+``replicas[s]`` is the number of replicas of stage s. Microbatch i of a stage with r replicas runs on replica
+i mod r, so r microbatches, one on each, are a *round* of the stage.
 """
 
 import functools
@@ -13,13 +13,12 @@ from itertools import pairwise
 
 
 class VersionPolicy(StrEnum):
-    """Which version of its weights a stage uses for a mini-batch, in its forward and in its backward.
+    """The version of its weights that a stage uses for a mini-batch, in both forward and backward.
 
-    Version v of a stage is what v updates have made of the weights that it had when the pipeline was last
-    empty. ``STASHED``: the latest that the stage has when the forward starts (weight stashing: Narayanan et
-    al., PipeDream, SOSP 2019). ``VERTICAL``: the latest that the first stage has then, on every stage
-    (vertical sync, ibid.). ``DOUBLE``: the one before the latest, of two (PipeDream-2BW: Narayanan et al.,
-    ICML 2021).
+    Version v of a stage has had v updates since the pipeline was last empty. ``STASHED``: the latest version
+    of the stage when the forward starts (weight stashing: Narayanan et al., PipeDream, SOSP 2019).
+    ``VERTICAL``: the latest version of the first stage at that time, on every stage (vertical sync, ibid.).
+    ``DOUBLE``: the version before the latest, of two (PipeDream-2BW: Narayanan et al., ICML 2021).
     """
 
     STASHED = "stashed"
@@ -29,21 +28,21 @@ class VersionPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How mini-batches of ``microbatches`` each follow each other, one unless versions are ``DOUBLE``.
+    """Mini-batches of ``microbatches`` microbatches each: 1 unless versions are ``DOUBLE``.
 
-    A stage updates after each round: it adds up the gradients of one mini-batch of each replica. ``DOUBLE``
-    updates after each mini-batch, of which every replica has as many microbatches.
+    A stage updates after each round, with the sum of the gradients of one mini-batch of each replica. With
+    ``DOUBLE`` it updates after each mini-batch, of which every replica has equally many microbatches.
     """
 
     versions: VersionPolicy
     microbatches: int = 1
 
     def microbatches_per_update(self, stage: int, replicas: Sequence[int]) -> int:
-        """How many microbatches' gradients an update of a stage uses."""
+        """The number of microbatches whose gradients an update of a stage uses."""
         return self.microbatches if self.versions is VersionPolicy.DOUBLE else replicas[stage]
 
     def period(self, replicas: Sequence[int]) -> int:
-        """After how many microbatches all ranks do the same again."""
+        """The number of microbatches after which all ranks repeat their instructions."""
         return math.lcm(*(self.microbatches_per_update(stage, replicas) for stage in range(len(replicas))))
 
     def version(self, microbatch: int, stage: int, replicas: Sequence[int]) -> int:
@@ -73,24 +72,24 @@ class Stream:
 
 
 def window(stage: int, replicas: Sequence[int]) -> int:
-    """How many microbatches a replica of a stage has in flight: no more than keep all ranks busy.
+    """The number of microbatches that a replica of a stage has in flight: no more than keep all ranks busy.
 
-    The last stage has 1. A stage with r replicas, behind which comes one with q that has w in flight, has
+    The last stage has 1. A stage with r replicas, followed by one with q replicas that has w in flight, has
 
         2 + ceil((q (w + 1) - 2 gcd(q, r)) / r)
 
-    which is p - s in stage s of p if all have as many. Let a stage with r replicas take r units of time for a
-    microbatch, and all replicas of a stage begin a round together. A microbatch then waits for up to
-    q - gcd(q, r) units until the stage behind begins its round, which sends gradients back q w units later,
-    and these wait for up to r - gcd(q, r) units for their round here. After so long, r (w_s - 1) units, the
-    replica is through with the microbatches that it has begun before. With fewer, some rank idles.
+    which is p - s in stage s of p if all have equally many replicas. Let a stage with r replicas take r units
+    of time for a microbatch, and all replicas of a stage begin a round together. A microbatch then waits for
+    up to q - gcd(q, r) units until the next stage begins its round, which sends gradients back q w units
+    later, and these wait for up to r - gcd(q, r) units for their round here. In this time, r (w_s - 1) units,
+    the replica processes the microbatches that it began before. With fewer, some rank idles.
     """
     return _windows(tuple(replicas))[stage]
 
 
 @functools.cache
 def _windows(replicas: tuple[int, ...]) -> tuple[int, ...]:
-    found = [1]
+    windows = [1]
     for own, behind in reversed([*pairwise(replicas)]):
-        found.append(2 - (2 * math.gcd(own, behind) - behind * (found[-1] + 1)) // own)
-    return tuple(reversed(found))
+        windows.append(2 - (2 * math.gcd(own, behind) - behind * (windows[-1] + 1)) // own)
+    return tuple(reversed(windows))

@@ -1,4 +1,4 @@
-"""What a step does besides its microbatches: replicas sum gradients, and the optimizer updates weights."""
+"""The sync spec of a step: how replicas reduce gradients, and how the optimizer updates weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from pipec.ir.values import Value
 
 
 class ShardingLevel(StrEnum):
-    """What each replica of a stage keeps only its share of (ZeRO: Rajbhandari et al., 2020, levels 1 to 3).
+    """The data of which each replica has only its shard (ZeRO: Rajbhandari et al., 2020, levels 1 to 3).
 
-    Each level has what the level before it has, and more.
+    Each level includes the previous one.
     """
 
     OPTIMIZER = "optimizer"
@@ -20,7 +20,7 @@ class ShardingLevel(StrEnum):
 
 
 class NonFiniteAction(StrEnum):
-    """What becomes of a step whose loss is NaN, or some gradient of which is not finite."""
+    """The reaction to a step whose loss is NaN, or with a gradient that is not finite."""
 
     RAISE = "raise"
     SKIP = "skip"
@@ -30,14 +30,14 @@ class NonFiniteAction(StrEnum):
 class Bucket:
     """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
 
-    If it ``is_tied``, other stages borrow its parameters: their gradients are summed when all ranks have
-    computed everything, and they are not sharded. The gradients of others are complete when ``segment`` of
-    the last backward, or of its weight half, is over; a backward that is one function has segment 0 alone. A
-    parameter with ``sparse`` gradients is alone in its bucket. The ranks are on ``num_hosts`` hosts, equally
-    many after one another on each, and what they exchange goes through a host's link once. ``reduce_seconds``
-    is how long it takes to sum the gradients over the replicas, ``unshard_seconds`` to gather the parameters
-    from the shards of the replicas. A shard has ``shard_bytes`` and all of them ``unsharded_bytes``;
-    gradients take ``in_transit_bytes`` besides while they are in transit.
+    If it ``is_tied``, other stages borrow its parameters: their gradients are summed after the last computes
+    of all ranks, and they are not sharded. Other gradients are complete after ``segment`` of the last
+    backward, or of its weight half; a backward that is one function only has segment 0. A parameter with
+    ``sparse`` gradients is alone in its bucket. The ranks are on ``num_hosts`` hosts, equally many
+    consecutive ones on each, and their data goes through a host's link once. ``reduce_seconds`` is the time
+    to sum the gradients over the replicas, ``unshard_seconds`` the time to gather the parameters from the
+    shards. A shard has ``shard_bytes`` and all of them ``unsharded_bytes``; gradients in transit take another
+    ``in_transit_bytes``.
     """
 
     stage: int
@@ -59,18 +59,16 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SyncSpec:
-    """What the programs of a step do after their microbatches: reduce, clip, update, unshard. By default
-    nothing.
+    """The end of a step, after its microbatches: reduce, clip, update, unshard. By default nothing.
 
-    ``buckets`` are of stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
-    agree on the buffers that their forwards changed. If the program ``updates``, the optimizer is a part of
-    it; if it ``clips``, the norm of all gradients is known before. ``shard`` is what replicas shard.
-    Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
-    With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
-    ``on_nan`` is what happens if losses or gradients are not finite; nothing checks that if it is None. If
-    the program ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients
-    overflow is skipped. The optimizer's state waits in host memory between updates if it is
-    ``state_on_host``.
+    ``buckets`` belong to stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
+    average the buffers that their forwards changed. If the program ``updates``, it runs the optimizer; if it
+    ``clips``, it computes the norm of all gradients before. ``shard`` is the data that replicas shard.
+    Gradients are sent between replicas in ``gradient_dtype``, a torch name, or in their own dtype if it is
+    "". With a ``stream``, steps are asynchronous: each stage then updates, and clips, by itself. ``on_nan``
+    is the reaction to losses or gradients that are not finite; None checks nothing. If the program
+    ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients overflow is
+    skipped. With ``state_on_host``, the optimizer state is in host memory between updates.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -86,17 +84,17 @@ class SyncSpec:
 
     @property
     def may_skip_step(self) -> bool:
-        """Whether nothing comes of some steps, which is for the gradients of all ranks to decide."""
+        """Whether some steps make no update, depending on the gradients of all ranks."""
         return self.on_nan is not None or self.has_loss_scale
 
     @property
     def has_grad_norm(self) -> bool:
-        """Whether all ranks learn of the gradients of all others before anything comes of them."""
+        """Whether all ranks exchange the norm of their gradients before updates."""
         return (self.clips or self.may_skip_step) and self.stream is None
 
     @property
     def defers_gradients(self) -> bool:
-        """Whether gradients are added to ``.grad`` only when those of all ranks are known to be finite."""
+        """Whether gradients are added to ``.grad`` only after those of all ranks were found to be finite."""
         return self.on_nan is not None and not self.updates
 
     def reduces_every_round(self, bucket: Bucket) -> bool:
@@ -104,7 +102,7 @@ class SyncSpec:
         return self.shard in (ShardingLevel.GRADIENTS, ShardingLevel.PARAMETERS) and not bucket.is_tied
 
     def reshards_after_use(self, bucket: Bucket) -> bool:
-        """Whether the parameters of a bucket are gathered when they are needed, and not once at the end."""
+        """Whether the parameters of a bucket are gathered for each use, and not once at the end."""
         return self.shard is ShardingLevel.PARAMETERS and not bucket.is_tied
 
     def buckets_of(self, stage: int) -> Sequence[int]:

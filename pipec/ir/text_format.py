@@ -1,4 +1,4 @@
-"""Values, links, programs and quantities as text, and programs back from text. Deterministic, without torch.
+"""Text of values, links, programs and quantities, and a parser of programs. Deterministic, without torch.
 
 A program is one instruction a line, under a line that names its rank::
 
@@ -10,7 +10,7 @@ A program is one instruction a line, under a line that names its rank::
     4  recv                        result loss (3 -> all)  from rank 3
     5  reduce_grad  stage 1        bucket 0
 
-A compute of one segment alone says which, as in ``backward  stage 1  mb 3  segment 0``.
+A compute of one segment names it, as in ``backward  stage 1  mb 3  segment 0``.
 
 A field that is -1 is left out. Columns are aligned with at least two spaces, and a field never contains two.
 """
@@ -32,7 +32,7 @@ PHASE_LETTERS: Mapping[Phase, str] = {
     Phase.BACKWARD_INPUT: "B",
     Phase.BACKWARD_WEIGHT: "W",
 }
-"""How cells are labelled in pictures and in texts of compute orders."""
+"""The labels of computes in pictures and in texts of compute orders."""
 
 _DTYPES: Mapping[str, tuple[str, int]] = {
     "bool": ("b8", 1),
@@ -76,7 +76,7 @@ def format_link(link: Link) -> str:
 
 
 def format_replicas(replicas: Sequence[int]) -> str:
-    """``3-2-1``, or the one number that all stages have."""
+    """``3-2-1``, or one number if all stages have the same."""
     return "-".join(map(str, replicas if len({*replicas}) > 1 else replicas[:1]))
 
 
@@ -119,7 +119,7 @@ _FUNCTIONS: Mapping[str, Callable[..., float]] = {
     "round": round,
     **{f"math.{function.__name__}": function for function in (math.ceil, math.floor, math.sqrt, math.trunc)},
 }
-"""As in ``math.trunc(0.5*float(b))``, the size of what ``F.interpolate`` makes of b."""
+"""As in ``math.trunc(0.5*float(b))``, the size of the output of ``F.interpolate`` for size b."""
 
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Eq: operator.eq,
@@ -135,7 +135,7 @@ _LARGEST_DIM = 2**63
 
 
 def evaluate_dim(dim: Dim, sizes: Sizes) -> int:
-    """The number a dimension stands for, where its names stand for ``sizes``.
+    """The value of a dimension for the values ``sizes`` of its names.
 
     Raises:
         ArtifactError: ``dim`` is not an integer expression in these names that fits 64 bits.
@@ -174,7 +174,7 @@ def holds(guard: str, sizes: Sizes) -> bool:
 
 
 def names_in(dim: Dim) -> set[str]:
-    """The names that a dimension is written with."""
+    """The names in a dimension."""
     return set(re.findall(r"[A-Za-z_]\w*", dim)) if isinstance(dim, str) else set()
 
 
@@ -214,7 +214,7 @@ def _evaluate(node: ast.expr, sizes: Sizes) -> float:
 
 
 def value_bytes(value: Value, sizes: Sizes) -> int:
-    """Bytes of a value where the names in its shape stand for ``sizes``.
+    """Bytes of a value for the values ``sizes`` of the names in its shape.
 
     Raises:
         ArtifactError: its dtype is unknown, or a dimension cannot be evaluated.

@@ -13,11 +13,11 @@ Its names are ``b``, the microbatch size, and those of the plan's variables.
 """
 
 Sizes = Mapping[str, int | float]
-"""The numbers that names in dimensions and in code stand for. Those in dimensions are whole."""
+"""The values of names in dimensions and in code. Those in dimensions are integers."""
 
 
 class Phase(StrEnum):
-    """When a node of the training graph runs. A schedule either runs ``BACKWARD`` or its two halves."""
+    """The phase of a node of the training graph. A schedule runs ``BACKWARD`` or its two halves."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -31,9 +31,9 @@ GRADIENT_PHASES = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 
 
 def function_names(phase: Phase, num_segments: int) -> tuple[str, ...]:
-    """What generated code calls the functions of a phase, in the order in which they run.
+    """The names of the functions of a phase in generated code, in the order in which they run.
 
-    A phase is one function, ``backward``, or is run in segments: ``backward_0``, ``backward_1`` and so on.
+    A phase is one function, ``backward``, or runs in segments: ``backward_0``, ``backward_1`` and so on.
     """
     return (str(phase),) if num_segments == 1 else tuple(f"{phase}_{part}" for part in range(num_segments))
 
@@ -47,14 +47,14 @@ class Mode(StrEnum):
 
 
 class Precision(StrEnum):
-    """What operators compute in beside float32 weights, where ``torch.autocast`` gives them fewer bits."""
+    """The precision of operators with float32 weights, as ``torch.autocast`` chooses it."""
 
     BF16 = "bf16-mixed"
     FP16 = "fp16-mixed"
 
 
 class Payload(StrEnum):
-    """What a link carries. The first three move once per microbatch, the others once per step."""
+    """The kind of values of a link. The first three move once per microbatch, the others once per step."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -74,15 +74,12 @@ class Payload(StrEnum):
 
     @property
     def feeds_compute(self) -> bool:
-        """Whether a compute makes it, and another one reads it, for a microbatch."""
+        """Whether one compute makes it, and another one reads it, for a microbatch."""
         return self in (Payload.ACTIVATION, Payload.GRADIENT)
 
     @property
     def producers(self) -> tuple[Phase, ...]:
-        """The phases of the source stage that may make the values.
-
-        Weights have none, they are there at first.
-        """
+        """The phases of the source stage that may make the values; none for weights."""
         match self:
             case Payload.ACTIVATION | Payload.MICROBATCH_RESULT | Payload.RESULT:
                 return (Phase.FORWARD,)
@@ -107,7 +104,7 @@ class Payload(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that leaves the function that made it. ``dtype`` is torch's name without the prefix."""
+    """A tensor that a function returns. ``dtype`` is torch's name without the prefix."""
 
     name: str
     dtype: str
@@ -116,11 +113,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What changes from call to call: dimension ``dim`` of leaf ``position`` of the arguments.
+    """A size that changes from call to call: dimension ``dim`` of leaf ``position`` of the arguments.
 
-    If ``dim`` is None, the leaf itself is a number that changes. ``name`` stands for the size or the number
-    in shapes and in code. Dimensions with one name have one size. A leaf that is split has its rows in front
-    where ``dim`` is counted; ``axis`` is where the user has them.
+    If ``dim`` is None, the leaf itself is a number that changes. ``name`` denotes the size or the number in
+    shapes and in code. Dimensions with one name have one size. For a leaf that is split, ``dim`` counts the
+    dimensions with its rows first; ``axis`` is the user's batch axis.
     """
 
     name: str
@@ -146,8 +143,8 @@ class Link:
 
     ``WEIGHT`` links carry a tied parameter from the stage that owns it to a stage that borrows it,
     ``WEIGHT_GRADIENT`` links carry its gradient back; ``RESULT`` links carry the loss or the outputs of
-    ``source`` to every other rank, and have ``target`` -1. Where steps follow each other without a flush,
-    ``MICROBATCH_RESULT`` links do so for each microbatch.
+    ``source`` to every other rank, and have ``target`` -1. In an asynchronous schedule ``MICROBATCH_RESULT``
+    links do so for each microbatch.
     """
 
     source: int

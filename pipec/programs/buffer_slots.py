@@ -1,4 +1,4 @@
-"""Buffer slots: which of its buffers a rank receives each message into."""
+"""Buffer slots: the receive buffer of each message."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,8 @@ def with_slots(columns: InstructionColumns, buffered: NDArray[np.bool_]) -> Inst
 
     ``buffered[number]`` says whether the messages of a link need a slot; its last entry stands for no link.
 
-    A buffer is live from its receive until its stage frees the microbatch, and so do all stages of the rank
-    that its values are handed on to. A link has as many slots as it ever has live buffers at once. A message
+    A buffer is live from its receive until its stage, and every stage of the rank that gets its values from
+    there, has freed the microbatch. A link has as many slots as it ever has live buffers at once. A message
     goes into the slot that has been free for longest. For example, with two microbatches live at once::
 
         recv mb 0   recv mb 1   free mb 0   recv mb 2   free mb 1   recv mb 3
@@ -26,23 +26,23 @@ def with_slots(columns: InstructionColumns, buffered: NDArray[np.bool_]) -> Inst
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
     bounds = np.flatnonzero(np.diff(links[by_link])) + 1
-    held_by = holding_stages(columns.links)
+    stages_of_link = holding_stages(columns.links)
     for received in np.split(by_link, bounds) if by_link.size else ():
-        holding = held_by.get(int(links[received[0]]), stages[received[:1]])
-        own = frees[np.isin(stages[frees], holding)]
+        reading_stages = stages_of_link.get(int(links[received[0]]), stages[received[:1]])
+        own = frees[np.isin(stages[frees], reading_stages)]
         freed = np.empty(int(microbatches.max()) + 1, np.int64)
         freed[microbatches[own]] = own
-        slots[received] = _turns(received, freed[microbatches[received]])
+        slots[received] = _assign_slots(received, freed[microbatches[received]])
     return InstructionColumns((*columns.columns[:5], compact(slots), *columns.columns[6:]), columns.links)
 
 
-def _turns(received: Ints, freed: Ints) -> Ints:
+def _assign_slots(received: Ints, freed: Ints) -> Ints:
     """The slots of messages received at ``received``, ascending, and freed at ``freed``."""
     count = np.arange(received.size)
     order_of_frees = np.argsort(freed)
     depth = int((count + 1 - np.searchsorted(freed[order_of_frees], received)).max())
-    heir = count.copy()
-    heir[depth:] = order_of_frees[: max(received.size - depth, 0)]
-    while (heir >= depth).any():
-        heir = heir[heir]
-    return heir
+    slots_of_messages = count.copy()
+    slots_of_messages[depth:] = order_of_frees[: max(received.size - depth, 0)]
+    while (slots_of_messages >= depth).any():
+        slots_of_messages = slots_of_messages[slots_of_messages]
+    return slots_of_messages

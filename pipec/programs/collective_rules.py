@@ -1,4 +1,4 @@
-"""The rules for what a step does besides its microbatches: collectives, updates, and when they may run."""
+"""The rules for collectives and updates: how often each runs in a step, and when."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +23,11 @@ _AFTER = {
     Op.UPDATE: (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.AVERAGE_BUFFERS),
     Op.UNSHARD: (Op.UPDATE,),
 }
-"""What must be over before an op of the same stage starts."""
+"""The ops that must end before an op of the same stage starts."""
 
 
 class CollectiveKey(NamedTuple):
-    """What a collective or an update does. Instructions of different ranks with equal keys are one
-    collective.
-    """
+    """Identifies a collective or an update: instructions of different ranks with equal keys are one."""
 
     op: Op
     stage: int = -1
@@ -60,7 +58,7 @@ def sync_instruction_numbers(step: ProgramIndex) -> Sequence[Mapping[CollectiveK
 
 
 def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with the fields of such an instruction."""
+    """Faults in the fields of a collective or an update."""
     key = CollectiveKey(instruction.op, instruction.stage, instruction.bucket)
     others = (
         *(instruction.microbatch, instruction.peer, instruction.slot),
@@ -75,7 +73,7 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
 
 
 def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
-    """What a rank does besides microbatches, and how often; -1 stands for any number of turns."""
+    """The collectives and updates of a rank, and how often each runs; -1 means any number of times."""
     sync_spec, keys = step.sync_spec, dict[CollectiveKey, int]()
     for stage in stages_on(step.placement, rank):
         if stage in sync_spec.buffer_sync_stages:
@@ -103,7 +101,7 @@ def names_of(link: Link) -> set[str]:
 
 
 def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
-    """Every gradient is reduced once, every stage updated once, and what is gathered is let go of."""
+    """Every gradient is reduced once, every stage is updated once, and gathered parameters are freed."""
     for rank, own in enumerate(sync_instruction_numbers(step)):
         for key, times in _expected(step, rank).items():
             count = len(own.get(key, ()))
@@ -119,12 +117,12 @@ def _alternates(
     step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
 ) -> Iterator[Violation]:
     gathered, dropped = own.get(key._replace(op=Op.UNSHARD), []), own.get(key, [])
-    turns = sorted([*((number, True) for number in gathered), *((number, False) for number in dropped)])
-    if [turn for _, turn in turns] != [True, False] * (len(turns) // 2) or not turns:
-        site = _site(rank, [number for number, _ in turns], len(step.columns[rank]) - 1)
-        found = f"{len(gathered)} unshard and {len(dropped)} reshard"
-        what = f"stage {key.stage}, bucket {key.bucket}"
-        yield Violation(site, f"{what} has {found} on rank {rank}; expected one after the other")
+    both = sorted([*((number, True) for number in gathered), *((number, False) for number in dropped)])
+    if [is_unshard for _, is_unshard in both] != [True, False] * (len(both) // 2) or not both:
+        site = _site(rank, [number for number, _ in both], len(step.columns[rank]) - 1)
+        counts = f"{len(gathered)} unshard and {len(dropped)} reshard"
+        bucket = f"stage {key.stage}, bucket {key.bucket}"
+        yield Violation(site, f"{bucket} has {counts} on rank {rank}; expected one after the other")
 
 
 def _site(rank: int, numbers: Sequence[int], last: int) -> InstructionSite | None:
@@ -133,7 +131,7 @@ def _site(rank: int, numbers: Sequence[int], last: int) -> InstructionSite | Non
 
 
 def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Gradients are complete before they are reduced, reduced before the norm, and all that before updates.
+    """Gradients are completed, then reduced, then measured for the norm, and then the weights are updated.
 
     No stage computes after its update, or while its parameters are not gathered.
     """
@@ -149,7 +147,7 @@ def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
 def _before(
     step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
 ) -> Iterator[tuple[str, int]]:
-    """What an instruction must not run before: in words, and its number."""
+    """The instructions that must precede an instruction: a description and a number of each."""
     stages = stages_on(step.placement, rank) if key.op is Op.GRAD_NORM else [key.stage]
     if key.op is Op.AVERAGE_BUFFERS:
         yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
@@ -157,8 +155,8 @@ def _before(
         for stage in stages:
             yield f"the last backward of stage {stage}", _last_gradient(step, rank, stage, key)
         for each in step.deliveries:
-            if each.route.target == rank and _brings_home(step, each.route.link, key, stages):
-                yield "the gradients that another stage brings home", int(each.receives[0])
+            if each.route.target == rank and _delivers_gradient(step, each.route.link, key, stages):
+                yield "the gradients that another stage sends back", int(each.receives[0])
     if key.op is Op.UNSHARD and step.sync_spec.reshards_after_use(step.sync_spec.buckets[key.bucket]):
         return
     for other, numbers in own.items():
@@ -166,23 +164,23 @@ def _before(
             yield str(other), numbers[-1]
 
 
-def _brings_home(step: ProgramIndex, link: Link, key: CollectiveKey, stages: Sequence[int]) -> bool:
-    """Whether a link brings gradients that an instruction for these stages reads."""
+def _delivers_gradient(step: ProgramIndex, link: Link, key: CollectiveKey, stages: Sequence[int]) -> bool:
+    """Whether a link carries gradients that an instruction for these stages reads."""
     if link.payload is not Payload.WEIGHT_GRADIENT or link.target not in stages:
         return False
     return key.bucket < 0 or not names_of(link).isdisjoint(step.sync_spec.buckets[key.bucket].names)
 
 
 def _last(step: ProgramIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
-    """The number of the last of these computes of a stage on a rank, or -1."""
+    """The number of the last compute of a stage on a rank that has one of these ops, or -1."""
     numbers = step.numbers[[OP_CODE[op] for op in ops], stage]
     return int(numbers[:, step.ranks[stage] == rank].max(initial=-1))
 
 
 def _last_gradient(step: ProgramIndex, rank: int, stage: int, key: CollectiveKey) -> int:
-    """The number of the last compute of a stage that makes gradients an instruction reads, or -1.
+    """The number of the last compute of a stage that makes gradients which an instruction reads, or -1.
 
-    Segments behind the one that completes a bucket make no gradients of it.
+    Segments after the one that completes a bucket make no gradients of that bucket.
     """
     bucket = step.sync_spec.buckets[key.bucket] if key.op is Op.REDUCE_GRAD else None
     if bucket is None or bucket.is_tied:
@@ -198,14 +196,14 @@ def _computes_while_gathered(
     columns = step.columns[rank]
     computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
     gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.UNSHARD, Op.RESHARD))
-    there = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
-    for number in computes[~there].tolist()[:1]:
-        what = f"{columns[number].op} of stage {key.stage} runs while bucket {key.bucket} is not gathered"
-        yield Violation((rank, number), what)
+    available = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
+    for number in computes[~available].tolist()[:1]:
+        message = f"{columns[number].op} of stage {key.stage} runs while bucket {key.bucket} is not gathered"
+        yield Violation((rank, number), message)
 
 
 def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Any two ranks start the collectives that they have in common in the same order."""
+    """Any two ranks start their common collectives in the same order."""
     sequences = [collectives(step, rank) for rank in range(len(step.columns))]
     pairs = {pair for ranks in step.placement for pair in combinations(sorted(ranks), 2)}
     for one, other in sorted(pairs):

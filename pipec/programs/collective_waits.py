@@ -1,7 +1,8 @@
-"""Waits of collectives: no rank gets past a collective before its last rank has come.
+"""Waits of collectives: no rank passes a collective before all its ranks have reached it.
 
-A collective is modelled as a rank of its own with one instruction, which passes when every member has come;
-and all members wait until it has passed. So there are twice as many waits as instructions of collectives.
+A collective is modelled as a rank of its own with one instruction. This instruction passes when every member
+has reached the collective, and all members wait for it. So there are twice as many waits as instructions of
+collectives.
 """
 
 from collections import defaultdict
@@ -27,7 +28,10 @@ class CollectiveWaits:
     def of_ranks(
         self, stalled: Mapping[int, tuple[InstructionSite, InstructionSite]]
     ) -> dict[int, tuple[InstructionSite, InstructionSite]]:
-        """Stalled ranks alone. One that waits for a collective waits for a member that has not come to it."""
+        """Stalled ranks without the collectives.
+
+        A rank that waits for a collective waits for a member that has not reached it.
+        """
         return {
             rank: (site, stalled[ahead[0]][1] if ahead[0] >= self.num_ranks else ahead)
             for rank, (site, ahead) in stalled.items()
@@ -36,25 +40,25 @@ class CollectiveWaits:
 
 
 def collective_waits(step: ProgramIndex) -> CollectiveWaits:
-    """Collectives wait for all their ranks. The k-th with equal keys on each rank are one collective."""
+    """Each collective waits for all its ranks. The k-th instructions with equal keys are one collective."""
     num_ranks = len(step.columns)
-    met: dict[tuple[CollectiveKey, int], list[InstructionSite]] = defaultdict(list)
+    sites_of: dict[tuple[CollectiveKey, int], list[InstructionSite]] = defaultdict(list)
     for rank in range(num_ranks):
         seen: dict[CollectiveKey, int] = defaultdict(int)
         for key, number in collectives(step, rank):
-            met[key, seen[key]].append((rank, number))
+            sites_of[key, seen[key]].append((rank, number))
             seen[key] += 1
     waits = []
-    for collective, sites in enumerate(met.values(), start=num_ranks):
+    for collective, sites in enumerate(sites_of.values(), start=num_ranks):
         for rank, number in sites:
             waits += [(collective, 0, rank, number), (rank, number, collective, 1)]
-    return CollectiveWaits(_waits(waits), num_ranks, len(met))
+    return CollectiveWaits(_waits(waits), num_ranks, len(sites_of))
 
 
 def tied_gradient_waits(step: ProgramIndex) -> WaitEdges:
-    """A rank does not come to what reads the gradients of a tied weight before another one has sent them.
+    """A rank reaches the first reader of a tied weight's gradients only after another rank has sent them.
 
-    So the instruction before the first reader waits for the send, and nobody meets the reader earlier.
+    So the instruction before the first reader waits for the send.
     """
     numbers, waits = sync_instruction_numbers(step), []
     for each in step.deliveries:
@@ -62,8 +66,8 @@ def tied_gradient_waits(step: ProgramIndex) -> WaitEdges:
         if link.payload is Payload.WEIGHT_GRADIENT and each.route.crosses_ranks:
             reading = [
                 number
-                for key, found in numbers[rank].items()
-                for number in found
+                for key, own in numbers[rank].items()
+                for number in own
                 if number > each.receives[0] and _reads(step, key, link.target, names_of(link))
             ]
             waits += [(rank, min(reading) - 1, each.route.source, int(each.sends[0]))] if reading else []
@@ -71,7 +75,7 @@ def tied_gradient_waits(step: ProgramIndex) -> WaitEdges:
 
 
 def _reads(step: ProgramIndex, key: CollectiveKey, stage: int, names: set[str]) -> bool:
-    """Whether an instruction reads gradients of a stage that have these names."""
+    """Whether an instruction reads gradients with these names of a stage."""
     if key.op is Op.REDUCE_GRAD:
         return key.stage == stage and not names.isdisjoint(step.sync_spec.buckets[key.bucket].names)
     return key.op is Op.GRAD_NORM or (key.op is Op.UPDATE and key.stage == stage)

@@ -1,4 +1,4 @@
-"""Which computes are run segment by segment, because something else runs between their segments."""
+"""The computes that run segment by segment, because other instructions run between their segments."""
 
 import numpy as np
 
@@ -7,24 +7,27 @@ from pipec.ir.columns import PHASE_CODE, SEGMENT_COLUMN, ComputeColumns, Instruc
 
 
 def segment_counts(
-    cells: ComputeColumns, sync_spec: SyncSpec, segments: SegmentCounts, model_collectives: ModelCollectives
+    computes: ComputeColumns,
+    sync_spec: SyncSpec,
+    segments: SegmentCounts,
+    model_collectives: ModelCollectives,
 ) -> Ints:
-    """For each compute of a rank, in how many segments it is run: 1 if it is run as a whole.
+    """The number of segments in which each compute of a rank runs: 1 if it runs as a whole.
 
     Between the segments of a backward, gradients are reduced: after the last backward of the stage, or after
     each one if gradients are reduced every round. Between the segments of any phase, model collectives run.
     """
-    counts = np.ones(len(cells), np.int32)
+    counts = np.ones(len(computes), np.int32)
     for (stage, phase), number in segments.items():
         if any(collective.phase is phase for collective in model_collectives.get(stage, ())):
-            counts[(cells.phases == PHASE_CODE[phase]) & (cells.stages == stage)] = number
+            counts[(computes.phases == PHASE_CODE[phase]) & (computes.stages == stage)] = number
         early = [
             bucket
             for bucket in sync_spec.buckets
             if bucket.stage == stage and bucket.segment < number - 1 and not bucket.is_tied
         ]
         if phase in GRADIENT_PHASES and early:
-            own = np.flatnonzero((cells.phases == PHASE_CODE[phase]) & (cells.stages == stage))
+            own = np.flatnonzero((computes.phases == PHASE_CODE[phase]) & (computes.stages == stage))
             counts[own if any(map(sync_spec.reduces_every_round, early)) else own[-1:]] = number
     return counts
 
@@ -32,7 +35,7 @@ def segment_counts(
 def split_into_segments(
     columns: InstructionColumns, segments: SegmentCounts
 ) -> tuple[InstructionColumns, Ints]:
-    """The instructions with each phase split into segments, and for each the instruction it belongs to::
+    """The instructions with each phase split into segments, and the original instruction of each::
 
     2  backward  stage 0  mb 0             2  backward  stage 0  mb 0  segment 0
                                     ->     2  backward  stage 0  mb 0  segment 1

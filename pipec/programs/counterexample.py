@@ -1,4 +1,4 @@
-"""A counterexample as text: the cells of a few ranks around the bad one, which is marked."""
+"""A counterexample as text: the computes of a few ranks around a marked faulty one."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,29 +6,29 @@ from pipec.ir import Compute, Placement, count_ranks
 from pipec.ir.text_format import PHASE_LETTERS
 
 _RANKS_AROUND = 2
-_CELLS_AROUND = 5
-_MOST_RANKS = 8
+_COMPUTES_AROUND = 5
+_MAX_RANKS = 8
 
 
 def counterexample(
     orders: Sequence[Sequence[Compute]], placement: Placement, marked: Mapping[int, int]
 ) -> str:
-    """A row per rank near a marked one, its cells in order; ``marked[rank]`` is the place of a bad cell.
+    """A row of computes for each rank near a marked one; ``marked[rank]`` is the place of a faulty compute.
 
-    ``F3`` is the forward of microbatch 3; if a rank holds several stages, ``F3.1`` is that of stage 1.
+    ``F3`` is the forward of microbatch 3. If a rank has several stages, ``F3.1`` is the forward of stage 1.
     """
     near = {rank + step for rank in marked for step in range(-_RANKS_AROUND, _RANKS_AROUND + 1)}
-    ranks = [rank for rank in sorted(near) if 0 <= rank < len(orders)][:_MOST_RANKS]
+    ranks = [rank for rank in sorted(near) if 0 <= rank < len(orders)][:_MAX_RANKS]
     middle = min(marked.values())
-    first = max(middle - _CELLS_AROUND, 0)
-    last = max(max(marked.values()), middle) + _CELLS_AROUND + 1
+    first = max(middle - _COMPUTES_AROUND, 0)
+    last = max(max(marked.values()), middle) + _COMPUTES_AROUND + 1
     several = count_ranks(placement) < sum(map(len, placement))
     rows = []
     for rank in ranks:
-        cells = orders[rank][first : min(last, first + 4 * _CELLS_AROUND)]
+        computes = orders[rank][first : min(last, first + 4 * _COMPUTES_AROUND)]
         shown = [
-            f"[{_label(cell, several)}]" if marked.get(rank) == place else f" {_label(cell, several)} "
-            for place, cell in enumerate(cells, first)
+            f"[{_label(compute, several)}]" if marked.get(rank) == place else f" {_label(compute, several)} "
+            for place, compute in enumerate(computes, first)
         ]
         rows.append((f"rank {rank}", "..." if first else "", shown))
     margin = max(len(name) for name, *_ in rows)
@@ -40,5 +40,6 @@ def counterexample(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _label(cell: Compute, several: bool) -> str:
-    return f"{PHASE_LETTERS[cell.phase]}{cell.microbatch}" + (f".{cell.stage}" if several else "")
+def _label(compute: Compute, several: bool) -> str:
+    label = f"{PHASE_LETTERS[compute.phase]}{compute.microbatch}"
+    return f"{label}.{compute.stage}" if several else label

@@ -1,4 +1,4 @@
-"""Would programs finish if every send waited until its receive is posted? Worked out without running them."""
+"""Deadlocks: which ranks never finish if every send waits until its receive is posted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ InstructionSite = tuple[int, int]
 
 @dataclass(frozen=True)
 class WaitEdges:
-    """Which instruction waits for which: a column entry for each wait.
+    """Pairs of instructions of which one waits for the other: a column entry for each wait.
 
     Instruction ``numbers[i]`` of rank ``ranks[i]`` passes only after instruction ``other_numbers[i]`` of rank
     ``other_ranks[i]`` has been reached.
@@ -28,12 +28,11 @@ class WaitEdges:
 def stalled_ranks(
     lengths: Sequence[int], waits: WaitEdges
 ) -> dict[int, tuple[InstructionSite, InstructionSite]]:
-    """For each rank that cannot finish, the instruction it stands at and the one of another rank it waits
-    for.
+    """For each rank that cannot finish, its stalled instruction and the instruction that this waits for.
 
-    ``lengths`` are the numbers of instructions of the programs. An instruction passes when its rank has come
-    to it and everything it waits for has passed. The result does not depend on the order in which ranks run.
-    The loop moves every rank past one wait at a time.
+    ``lengths`` are the numbers of instructions of the programs. An instruction passes when its rank has
+    reached it and everything that it waits for has passed. The result does not depend on the order in which
+    ranks run. The loop moves every rank past one wait at a time.
     """
     order = np.argsort(waits.ranks.astype(np.int64) * max(lengths, default=0) + waits.numbers, kind="stable")
     numbers, others = waits.numbers[order], waits.other_ranks[order]
@@ -50,8 +49,8 @@ def stalled_ranks(
             break
         entry[passing] += 1
         finishing = entry[passing] == last[passing]
-        going = passing[~finishing]
-        reached[going] = numbers[entry[going]]
+        advancing = passing[~finishing]
+        reached[advancing] = numbers[entry[advancing]]
         if finishing.any():
             done = passing[finishing]
             reached[done] = np.array(lengths)[done]
@@ -65,7 +64,7 @@ def stalled_ranks(
 def wait_cycle(
     stalled: Mapping[int, tuple[InstructionSite, InstructionSite]],
 ) -> list[tuple[InstructionSite, InstructionSite]]:
-    """A cycle of ``stalled_ranks``: each is followed by the one it waits for."""
+    """A cycle of ``stalled_ranks``: each rank waits for the next one."""
     rank = min(stalled)
     visited: list[int] = []
     while rank not in visited:

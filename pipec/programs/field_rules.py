@@ -1,4 +1,4 @@
-"""Whether every field of an instruction fits the plan, from its stage to its segment."""
+"""The rules for the fields of one instruction: each fits the plan, from the stage to the segment."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,47 +13,47 @@ from pipec.programs.routes import rank_pairs
 
 
 def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with the fields of an instruction."""
+    """Faults in the fields of an instruction."""
     traits = instruction.op.traits
     if traits.carries_link:
         return _transfer_misfits(step, rank, instruction)
     if traits.per_microbatch:
-        return _cell_misfits(step, rank, instruction)
+        return _compute_misfits(step, rank, instruction)
     if step.sync_spec.stream and instruction.op in weight_version_rules.OPS:
         return weight_version_rules.violations(step, rank, instruction)
     return collective_rules.violations(step, rank, instruction)
 
 
 def first_of_each_kind(step: ProgramIndex, columns: InstructionColumns) -> Sequence[int]:
-    """The first instruction of each kind. Instructions of one kind fit the plan, or none of them does.
+    """The first instruction of each kind. If one instruction of a kind fits the plan, all of them do.
 
     They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
-    not. Kinds are numbered by what differs at all in this program.
+    not. Only fields that differ in this program distinguish kinds.
     """
     kinds, count = np.zeros(len(columns), np.int64), 1
     for column, low, high in _distinguished(step, columns):
         if is_constant(column):
             continue
         within = np.clip(column, low, high)
-        least, most = int(within.min(initial=high)), int(within.max(initial=low))
-        if least < most:
-            kinds = kinds * (most - least + 1) + (within - least)
-            count *= most - least + 1
+        lowest, highest = int(within.min(initial=high)), int(within.max(initial=low))
+        if lowest < highest:
+            kinds = kinds * (highest - lowest + 1) + (within - lowest)
+            count *= highest - lowest + 1
         if count > _MOST_KINDS:
             kinds = np.unique(kinds, return_inverse=True)[1]
             count = int(kinds.max()) + 1
     firsts = np.full(count, len(columns), np.int64)
     firsts[kinds[::-1]] = np.arange(len(columns))[::-1]
-    found: list[int] = np.sort(firsts[firsts < len(columns)]).tolist()
-    return found
+    numbers: list[int] = np.sort(firsts[firsts < len(columns)]).tolist()
+    return numbers
 
 
 _MOST_KINDS = 2**16
-"""So many numbers of kinds are told apart by a table. If there might be more, they are numbered anew."""
+"""The size of a table that distinguishes kinds. If there might be more kinds, they are renumbered."""
 
 
 def _distinguished(step: ProgramIndex, columns: InstructionColumns) -> Iterator[tuple[Ints, int, int]]:
-    """What tells kinds apart: columns, and the bounds beyond which their numbers are alike."""
+    """The columns that distinguish kinds, and for each the bounds beyond which numbers count as equal."""
     microbatch = np.zeros(len(columns), np.int8)
     for bound in (-1, 0, step.num_microbatches):
         microbatch += columns.microbatches >= bound
@@ -71,19 +71,19 @@ def _distinguished(step: ProgramIndex, columns: InstructionColumns) -> Iterator[
 
 
 def _own_rank(step: ProgramIndex, columns: InstructionColumns) -> Ints:
-    """The rank that should run the stage and microbatch each instruction names; -1 where there are none."""
+    """The rank that should run the stage and microbatch of each instruction; -1 where they do not exist."""
     stages, microbatches = columns.stages, columns.microbatches
-    known = (stages >= 0) & (stages < len(step.placement))
-    known &= (microbatches >= 0) & (microbatches < step.num_microbatches)
-    return np.where(known, step.ranks[np.where(known, stages, 0), np.where(known, microbatches, 0)], -1)
+    valid = (stages >= 0) & (stages < len(step.placement))
+    valid &= (microbatches >= 0) & (microbatches < step.num_microbatches)
+    return np.where(valid, step.ranks[np.where(valid, stages, 0), np.where(valid, microbatches, 0)], -1)
 
 
-def _cell_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with a compute, a free, or what joins microbatches."""
+def _compute_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """Faults in a compute, a free, or a collective of the model."""
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
     if not 0 <= stage < len(step.placement) or rank_of(step.placement, stage, microbatch) != rank:
-        held = stages_on(step.placement, rank)
-        yield f"{op} names stage {stage}; expected a stage of this rank: {held}"
+        rank_stages = stages_on(step.placement, rank)
+        yield f"{op} names stage {stage}; expected a stage of this rank: {rank_stages}"
     if not 0 <= microbatch < step.num_microbatches:
         yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
@@ -131,4 +131,4 @@ def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -
         if (number := getattr(instruction, word)) != -1:
             yield f"{op} names {word} {number}; expected none"
     if (instruction.slot >= 0) != (traits.fills_slot and link.payload.feeds_compute):
-        yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"
+        yield f"{op} names slot {instruction.slot}; only messages of a microbatch have a slot, others -1"

@@ -1,19 +1,17 @@
 """Lowering: from a compute-only schedule to the program of each rank, with communication, buffers and frees.
 
-Lowering puts the positions of all ranks into one linear order. In it, cells stand as they end when forward,
-input gradient and weight gradient take one unit of time each and messages take none. A message is sent right
-after the cell that makes it, and its receive is posted no later in that order. So whatever an instruction
-waits for comes before it in one order over all ranks, and the programs cannot deadlock, not even if every
-send waited for its receive.
+Lowering puts the positions of all ranks into one linear order: computes are ordered by the times at which
+they end if forward, input gradient and weight gradient take one unit of time each and messages take none. A
+message is sent right after the compute that makes it, and its receive is posted no later in that order. So an
+instruction only waits for instructions before it in one order over all ranks, and the programs cannot
+deadlock, even if every send waits for its receive.
 
-A transfer runs beside a compute only if its receive was posted before the compute began. Where the rule above
-would post a receive directly before its reader, it is therefore posted one compute earlier, unless the
-message depends on that compute: then the two cannot overlap, and a receive that waits on the device for a
-compute behind it may block it. On each directed channel between two ranks, receives are posted in the order
-of the sends.
+A transfer overlaps a compute only if its receive is posted before the compute begins. A receive that would be
+posted directly before its reader is therefore posted one compute earlier. The exception is a message that
+depends on that compute: the two cannot overlap, and a receive that waits on the device for a later compute
+may block it. On each directed channel between two ranks, receives are posted in the order of the sends.
 
-A step may have millions of instructions, so everything is worked out on columns of numbers, a rank or a link
-at a time.
+A step may have millions of instructions, so lowering works on columns of numbers, a rank or a link at a time.
 """
 
 from collections import defaultdict
@@ -85,12 +83,11 @@ def lower(
     """One program per rank: ``schedule`` with the communication that ``links`` need, and its ``sync_spec``.
 
     Tied weights are sent to their borrowers first, and then the microbatches run. Weight gradients and
-    results leave when their rank has computed its last cell. Stages in ``recompute`` replay their forward
+    results are sent after the last compute of their rank. Stages in ``recompute`` replay their forward
     directly before the backward, or its input half, of each microbatch. Gradients are reduced, and weights
-    updated, as soon as the last backward of their stage is over. ``segments`` are the phases that consist of
-    several functions: they are run as a whole, but for a backward between whose segments gradients can be
-    reduced, and those with ``model_collectives`` between their segments. Stages in ``offload`` let what they
-    saved wait in host memory.
+    updated, as soon as the last backward of their stage has ended. ``segments`` are the phases that consist
+    of several functions. A phase runs as a whole, unless gradients can be reduced or ``model_collectives``
+    run between its segments. Stages in ``offload`` keep their saved values in host memory.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
@@ -139,10 +136,11 @@ def lower(
 
 @dataclass(frozen=True)
 class _Traffic:
-    """A route, with the positions of the cells that make and that read each of its messages.
+    """A route, with the positions of the producer and the reader of each of its messages.
 
-    Positions count the cells of a rank from 1. Position 0 is the start of its program, where weights leave.
-    The position after the last cell is the end, where messages leave that are read after the program.
+    Positions count the computes of a rank from 1. Position 0 is the start of its program, where weights are
+    sent. The position after the last compute is the end, where messages are sent that are read after the
+    program.
     """
 
     route: Route
@@ -168,9 +166,9 @@ def _traffic(index: ScheduleIndex, route: Route) -> _Traffic:
 
 @dataclass(frozen=True)
 class _UnitOrder:
-    """The cells as they run in units of time.
+    """The run of all computes in units of time.
 
-    ``ends`` has for each rank when each of its positions ends, from the start of its program to its end.
+    ``ends`` has, for each rank, the end of each of its positions, from the start of its program to its end.
     """
 
     index: ScheduleIndex
@@ -178,7 +176,7 @@ class _UnitOrder:
     ends: Sequence[Floats]
 
     def depend_on_the_cell_before_their_reader(self, traffic: Sequence[_Traffic]) -> Sequence[Bools]:
-        """Whether each message can be made only once the cell before its reader has ended."""
+        """Whether each message can be made only after the compute before its reader has ended."""
         cells, others = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
         found = [np.zeros(each.readers.size, bool) for each in traffic]
         followed = [
@@ -194,7 +192,7 @@ class _UnitOrder:
 
 
 _Arriving = tuple[_Traffic, Bools]
-"""What comes to a rank, and whether each message depends on the cell before its reader."""
+"""Messages to a rank, and whether each depends on the compute before its reader."""
 
 
 def _unit_order(
@@ -220,7 +218,9 @@ def _unit_order(
 
 
 def _units(index: ScheduleIndex) -> Floats:
-    """The time of each cell. Without a flush, stages are equally fast, however many replicas they have."""
+    """The duration of each compute. In an asynchronous schedule, stages count as equally fast whatever their
+    number of replicas.
+    """
     schedule = index.schedule
     phases = np.concatenate([cells.phases for cells in index.cells])
     units: Floats = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0) / np.concatenate(index.counts)
@@ -276,12 +276,12 @@ def _receives(
 ) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
-    Between these are the ``sums`` of rounds that it takes part in, as they begin. Whoever waits for what
-    comes after one of the two, such as a script for results, does not hold up one that is earlier.
+    Between them are the ``sums`` of rounds in which the rank takes part, in the order in which they begin. So
+    waiting for a later one, as a script does for results, does not delay an earlier one.
 
     A receive is posted at the position that the rank has reached when the message is sent, or one position
-    before its reader if that is earlier and the message does not depend on the cell there. Nothing but
-    weights is received at position 0, where the rank lends its own weights.
+    before its reader if that is earlier and the message does not depend on the compute there. Only weights
+    are received at position 0, where the rank sends its own weights to borrowers.
     """
     own = [(time, each) for time, each in sums if rank in each.positions]
     blocks, times = [_sync_ops([each for _, each in own], rank)], [np.array([time for time, _ in own], float)]
@@ -298,7 +298,7 @@ def _source(arriving: _Arriving) -> int:
 
 
 def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -> tuple[_Block, Ints]:
-    """The receives of ``rank`` from one other rank in the order of the sends, and what makes each message."""
+    """The receives of ``rank`` from one other rank in the order of the sends, and the producer of each."""
     ends, blocks = unit_order.ends, []
     for each, depends in arriving:
         route = each.route
@@ -315,7 +315,7 @@ def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -
 
 
 def _sends(leaving: Sequence[_Traffic]) -> _Block:
-    """The sends and moves of a rank, each directly after the cell that makes its values."""
+    """The sends and moves of a rank, each directly after the compute that makes its values."""
     blocks = []
     for each in leaving:
         route = each.route
@@ -328,9 +328,9 @@ def _sends(leaving: Sequence[_Traffic]) -> _Block:
 
 
 def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
-    """The cells of a rank. In stages of ``recompute``, a replay of the forward precedes each backward.
+    """The computes of a rank. In stages of ``recompute``, a replay of the forward precedes each backward.
 
-    ``versions`` are those that cells read, at [stage, microbatch].
+    ``versions`` has at [stage, microbatch] the version of the weights that computes read.
     """
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
@@ -346,7 +346,7 @@ def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versi
 
 
 def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
-    """The collectives, updates or releases that a rank takes part in, or all of these."""
+    """The collectives, updates or releases of a rank, or all of them if ``kind`` is None."""
     own = [each for each in collectives if rank in each.positions and kind in (None, each.op.traits.kind)]
     if not own:
         return _NOTHING
@@ -382,7 +382,7 @@ def _copies(index: ScheduleIndex, rank: int, offload: Collection[int]) -> _Block
 
 
 def _frees(index: ScheduleIndex, rank: int) -> _Block:
-    """A free after the last cell of each stage and microbatch."""
+    """A free after the last compute of each stage and microbatch."""
     blocks = []
     for stage in stages_on(index.schedule.placement, rank):
         last = index.lasts[:, stage].max(axis=0) * (index.ranks[stage] == rank)

@@ -1,9 +1,9 @@
 """Periodic programs, found in programs that were lowered for a number of microbatches.
 
-Once the pipeline is full, a rank does the same again and again, each time for the microbatches of the next
-mini-batch; where stages have replicas, of as many as bring every stage to its first replica again. That
-stretch of its program is the period. With the instructions left out whose microbatches do not exist, it is a
-program for any number of them; ``verify_periodic`` proves that.
+Once the pipeline is full, a rank repeats the same instructions for the microbatches of each next mini-batch.
+Where stages have replicas, it repeats them after as many mini-batches as return every stage to its first
+replica. That part of its program is the period. Without the instructions whose microbatches do not exist, it
+is a program for any number of microbatches; ``verify_periodic`` proves that.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,7 +20,7 @@ from pipec.ir.stream import window
 from pipec.programs.lower import lower
 
 _MORE = 4
-"""So many more rounds than fill the pipeline are lowered, for one to begin and end among them."""
+"""The rounds that are lowered besides those that fill the pipeline, so that a whole one is among them."""
 
 
 def lower_periodic(
@@ -34,44 +34,44 @@ def lower_periodic(
 
 
 def num_microbatches_to_lower(stream: Stream, replicas: Sequence[int]) -> int:
-    """How many microbatches a schedule has in which rounds can be found."""
+    """The number of microbatches with which a schedule contains whole periods."""
     period = stream.period(replicas)
     filling = -(-replicas[0] * window(0, replicas) // period)
     return period * (2 * filling + _MORE)
 
 
 def _periodic(program: Program, period: int) -> Program:
-    """A stretch between two forwards that are a period apart, behind the first version's last reader."""
+    """The instructions between two forwards a period apart, after the last reader of the first version."""
     columns = program.instructions
     assert isinstance(columns, InstructionColumns)
     forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
     microbatches = columns.microbatches[forwards]
-    apart = int(np.searchsorted(microbatches, microbatches[0] + period))
+    stride = int(np.searchsorted(microbatches, microbatches[0] + period))
     everything = _kinds(columns)
-    for number in range(0, forwards.size - 2 * apart, apart):
-        first, middle, last = forwards[[number, number + apart, number + 2 * apart]].tolist()
+    for number in range(0, forwards.size - 2 * stride, stride):
+        first, middle, last = forwards[[number, number + stride, number + 2 * stride]].tolist()
         body, following = columns[first:middle], columns[middle:last]
         updates = sum(each.op is Op.UPDATE for each in body)
         again = [_further(each, period, updates) for each in body] == list(map(_without_slot, following))
         if again and _kinds(body) == everything:
             return _with_slots(Program(program.rank, _from_the_first(body, period, updates), period))
     raise VerifyError(
-        f"the program of rank {program.rank} never does the same for {period} microbatches as for those "
-        "before; expected a schedule that goes on without end"
+        f"the program of rank {program.rank} never repeats its instructions after {period} microbatches; "
+        "expected a schedule that can run without end"
     )
 
 
 def _kinds(instructions: Sequence[Instruction]) -> set[tuple[object, ...]]:
-    """What a program does, whichever microbatch it is for.
+    """The instructions of a program without their microbatches.
 
-    A value that skips stages is received far ahead, so that a stretch without its receive may repeat as well;
-    so may the forwards before the first backward.
+    They show whether a period is complete: a value that skips stages is received far ahead, so a part without
+    its receive may repeat as well, and so may the forwards before the first backward.
     """
     return {(each.op, each.stage, each.link, each.peer, each.bucket) for each in instructions}
 
 
 def _further(instruction: Instruction, microbatches: int, updates: int) -> Instruction:
-    """The same so many microbatches and updates further."""
+    """The instruction for a later microbatch, with a later version."""
     version = instruction.version + (updates if instruction.version >= 0 else 0)
     moved = replace(instruction, microbatch=instruction.microbatch + microbatches, version=version)
     return _without_slot(moved)
@@ -82,7 +82,7 @@ def _without_slot(instruction: Instruction) -> Instruction:
 
 
 def _from_the_first(body: Sequence[Instruction], period: int, updates: int) -> tuple[Instruction, ...]:
-    """The round as early as it can name its microbatches and versions."""
+    """The round with the lowest microbatches and versions that it can name."""
     named = min(each.microbatch for each in body) // period
     versions = min(each.version for each in body if each.version >= 0) // updates
     earlier = min(named, versions)
@@ -108,9 +108,9 @@ def _with_slots(program: Program) -> Program:
 def steady_excerpt(
     programs: Sequence[Program], stream: Stream | None, placement: Placement
 ) -> Sequence[Program]:
-    """Programs as they are simulated and drawn: rounds written out until the steady state is seen.
+    """Programs to simulate and draw: periodic ones unrolled until they include the steady state.
 
-    Programs of a step are returned as they are.
+    Programs of a synchronous step are returned unchanged.
     """
     if stream is None:
         return programs

@@ -1,4 +1,4 @@
-"""Which compute reads each message: the first one that runs a phase for which the link brings values."""
+"""The reader of each message: the first compute that runs a phase which needs the values of the link."""
 
 import numpy as np
 
@@ -13,15 +13,15 @@ def first_readers(
 ) -> Ints:
     """For each message, sent or received, the index of the compute that reads it first, or -1.
 
-    ``computes`` has every compute of a step, those of one rank in the order in which they run. ``ranks`` are
-    the ranks of computes, ``targets`` the ranks that messages go to.
+    ``computes`` has every compute of a step, and those of one rank in the order in which they run. ``ranks``
+    are the ranks of computes, ``targets`` the ranks that receive messages.
     """
     links = messages.links
     stages = np.array([*(link.target for link in links), -1])
     num_stages = max(int(computes.stages.max(initial=-1)), int(stages.max())) + 1
     num_ranks = max(int(each.max(initial=-1)) for each in (ranks, targets)) + 1
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (computes, messages)) + 1
-    found = np.full(len(messages), _UNREAD, np.int32)
+    first = np.full(len(messages), _UNREAD, np.int32)
     for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
         own = np.flatnonzero((computes.ops == OP_CODE[op]) & (computes.segments <= 0)).astype(np.int32)
         firsts = np.full((num_stages, num_microbatches + num_ranks), _UNREAD, np.int32)
@@ -31,5 +31,5 @@ def first_readers(
         at = np.flatnonzero(reads[messages.link_numbers])
         once = messages.microbatches[at] < 0
         columns = np.where(once, num_microbatches + targets[at], messages.microbatches[at])
-        found[at] = np.minimum(found[at], firsts[stages[messages.link_numbers[at]], columns])
-    return np.where(found == _UNREAD, -1, found)
+        first[at] = np.minimum(first[at], firsts[stages[messages.link_numbers[at]], columns])
+    return np.where(first == _UNREAD, -1, first)

@@ -1,4 +1,4 @@
-"""Messages between stages: each is sent and received once, in time, and in an order that channels keep."""
+"""The rules for messages between stages: each is sent and received once, in time and in channel order."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank receives a value twice for a microbatch, if the first stage to read it can hand it on."""
+    """No rank receives a value twice for a microbatch, if the first stage that reads it can move it on."""
     first: dict[object, Link] = {}
     again: dict[int, tuple[str, Link]] = {}
     for number, link in enumerate(step.links):
@@ -71,11 +71,11 @@ def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
-    """Nothing is received into a buffer between the receive it holds and the free of that microbatch.
+    """A slot is not received into again until its microbatch is freed.
 
-    What is handed on to other stages of the rank is held until these have freed the microbatch as well.
+    Values that are moved on to other stages of the rank stay until these have freed the microbatch as well.
     """
-    freed, held_by = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.links)
+    freed, stages_of_link = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.links)
     for rank, columns in enumerate(step.columns):
         used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
         used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]
@@ -83,7 +83,7 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
         again = np.flatnonzero((links[1:] == links[:-1]) & (slots[1:] == slots[:-1]))
         before, after = used[again], used[again + 1]
         until = freed[columns.stages[before], columns.microbatches[before]]
-        for link, stages in held_by.items():
+        for link, stages in stages_of_link.items():
             own = np.flatnonzero(columns.link_numbers[before] == link)
             held = np.array(stages)[:, None], columns.microbatches[before[own]]
             until[own] = np.where(step.ranks[held] == rank, freed[held], -1).max(axis=0)
@@ -119,7 +119,7 @@ def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def receives_after_dependencies(step: ProgramIndex) -> Iterator[Violation]:
-    """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
+    """No receive is posted before a compute that its message depends on, since on a GPU it may block it."""
     assert step.cells, "these programs do not finish"
     between_ranks = cross_rank_messages(step)
     depends = step.cells.depend_on_next_compute(between_ranks)

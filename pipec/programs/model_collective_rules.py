@@ -11,7 +11,7 @@ from pipec.programs.violation import Violation
 
 
 def violations(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with the fields of such an instruction, besides its stage and its microbatch."""
+    """Faults in the fields of a model collective, except its stage and its microbatch."""
     op, stage, number = instruction.op, instruction.stage, instruction.model_collective
     model_collectives = step.model_collectives.get(stage, ())
     if not 0 <= number < len(model_collectives) or model_collectives[number].op is not op:
@@ -28,7 +28,7 @@ def violations(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:
 
 
 def model_collectives_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Each runs once per microbatch, between the segment that makes its value and the one that reads it."""
+    """Each runs once per microbatch, between the segments that make its value and read its result."""
     for stage, model_collectives in step.model_collectives.items():
         for number, model_collective in enumerate(model_collectives):
             made, read = (
@@ -66,7 +66,7 @@ def _once_between(
 
 
 def _of_collective(step: ProgramIndex, stage: int, number: int) -> tuple[Ints, Ints]:
-    """By microbatch, the number of the last such instruction, or -1, and how many there are."""
+    """By microbatch, the number of the last instruction of a model collective, or -1, and their count."""
     numbers = np.full(step.num_microbatches, -1, np.int32)
     counts = np.zeros(step.num_microbatches, np.int32)
     for columns in step.columns:

@@ -1,12 +1,12 @@
-"""Which microbatches wait in host memory, and when what they have saved is not on the device.
+"""The microbatches that wait in host memory, and the intervals in which their saved values are there.
 
-What a forward saved is copied to the host while the rank computes what comes next, and is gone from the
-device when that is over. It is copied back while the rank computes what comes before the first reader::
+Saved values are copied to the host during the next compute of the rank, and are gone from the device when
+that has ended. They are copied back during the compute before their first reader::
 
     F0  F1  F2  F3  B0            offload of microbatch 0 beside F1, and its prefetch beside F3:
         ──      ──                it takes no memory of the device while F2 runs
 
-A microbatch with no compute left in between stays where it is.
+A microbatch stays on the device if no compute is left between the two copies.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from pipec.ir.columns import OP_CODE, PHASE_CODE, ComputeColumns, InstructionCol
 
 _READERS = [PHASE_CODE[phase] for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)]
 _BESIDE = 2
-"""The copy out and the copy back each take place beside one compute."""
+"""Each of the two copies runs beside one compute."""
 
 
 @dataclass(frozen=True)
 class OffloadIntervals:
-    """What is offloaded from the device of a rank: a column entry for each stage and microbatch.
+    """The offloads of a rank: a column entry for each stage and microbatch.
 
-    Positions count the computes of the rank from 1, split ones once for each segment. A microbatch is copied
-    from behind position ``offloads`` on, and back from behind position ``prefetches`` on.
+    Positions count the computes of the rank from 1, split ones once for each segment. The copy to the host
+    starts after position ``offloads``, and the copy back after position ``prefetches``.
     """
 
     stages: Ints
@@ -36,7 +36,7 @@ class OffloadIntervals:
 
 
 def offload_intervals(cells: ComputeColumns) -> OffloadIntervals:
-    """What of a rank's saved values can wait in host memory while it runs these cells in order."""
+    """The saved values of a rank that can wait in host memory while it runs these computes in order."""
     count = int(cells.microbatches.max(initial=0)) + 1
     keys = cells.stages.astype(np.int64) * count + cells.microbatches
     forwards = np.flatnonzero(cells.phases == PHASE_CODE[Phase.FORWARD])
@@ -46,24 +46,27 @@ def offload_intervals(cells: ComputeColumns) -> OffloadIntervals:
     both, first, second = np.intersect1d(made, read, assume_unique=True, return_indices=True)
     last = forwards[::-1][at_last[first]] + 1
     reader = readers[at_first[second]] + 1
-    apart = np.flatnonzero(reader - last > 1 + _BESIDE)
-    last, reader, both = last[apart], reader[apart], both[apart]
-    found = (both // count, both % count, last, reader - _BESIDE)
-    return OffloadIntervals(*(each.astype(np.int32) for each in found))
+    offloadable = np.flatnonzero(reader - last > 1 + _BESIDE)
+    last, reader, both = last[offloadable], reader[offloadable], both[offloadable]
+    columns = (both // count, both % count, last, reader - _BESIDE)
+    return OffloadIntervals(*(each.astype(np.int32) for each in columns))
 
 
 def next_computes(columns: InstructionColumns, numbers: Ints) -> Ints:
-    """For each of these instructions of a rank the number of the next compute, or the number of all."""
+    """The number of the next compute after each of these instructions of a rank.
+
+    Where there is none, it is the number of all instructions.
+    """
     computes = np.flatnonzero(columns.is_compute)
     found: Ints = np.append(computes, len(columns))[np.searchsorted(computes, numbers, "right")]
     return found
 
 
 def copy_dependencies(events: InstructionColumns) -> tuple[Ints, Ints]:
-    """Which compute waits for which copy, entry by entry, where the rows are of all ranks in order.
+    """Pairs of a compute and a copy that it waits for, in the rows of all ranks in order.
 
-    A compute waits for the prefetch of what it reads first. The one behind the compute behind an offload
-    takes the memory that the offload gives back.
+    A compute waits for the prefetch of the values that it reads first. The second compute after an offload
+    waits for the offload, because it uses the memory that this frees.
     """
     offloads = np.flatnonzero(events.ops == OP_CODE[Op.OFFLOAD])
     prefetches = np.flatnonzero(events.ops == OP_CODE[Op.PREFETCH])
@@ -79,9 +82,9 @@ def copy_dependencies(events: InstructionColumns) -> tuple[Ints, Ints]:
 
 
 def num_offloaded(columns: InstructionColumns, stage: int) -> Ints:
-    """How many microbatches of a stage would be offloaded while each instruction of a program runs.
+    """How many microbatches of a stage would be offloaded during each instruction of a program.
 
-    The program is one without offloads. Of what stands between two computes this may say too few.
+    The program has no offloads. For instructions between two computes the number may be too low.
     """
     computes = np.flatnonzero(columns.is_compute & (columns.ops != OP_CODE[Op.RECOMPUTE]))
     matrix = np.stack([columns.phases, columns.stages, columns.microbatches])[:, computes]

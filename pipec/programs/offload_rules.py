@@ -1,4 +1,4 @@
-"""The rules for what waits in host memory: it is copied after its forward, and back before it is read."""
+"""The rules for offloaded values: they are copied after their forward, and back before they are read."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,10 @@ _READERS = [OP_CODE[op] for op in (Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 def offloads_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """A microbatch of a stage that offloads is offloaded once at most, after its forward, and not when it is
-    read.
+    """A microbatch is offloaded at most once, after its forward, and is not read while it is on the host.
 
-    The device lets go of it behind the compute that follows the offload. So the prefetch is behind that, and
-    the first reader behind the prefetch.
+    The device frees it after the compute that follows the offload. So the prefetch comes after that compute,
+    and the first reader after the prefetch.
     """
     for rank, columns in enumerate(step.columns):
         if columns.is_copy.any():

@@ -1,4 +1,4 @@
-"""The computes of programs as cells that run: what a message depends on, however long computes take."""
+"""The computes of programs as tasks that run: the dependences of messages, however long computes take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ProgramComputes:
     """The computes of all ranks, numbered rank by rank from ``first_tasks``.
 
-    ``next_computes_by_rank[rank]`` has for each instruction the cell that it is, or else the rank's next one.
+    ``next_computes_by_rank[rank]`` has the task of each instruction: itself, or else the rank's next compute.
     """
 
     first_tasks: Sequence[int]
@@ -28,7 +28,7 @@ class ProgramComputes:
 
     @classmethod
     def of(cls, step: "ProgramIndex") -> Self | None:
-        """The cells of programs; None if computes wait for each other."""
+        """The computes of programs as tasks; None if they wait for each other."""
         computes = [columns.is_compute for columns in step.columns]
         first_tasks: list[int] = np.cumsum([0, *(each.sum() for each in computes)]).tolist()
         next_computes_by_rank = [
@@ -46,13 +46,14 @@ class ProgramComputes:
         )
 
     def receives_precede_sends(self, deliveries: Sequence["DeliveredMessages"]) -> bool:
-        """Whether ranks finish for certain, even if each of these sends waits for its receive.
+        """Whether ranks certainly finish, even if each of these sends waits for its receive.
 
-        In one run of the computes, an instruction is reached when the compute before it has ended. Of those
-        that are reached at the same time a lower rank's come first, and computes that begin then come last.
-        In this order over all ranks each instruction comes after those before it on its rank, and a reader
-        after the send of what it reads. If every receive comes before its send, all that an instruction waits
-        for comes before it, and no ring of waits can close. If not, another order might still do.
+        In one run of the computes, an instruction is reached when the compute before it has ended. Of the
+        instructions that are reached at the same time, those of a lower rank come first, and computes that
+        begin then come last. In this order over all ranks each instruction comes after its predecessors on
+        its rank, and a reader after the send of its message. If every receive comes before its send, an
+        instruction only waits for earlier ones, and waits cannot form a cycle. If not, another order might
+        still exist.
         """
         for each in deliveries:
             source, target = each.route.source, each.route.target
@@ -62,26 +63,27 @@ class ProgramComputes:
         return True
 
     def _reached(self, rank: int, numbers: Ints) -> Floats:
-        """When the computes before these instructions, which are none themselves, have ended."""
+        """The ends of the computes before these instructions, which are not computes themselves."""
         before = self.next_computes_by_rank[rank][numbers] - 1
         return np.where(before < self.first_tasks[rank], 0.0, self.dependence.run.ends[before])
 
     def depend_on_next_compute(self, deliveries: Sequence["DeliveredMessages"]) -> Sequence[Bools]:
-        """Message by message, whether it can be made only after the first compute behind its receive."""
+        """Whether each message can be made only after the first compute that follows its receive."""
         makers, others = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        found, asked = list[Bools](), list[Ints]()
+        by_route, candidates = list[Bools](), list[Ints]()
         for each in deliveries:
             made = _made(each, self.next_computes_by_rank)
             following = self.next_computes_by_rank[each.route.target][each.receives]
             made_here = made >= self.first_tasks[each.route.source]
-            asked.append(np.flatnonzero(made_here & (following < self.first_tasks[each.route.target + 1])))
-            found.append(np.zeros(made.size, bool))
-            makers.append(made[asked[-1]])
-            others.append(following[asked[-1]])
+            is_own = following < self.first_tasks[each.route.target + 1]
+            candidates.append(np.flatnonzero(made_here & is_own))
+            by_route.append(np.zeros(made.size, bool))
+            makers.append(made[candidates[-1]])
+            others.append(following[candidates[-1]])
         depends = self.dependence.depends_on(np.concatenate(makers), np.concatenate(others))
-        for of_route, places in zip(found, asked, strict=True):
+        for of_route, places in zip(by_route, candidates, strict=True):
             of_route[places], depends = depends[: places.size], depends[places.size :]
-        return found
+        return by_route
 
 
 def _reads(
@@ -99,5 +101,5 @@ def _reads(
 
 
 def _made(each: "DeliveredMessages", next_computes_by_rank: Sequence[Ints]) -> Ints:
-    """The last cell before each message is sent."""
+    """The last compute before each message is sent."""
     return next_computes_by_rank[each.route.source][each.sends] - 1

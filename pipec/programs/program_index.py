@@ -1,4 +1,4 @@
-"""The programs of one step, indexed for verification: where everything is computed, moved and read."""
+"""The programs of one step, indexed for verification: where each value is computed, moved and read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
 
 @dataclass(frozen=True)
 class DeliveredMessages:
-    """How the messages of a route travel: the number of each instruction involved, an entry for each message.
+    """The numbers of the instructions that make, send, receive and read the messages of a route.
 
-    ``made`` and ``reads`` are -1 where nothing in the programs makes or reads a message. A move is its own
-    send and receive.
+    Each column has an entry for each message. ``made`` and ``reads`` are -1 where no instruction makes or
+    reads a message. A move is its own send and receive.
     """
 
     route: Route
@@ -38,12 +38,12 @@ class DeliveredMessages:
 
 @dataclass(frozen=True)
 class ProgramIndex:
-    """Programs and what they should carry out: the placement of stages, links, microbatches and limits.
+    """Programs and their specification: the placement of stages, links, microbatches and limits.
 
-    The stages in ``recompute`` replay their forward, and those in ``offload`` may let what it saved wait in
-    host memory. ``limits[rank]`` bounds what is in flight. ``sync_spec`` is what the programs do after their
-    microbatches. ``segments`` are the phases that consist of several functions, and ``model_collectives`` the
-    collectives between these.
+    The stages in ``recompute`` replay their forward, and those in ``offload`` may keep saved values in host
+    memory. ``limits[rank]`` bounds the microbatches in flight. ``sync_spec`` specifies reductions and
+    updates. ``segments`` are the phases that consist of several functions, and ``model_collectives`` run
+    between these.
     """
 
     programs: Sequence[Program]
@@ -71,7 +71,7 @@ class ProgramIndex:
 
     @cached_property
     def ranks(self) -> Ints:
-        """At [stage, microbatch], the rank that should run it."""
+        """At [stage, microbatch], the rank that should run them."""
         return ranks_by_microbatch(self.placement, self.num_microbatches)
 
     @cached_property
@@ -86,39 +86,39 @@ class ProgramIndex:
 
     @cached_property
     def numbers(self) -> Ints:
-        """At [op, stage, microbatch], the number of the last such compute or the first free, or -1."""
-        return self._found(lambda each: _in_turn(each, each.is_compute))
+        """At [op, stage, microbatch], the number of the last compute, or of the first free, or -1."""
+        return self._table(lambda each: _computes_and_frees(each, each.is_compute))
 
     @cached_property
     def begins(self) -> Ints:
-        """At [op, stage, microbatch], the number of the first such compute or free, or -1."""
+        """At [op, stage, microbatch], the number of the first compute or free, or -1."""
         if self._are_unique:
             return self.numbers
-        return self._found(lambda each: _in_turn(each, each.is_compute)[::-1])
+        return self._table(lambda each: _computes_and_frees(each, each.is_compute)[::-1])
 
     @cached_property
     def counts(self) -> Ints:
-        """At [op, stage, microbatch], how many such computes (of segments: the first) or frees there are."""
+        """At [op, stage, microbatch], the number of computes (of first segments, if split) or frees."""
         if self._are_unique:
             return (self.numbers >= 0).astype(np.int8)
         counts = np.zeros(self._shape, np.int32)
         for each in self.columns:
-            own = _in_turn(each, each.is_compute & (each.segments <= 0))
+            own = _computes_and_frees(each, each.is_compute & (each.segments <= 0))
             np.add.at(counts, (each.ops[own], each.stages[own], each.microbatches[own]), 1)
         return counts
 
     @cached_property
     def _are_unique(self) -> bool:
-        """Whether no compute or free stands twice or in segments, so that ``numbers`` has all of them."""
-        own = sum(_in_turn(each, each.is_compute).size for each in self.columns)
+        """Whether no compute or free is repeated or in segments, so that ``numbers`` has all of them."""
+        own = sum(_computes_and_frees(each, each.is_compute).size for each in self.columns)
         return own == np.count_nonzero(self.numbers >= 0)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
         return _NUM_MICROBATCH_OPS, len(self.placement), self.num_microbatches
 
-    def _found(self, own_of: Callable[[InstructionColumns], Ints]) -> Ints:
-        """The numbers of the instructions that ``own_of`` lists of each rank; of several alike, the last."""
+    def _table(self, own_of: Callable[[InstructionColumns], Ints]) -> Ints:
+        """The numbers of the instructions that ``own_of`` lists of each rank; of equal ones, the last."""
         numbers = np.full(self._shape, -1, np.int32)
         for each in self.columns:
             own = own_of(each)
@@ -151,12 +151,12 @@ class ProgramIndex:
 
     @cached_property
     def cells(self) -> ProgramComputes | None:
-        """The computes as cells that run, once deliveries are known; None if they wait for each other."""
+        """The computes as tasks, once deliveries are known; None if they wait for each other."""
         return ProgramComputes.of(self)
 
     @cached_property
     def deliveries(self) -> Sequence[DeliveredMessages]:
-        """How every message travels, once it is known that each is delivered exactly once."""
+        """The deliveries of all routes. Valid only if each message is delivered exactly once."""
         return [self._deliveries(route) for route in self.routes]
 
     def _deliveries(self, route: Route) -> DeliveredMessages:
@@ -178,10 +178,10 @@ class ProgramIndex:
     def probable_site(
         self, found: Sequence[int], rank: int, stage: int, microbatch: int
     ) -> InstructionSite | None:
-        """Where to look on ``rank`` when something was ``found`` too often or not at all.
+        """The site to show for an instruction of ``rank`` that is repeated or missing.
 
-        It is the last instruction that was found, else the last compute of the stage and microbatch, else the
-        last instruction of the rank.
+        It is the last of the instructions ``found``, else the last compute of the stage and microbatch, else
+        the last instruction of the rank.
         """
         codes = [OP_CODE[op] for op in COMPUTES]
         computed = int(self.numbers[codes, stage, microbatch].max()) if min(stage, microbatch) >= 0 else -1
@@ -190,24 +190,24 @@ class ProgramIndex:
         return (rank, number) if number >= 0 else None
 
 
-def _in_turn(columns: InstructionColumns, computes: NDArray[np.bool_]) -> Ints:
+def _computes_and_frees(columns: InstructionColumns, computes: NDArray[np.bool_]) -> Ints:
     """These computes of a rank from first to last, and its frees from last to first."""
     frees = np.flatnonzero(columns.ops == OP_CODE[Op.FREE])[::-1]
     return np.concatenate([np.flatnonzero(computes), frees])
 
 
 def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
-    """The lines of such a table that belong to some phases of a stage."""
+    """The rows of a table at [op, stage, microbatch] for some phases of a stage."""
     return numbers[[OP_CODE[Op(phase)] for phase in phases], stage]
 
 
 def transfer_ops(route: Route) -> tuple[Op, ...]:
-    """What brings a message along a route: a send and a receive, or a move within one rank."""
+    """The ops that deliver a message along a route: a send and a receive, or a move within one rank."""
     return (Op.SEND, Op.RECV) if route.crosses_ranks else (Op.MOVE,)
 
 
 def _groups(keys: Ints) -> list[Ints]:
-    """The places of each different key, ascending."""
+    """The places of each distinct key, ascending."""
     order = np.argsort(keys, kind="stable")
     bounds = np.flatnonzero(np.diff(keys[order])) + 1
     return np.split(order, bounds) if order.size else []

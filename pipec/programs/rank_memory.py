@@ -1,4 +1,4 @@
-"""What a rank holds while its program runs, and how much of it is in flight: counted here alone."""
+"""The memory of a rank while its program runs, and its microbatches in flight. Nothing else counts them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,23 +37,23 @@ _FREEING = {
     Payload.ACTIVATION: [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]],
     Payload.GRADIENT: [OP_CODE[Op.BACKWARD_WEIGHT]],
 }
-"""What lets go of what was saved by the phase that made a message."""
+"""The instruction that frees the values saved by the phase that made a message."""
 
 _NOWHERE = np.empty(0, np.int64)
 NUM_SENDS_IN_TRANSIT = 2
-"""How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
+"""Sent messages that a rank keeps of each link and peer: one that the peer may still read, and the next."""
 
 
 def microbatch_bytes(order: Sequence[Compute], stages: Sequence[StageMemory]) -> Floats:
-    """What the microbatches of one rank hold while each of its cells runs, in order.
+    """The bytes that the microbatches of one rank hold during each of its computes, in order.
 
-    ``stages[stage]`` is what each stage holds; what it holds once is left out. For a stage that saves 3 and
-    has 1 of transient memory::
+    ``stages[stage]`` is the memory of a stage; its static part is left out. For a stage that saves 3 and has
+    1 of transient memory::
 
-        cell     F0  F1  B0  F2  B1  B2
-        starts   +3  +3   0  +3   0   0     by how much memory grows when the cell starts
-        ends      0   0  -3   0  -3  -3     by how much it grows when the cell ends
-        held      4   7   7   7   7   4     with what is transient
+        compute  F0  F1  B0  F2  B1  B2
+        start    +3  +3   0  +3   0   0     growth of memory when the compute starts
+        end       0   0  -3   0  -3  -3     growth when the compute ends
+        total     4   7   7   7   7   4     with transient memory
     """
     cells = ComputeColumns.of(order)
     starts, ends, transient = (table[cells.phases, cells.stages] for table in _tables(stages))
@@ -62,7 +62,7 @@ def microbatch_bytes(order: Sequence[Compute], stages: Sequence[StageMemory]) ->
 
 
 def _tables(stages: Sequence[StageMemory]) -> tuple[Floats, Floats, Floats]:
-    """How memory grows as cells start and end, and what is transient, at [phase, stage]."""
+    """The growth of memory as computes start and end, and the transient memory, at [phase, stage]."""
     rows = [[(*each.growth(phase), each.transient.get(phase, 0.0)) for each in stages] for phase in PHASES]
     table = np.array(rows, np.float64).reshape(len(PHASES), len(stages), 3)
     return table[..., 0], table[..., 1], table[..., 2]
@@ -90,15 +90,16 @@ def peak_in_flight(program: Program) -> int:
 
 
 def rank_memory(plan: Plan, program: Program) -> RankMemory:
-    """What a rank holds while each instruction runs: the one account of the house.
+    """The memory of a rank during each instruction.
 
-    * A phase that consists of several functions holds what each of them does, one after the other, also where
-      one instruction runs them all.
-    * Buffers for what a microbatch receives stay from step to step, one for each slot.
-    * What is sent stays until the message after the next one of its link and peer, even if it was saved as
-      well and that is over.
-    * Sums of gradients begin with the first gradients, and end with the update, if the program has one. They
-      are there from the start where replicas add them up in memory that travels. ``.grad`` is None before.
+    * A phase that consists of several functions holds the memory of each of them, one after the other, even
+      if one instruction runs them all.
+    * Receive buffers of microbatches stay from step to step, one for each slot.
+    * A sent value stays until the message after the next one of its link and peer, even if it was also saved
+      and is not saved any more.
+    * Sums of gradients begin with the first gradients, and end with the update, if the program has one.
+      Before, ``.grad`` is None. Where replicas add them up in the buffer that is reduced, they exist from the
+      start.
     """
     account = _Account(plan, program)
     account.count_static()
@@ -126,10 +127,10 @@ def _sums_by_segment(memory: StageMemory) -> list[float]:
 
 @dataclass
 class _Account:
-    """Bytes by kind: those of the whole step, and how they grow as instructions start and end.
+    """Bytes by category: static ones, and their growth as instructions start and end.
 
-    ``columns`` are the instructions segment by segment, and ``numbers`` those that the segments belong to.
-    ``host`` is how the bytes of the host grow as instructions start.
+    ``columns`` are the instructions segment by segment, and ``numbers`` the instructions of the segments.
+    ``host`` is the growth of host memory as instructions start.
     """
 
     plan: Plan
@@ -172,7 +173,7 @@ class _Account:
             self.grow("running", updates, scratch, -scratch)
 
     def count_offloads(self) -> None:
-        """What is offloaded from the end of the compute behind an offload to the prefetch."""
+        """Offloaded values are on the host from the end of the compute after an offload to the prefetch."""
         for stage in self.own:
             if not (amount := self.stages[stage].offloaded):
                 continue
@@ -184,10 +185,10 @@ class _Account:
             np.add.at(self.host, prefetches + 1, -amount)
 
     def count_gradients(self) -> None:
-        """Sums of gradients, from the first gradients after they were taken until they are taken.
+        """Sums of gradients, from the first gradients after a reduction to the next reduction.
 
-        ``.grad`` is None when a step begins, so that sums become it and nothing is held twice. What travels
-        without sharding stays from step to step.
+        ``.grad`` is None when a step begins, so the sums become it and nothing is held twice. Buffers that
+        are reduced without sharding stay from step to step.
         """
         sync_spec = self.plan.sync_spec
         for stage in self.own:
@@ -199,8 +200,8 @@ class _Account:
                 bucket, num_bytes = sync_spec.buckets[number], _whole_bytes(sync_spec.buckets[number])
                 others[bucket.segment] -= num_bytes
                 if sync_spec.shard:
-                    taken = self._at(Op.REDUCE_GRAD, stage, number)
-                    self._sum_until(taken, num_bytes, stage, bucket.segment)
+                    reductions = self._at(Op.REDUCE_GRAD, stage, number)
+                    self._sum_until(reductions, num_bytes, stage, bucket.segment)
                 else:
                     self.static["gradients"] += num_bytes
             if sync_spec.buckets_of(stage):
@@ -210,25 +211,25 @@ class _Account:
                 self._sum_until(self._at(Op.UPDATE, stage), num_bytes, stage, segment)
 
     def _lent_gradients(self, stage: int) -> float:
-        """Sums of gradients that a stage brings home to others, whose weights it has used."""
+        """Sums of gradients of borrowed weights, which a stage sends to their owners."""
         links = (link for link in self.plan.links if link.payload is Payload.WEIGHT_GRADIENT)
         return sum(value_bytes(v, {}) for link in links if link.source == stage for v in link.values)
 
-    def _sum_until(self, taken: Ints, amount: float, stage: int, segment: int) -> None:
-        """Sums that begin with the first gradients of a segment, each time after they were taken.
+    def _sum_until(self, reductions: Ints, amount: float, stage: int, segment: int) -> None:
+        """Sums that begin with the first gradients of a segment after each reduction.
 
-        Those that gradients are made in begin before.
+        Sums in which gradients are accumulated directly begin earlier.
         """
         columns, of_stage = self.columns, self.columns.stages == stage
         of_segment = (columns.segments < 0) | (columns.segments == segment)
         made = np.flatnonzero(of_stage & of_segment & np.isin(columns.ops, _MAKING_GRADIENTS))
-        rounds, first = np.unique(np.searchsorted(taken, made), return_index=True)
+        rounds, first = np.unique(np.searchsorted(reductions, made), return_index=True)
         memory = self.stages[stage]
         early = (
             amount * memory.accumulated_in_place / memory.gradients if memory.accumulated_in_place else 0.0
         )
         self.grow("gradients", made[first], early, amount - early)
-        self.grow("gradients", taken[rounds[rounds < taken.size]], 0.0, -amount)
+        self.grow("gradients", reductions[rounds[rounds < reductions.size]], 0.0, -amount)
 
     def count_messages(self) -> None:
         columns, links = self.columns, self.plan.links
@@ -263,7 +264,7 @@ class _Account:
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
 
     def _outlive_saved(self, sends: Ints, replaced: Ints) -> None:
-        """What is sent of what a stage saves, from when that is let go of until its send is ``replaced``."""
+        """Sent values that a stage also saves, from their free until their send is ``replaced``."""
         columns, end = self.columns, len(self.columns)
         for number in np.unique(columns.link_numbers[sends]).tolist():
             link, amount = self.plan.links[number], self.plan.link_saved_bytes[number]
@@ -279,7 +280,7 @@ class _Account:
             self.grow("sent", sent_until[outlives & (sent_until < end)], -amount, 0.0)
 
     def count_results(self) -> None:
-        """Results of microbatches, which are kept until they are joined."""
+        """Results of microbatches, which stay until they are joined."""
         for link in self.plan.links:
             if link.payload is Payload.RESULT and link.source in self.own:
                 made = self._at(Op.FORWARD, link.source)
@@ -288,7 +289,7 @@ class _Account:
                 self.grow("results", made, 0.0, amount)
 
     def _bytes_once(self, number: int) -> float:
-        """What is received once a step. A borrowed weight counts as one of the stage's parameters."""
+        """Bytes of a value received once a step. A borrowed weight counts as a parameter of the stage."""
         link, rows = self.plan.links[number], self.plan.microbatch_size * self.plan.num_microbatches
         if link.payload is Payload.WEIGHT:
             return 0.0
@@ -311,7 +312,7 @@ class _Account:
                     self.grow("in_transit", self._at(Op.RESHARD, stage, number), 0.0, -bucket.unsharded_bytes)
 
     def count_prepared(self) -> None:
-        """Where weights are gathered for use, what is made of them goes when they are let go of."""
+        """Where weights are gathered for use, values precomputed from them are freed with them."""
         sync_spec = self.plan.sync_spec
         for stage in self.own:
             gathered = [
@@ -333,7 +334,7 @@ class _Account:
         return chosen
 
     def grow(self, kind: str, positions: Ints, start: Floats | float, end: Floats | float) -> None:
-        """Let a kind grow by ``start`` as the instructions at ``positions`` start, by ``end`` as they end."""
+        """Grow a category by ``start`` as the instructions at ``positions`` start, by ``end`` as they end."""
         for growths, amount in ((self.starts, start), (self.ends, end)):
             np.add.at(growths.setdefault(kind, np.zeros(len(self.columns))), positions, amount)
 

@@ -1,27 +1,27 @@
-"""Equal replicas: the programs of two of each kind stand for those of all.
+"""Equal replicas: the programs of two of each kind represent those of all.
 
-Replica k of a step with R replicas runs the microbatches k, k + R, k + 2R and so on. If the microbatches do
-not come out even, the first replicas run one more than the others; so there are at most two kinds of
-replicas. ``representative_replicas`` checks that all replicas of a kind run the same cells in the same order,
-and returns the schedule in which at most two of each kind are left. What is proved of its programs holds for
-those of all replicas:
+Replica k of a step with R replicas runs the microbatches k, k + R, k + 2R and so on. If R does not divide the
+number of microbatches, the first replicas run one more than the others; so there are at most two kinds of
+replicas. ``representative_replicas`` checks that all replicas of a kind run the same computes in the same
+order, and returns the schedule of at most two *representatives* of each kind. A proof for its programs holds
+for the programs of all replicas:
 
-* Map each replica to one of its kind that is left. An instruction is then mapped to one that is the same but
+* Map each replica to a representative of its kind. Each instruction is then mapped to an equal one, except
   for the numbers of its microbatch and of ranks.
-* A compute, a free and a message between stages concern the ranks of one replica alone. So the rules that are
-  about these hold in each replica, because they hold in the one it is mapped to.
-* The ranks of a stage start its collectives in the same order: each of them has the list of a rank that is
-  left, and these have been compared, with one another of the same kind and with one of the other kind.
-* If ranks waited for each other in a ring, so would those that they are mapped to, because each wait is
-  mapped to a wait. A rank that waits for another replica of its own kind to come to a collective is mapped to
-  one that waits for itself to come there, which it has.
-* Results go from each replica that makes some to all other ranks. From one of its own kind a rank receives
-  them as from the other one that is left. Nothing is computed of them, and a rank posts all these receives
-  before it sends results itself: no ring goes through them.
+* A compute, a free and a message between stages concern the ranks of one replica alone. So their rules hold
+  in each replica, because they hold in its representative.
+* The ranks of a stage start its collectives in the same order: each of them has the list of a representative
+  rank, and these lists are compared, within a kind and between the kinds.
+* If ranks waited for each other in a cycle, so would their representatives, because each wait is mapped to a
+  wait. A rank that waits until another replica of its own kind reaches a collective is mapped to a rank that
+  waits until it reaches the collective itself, which it has.
+* Each replica that makes results sends them to all other ranks. A rank receives the results of a replica of
+  its own kind as from the other representative. Nothing is computed from results, and a rank posts all these
+  receives before it sends results itself, so no cycle goes through them.
 
-Costs are those of stages and links, whichever replica runs them, so that replicas of a kind also take the
-same time. tests/programs/test_alike.py compares all this with steps of all replicas. It serves to plan:
-programs that run, or are written down, are those of all ranks, and have been verified one by one.
+Costs belong to stages and links, whichever replica runs them, so replicas of a kind also take the same time.
+tests/programs/test_alike.py compares all this with steps of all replicas. Representatives serve planning only:
+programs that run, or are written to a file, are those of all ranks, and are verified one by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ MAX_RANKS_WITHOUT_REPRESENTATIVES = 64
 
 @dataclass(frozen=True)
 class RepresentativeReplicas:
-    """``schedule`` is that of the replicas that are left, which are numbered ``kept`` in the step.
+    """The ``schedule`` of the representatives, which are the replicas ``kept`` of the step.
 
     ``ranks[position][replica]`` are the ranks of the step, and ``few_ranks`` those of ``schedule``: ranks at
     one position of their replicas have the same stages. The first replicas of a kind are in ``firsts``.
@@ -62,9 +62,9 @@ class RepresentativeReplicas:
 
     @cached_property
     def representatives(self) -> RepresentativeRanks:
-        """The first replica of a kind stands for itself, and the second for all others."""
+        """The first replica of a kind represents itself, and the second all others."""
         pairs = sorted(
-            (few[place], ranks[replica], len(self._meant(place)))
+            (few[place], ranks[replica], len(self._represented_replicas(place)))
             for ranks, few in zip(self.ranks, self.few_ranks, strict=True)
             for place, replica in enumerate(self.kept)
         )
@@ -73,7 +73,7 @@ class RepresentativeReplicas:
         )
 
     def representative(self, rank: int) -> int:
-        """The rank of ``schedule`` that stands for a rank of the step."""
+        """The rank of ``schedule`` that represents a rank of the step."""
         return self._stand_ins[rank]
 
     @cached_property
@@ -82,37 +82,37 @@ class RepresentativeReplicas:
             ranks[replica]: rank
             for ranks, few in zip(self.ranks, self.few_ranks, strict=True)
             for place, rank in enumerate(few)
-            for replica in self._meant(place)
+            for replica in self._represented_replicas(place)
         }
 
     def microbatches(self, few: Ints) -> Ints:
         """The numbers that microbatches of ``schedule`` have in the step; -1 stays."""
-        turns, places = np.divmod(few, len(self.kept))
-        return np.where(few < 0, few, turns * self.num_replicas + np.array(self.kept)[places]).astype(
+        rounds, places = np.divmod(few, len(self.kept))
+        return np.where(few < 0, few, rounds * self.num_replicas + np.array(self.kept)[places]).astype(
             np.int32
         )
 
     def plan(self, plan: Plan) -> Plan:
-        """The plan of the replicas that are left."""
+        """The plan of the representatives."""
         few = self.schedule
         return replace(plan, placement=few.placement, num_microbatches=few.num_microbatches)
 
     def as_in_full_step(self, programs: Sequence[Program]) -> list[Program]:
-        """For each of these ``programs`` that of the step, as the first replica of its kind runs it."""
-        found: dict[int, Program] = {}
+        """For each of these ``programs`` the one that the first replica of its kind runs in the step."""
+        by_rank: dict[int, Program] = {}
         for position, few in enumerate(self.few_ranks):
             for place, rank in enumerate(few):
                 first = max(each for each in self.firsts if each <= self.kept[place])
                 own = self.kept.index(first)
-                found[rank] = self._renumbered(programs[few[own]], position, own)
-        return [found[rank] for rank in range(len(programs))]
+                by_rank[rank] = self._renumbered(programs[few[own]], position, own)
+        return [by_rank[rank] for rank in range(len(programs))]
 
     def expand(self, memory: Sequence[RankMemory]) -> list[RankMemory]:
-        """What each rank of the step holds, given what those that are left hold."""
+        """The memory of each rank of the step, given the memory of the representatives."""
         return [replace(memory[self.representative(rank)], rank=rank) for rank in range(self.num_ranks)]
 
-    def _meant(self, place: int) -> range:
-        """The replicas for which one that is left stands."""
+    def _represented_replicas(self, place: int) -> range:
+        """The replicas of a representative."""
         replica = self.kept[place]
         if replica in self.firsts:
             return range(replica, replica + 1)
@@ -129,7 +129,7 @@ class RepresentativeReplicas:
         is_result = np.array([*(link.payload.is_result for link in columns.links), False])
         peers = [[peer] for peer in self._peers(matrix[4], replica).tolist()]
         for number in np.flatnonzero(is_result[matrix[3]]).tolist():
-            peers[number] = self._all_meant(int(matrix[4, number]))
+            peers[number] = self._represented_ranks(int(matrix[4, number]))
         matrix = matrix.repeat([len(each) for each in peers], axis=1)
         matrix[4] = np.concatenate([np.empty(0, np.int32), *peers])
         sends = np.flatnonzero(is_result[matrix[3]] & (matrix[0] == OP_CODE[Op.SEND]))
@@ -137,22 +137,24 @@ class RepresentativeReplicas:
         return Program(self.ranks[position][replica], InstructionColumns(matrix, columns.links))
 
     def _peers(self, few: Ints, replica: int) -> Ints:
-        """The ranks of one replica that these ranks stand for; -1 stays."""
+        """The ranks of one replica that these ranks represent; -1 stays."""
         own = np.full(self.schedule.num_ranks + 1, -1, np.int32)
         for ranks, kept in zip(self.ranks, self.few_ranks, strict=True):
             own[list(kept)] = ranks[replica]
         return own[few]
 
-    def _all_meant(self, few: int) -> list[int]:
-        """The ranks for which a rank that is left stands."""
+    def _represented_ranks(self, few: int) -> list[int]:
+        """The ranks that a rank of ``schedule`` represents."""
         position = next(k for k, ranks in enumerate(self.few_ranks) if few in ranks)
-        return [self.ranks[position][k] for k in self._meant(self.few_ranks[position].index(few))]
+        return [
+            self.ranks[position][k] for k in self._represented_replicas(self.few_ranks[position].index(few))
+        ]
 
 
 def representative_replicas(
     schedule: Schedule, most_ranks: int = MAX_RANKS_WITHOUT_REPRESENTATIVES
 ) -> RepresentativeReplicas | None:
-    """The schedule of a few replicas, if there are more than ``most_ranks`` and some of them are alike."""
+    """The schedule of representatives; None for up to ``most_ranks`` ranks, or if no replicas are equal."""
     if schedule.num_ranks <= most_ranks or schedule.stream is not None:
         return None
     ranks = _positions(schedule)
@@ -163,7 +165,7 @@ def representative_replicas(
     kept = [replica for kind in kinds for replica in kind[:2]]
     if len(kept) == len(ranks[0]) or not all(_do_the_same(schedule, ranks, kind) for kind in kinds):
         return None
-    return _left(schedule, ranks, kept, [kind[0] for kind in kinds])
+    return _of_representatives(schedule, ranks, kept, [kind[0] for kind in kinds])
 
 
 def _positions(schedule: Schedule) -> Placement | None:
@@ -177,17 +179,17 @@ def _positions(schedule: Schedule) -> Placement | None:
 
 
 def _do_the_same(schedule: Schedule, ranks: Placement, kind: range) -> bool:
-    """Whether each of these replicas runs what the first of them runs, on microbatches of its own."""
+    """Whether each of these replicas runs the same computes as the first, on microbatches of its own."""
     replicas = len(ranks[0])
     for position in ranks:
-        first = _turns(schedule, position, kind[0], replicas)
-        if not all(np.array_equal(_turns(schedule, position, each, replicas), first) for each in kind):
+        first = _own_computes(schedule, position, kind[0], replicas)
+        if not all(np.array_equal(_own_computes(schedule, position, each, replicas), first) for each in kind):
             return False
     return True
 
 
-def _turns(schedule: Schedule, position: Sequence[int], replica: int, replicas: int) -> Ints:
-    """The cells of a rank, with 0, 1, 2, ... for the microbatches of its replica."""
+def _own_computes(schedule: Schedule, position: Sequence[int], replica: int, replicas: int) -> Ints:
+    """The computes of a rank, with 0, 1, 2, ... for the microbatches of its replica."""
     matrix = ComputeColumns.of(schedule.orders[position[replica]]).matrix
     matrix[2] -= replica
     own = matrix[2] % replicas == 0
@@ -195,7 +197,7 @@ def _turns(schedule: Schedule, position: Sequence[int], replica: int, replicas: 
     return matrix
 
 
-def _left(
+def _of_representatives(
     schedule: Schedule, ranks: Placement, kept: Sequence[int], firsts: Sequence[int]
 ) -> RepresentativeReplicas:
     left = sorted(position[replica] for position in ranks for replica in kept)
@@ -205,7 +207,7 @@ def _left(
     orders: dict[int, ComputeColumns] = {}
     for position, few in positions.items():
         for place, replica in enumerate(kept):
-            matrix = _turns(schedule, position, replica, len(position))
+            matrix = _own_computes(schedule, position, replica, len(position))
             matrix[2] = matrix[2] * len(kept) + place
             orders[few[place]] = ComputeColumns(matrix)
     counts = [len(range(replica, schedule.num_microbatches, len(ranks[0]))) for replica in kept]
@@ -217,10 +219,9 @@ def _left(
 
 
 class ReplicatedPrograms(Sequence[Program]):
-    """The programs of all ranks, of which only ``representative_programs``, those of ``few`` replicas, are
-    lowered.
+    """The programs of all ranks, of which only ``representative_programs`` of ``few`` replicas are lowered.
 
-    ``make`` lowers and verifies all of them, when somebody asks for one.
+    ``make`` lowers and verifies all of them, when the first one is accessed.
     """
 
     def __init__(
@@ -249,12 +250,12 @@ class ReplicatedPrograms(Sequence[Program]):
 
 
 def representative_programs(programs: Sequence[Program]) -> Sequence[Program]:
-    """The programs that stand for all of these, as they are lowered, verified and simulated."""
+    """The programs that represent all of these, as they are lowered, verified and simulated."""
     return programs.representative_programs if isinstance(programs, ReplicatedPrograms) else programs
 
 
 def as_in_full_step(programs: Sequence[Program]) -> Sequence[Program]:
-    """The programs that stand for all of these, as the ranks of the step execute them."""
+    """The programs that represent all of these, as the ranks of the step execute them."""
     return (
         programs.representative_replicas.as_in_full_step(programs.representative_programs)
         if isinstance(programs, ReplicatedPrograms)

@@ -1,8 +1,9 @@
-"""What a script sees of a stream: the results of one mini-batch after the other, on every rank.
+"""The rules for the results of a stream, which a script gets mini-batch by mini-batch, on every rank.
 
-A script asks for results, and says by that how updates are to be made of which this mini-batch is the last. A
-rank comes to neither such an update nor the last result of a mini-batch before its script has asked for it,
-and so has all results of those before. ``result_waits`` tells that to those who prove that ranks finish.
+By requesting the results of a mini-batch, a script also decides how the updates are made that end with this
+mini-batch. A rank reaches such an update, or the last result of a mini-batch, only after its script has
+requested that mini-batch, and therefore has all results of earlier ones. ``result_waits`` passes these waits
+to the proof that ranks finish.
 """
 
 from collections import Counter
@@ -19,51 +20,53 @@ from pipec.programs.violation import Violation
 
 
 class ResultWait(NamedTuple):
-    """A rank comes to instruction ``number`` once its script has asked for mini-batch ``asked``.
+    """A rank reaches instruction ``number`` once its script has requested mini-batch ``requested``.
 
-    ``known`` are the mini-batches of which it knows all results by then, or has them on their way.
+    ``num_available`` is the number of mini-batches whose results have all arrived or been sent by then.
     """
 
     number: int
-    asked: int
-    known: int
+    requested: int
+    num_available: int
 
 
 def results_before_wait(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank waits for its script while the script waits for results that are not even on their way."""
+    """No rank waits for its script while the script waits for results that are not even sent."""
     for rank in range(len(step.columns)):
         for pause in _pauses(step, rank):
-            if pause.known < pause.asked:
-                found = f"comes before the results of mini-batch {pause.known} are on their way"
-                what = f"what waits until mini-batch {pause.asked} is asked for"
-                yield Violation((rank, pause.number), f"{what} {found}")
+            if pause.num_available < pause.requested:
+                yield Violation(
+                    (rank, pause.number),
+                    f"this waits until mini-batch {pause.requested} is requested, but comes before the "
+                    f"results of mini-batch {pause.num_available} are sent",
+                )
 
 
 def result_waits(step: ProgramIndex) -> WaitEdges:
-    """A pause waits until the results of the mini-batch before have been sent to the rank."""
+    """A pause waits until the results of the previous mini-batch have been sent to the rank."""
     rows: list[tuple[int, int, int, int]] = []
     if step.sync_spec.stream is not None:
         sent = _sent(step, step.sync_spec.stream)
         for rank in range(len(step.columns)):
             for pause in _pauses(step, rank):
-                rows += [(rank, pause.number, *site) for site in sent.get((rank, pause.asked - 1), ())]
+                rows += [(rank, pause.number, *site) for site in sent.get((rank, pause.requested - 1), ())]
     return WaitEdges(*np.array(rows, np.int32).reshape(-1, 4).T)
 
 
 def _sent(step: ProgramIndex, stream: Stream) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """By rank and mini-batch, where its results are sent to the rank."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    """By rank and mini-batch, the sites at which its results are sent to the rank."""
+    sites: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for each in step.deliveries:
         if each.route.link.payload is Payload.MICROBATCH_RESULT:
             pairs = zip(each.route.microbatches.tolist(), each.sends.tolist(), strict=True)
             for microbatch, number in pairs:
                 key = each.route.target, microbatch // stream.microbatches
-                found.setdefault(key, []).append((each.route.source, number))
-    return found
+                sites.setdefault(key, []).append((each.route.source, number))
+    return sites
 
 
 def _pauses(step: ProgramIndex, rank: int) -> Iterator[ResultWait]:
-    """Where a rank may wait for its script, in order."""
+    """The places where a rank may wait for its script, in order."""
     stream, columns = step.sync_spec.stream, step.columns[rank]
     if stream is None:
         return
@@ -74,16 +77,16 @@ def _pauses(step: ProgramIndex, rank: int) -> Iterator[ResultWait]:
     received = (columns.ops == OP_CODE[Op.RECV]) & np.array([*links, False])[columns.link_numbers]
     made = (columns.ops == OP_CODE[Op.FORWARD]) & np.isin(columns.stages, makers)
     updates, replicas = columns.ops == OP_CODE[Op.UPDATE], replica_counts(step.placement)
-    known, learned = 0, Counter[int]()
+    num_available, results = 0, Counter[int]()
     for number in np.flatnonzero(received | made | updates).tolist():
         microbatch = int(columns.microbatches[number])
         if updates[number]:
             behind = microbatch + stream.microbatches_per_update(int(columns.stages[number]), replicas)
             last = min(behind, step.num_microbatches) // stream.microbatches - 1
-            yield ResultWait(number, last, known)
+            yield ResultWait(number, last, num_available)
             continue
-        learned[microbatch // stream.microbatches] += 1
-        if learned[known] == len(makers) * stream.microbatches:
-            yield ResultWait(number, known, known)
-        while learned[known] == len(makers) * stream.microbatches:
-            known += 1
+        results[microbatch // stream.microbatches] += 1
+        if results[num_available] == len(makers) * stream.microbatches:
+            yield ResultWait(number, num_available, num_available)
+        while results[num_available] == len(makers) * stream.microbatches:
+            num_available += 1

@@ -1,4 +1,4 @@
-"""Between which ranks links carry what: the one answer that lowering and verification start from."""
+"""The ranks and microbatches of each link, from which both lowering and verification start."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from pipec.ir.columns import Ints
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What link ``number`` carries from rank ``source`` to rank ``target``: an entry for each message.
+    """The messages of link ``number`` from rank ``source`` to rank ``target``.
 
-    ``microbatches`` holds -1 alone for a link that moves once per step.
+    ``microbatches`` has an entry for each message: -1 alone for a link that moves once per step.
     """
 
     number: int
@@ -32,8 +32,8 @@ class Route:
 def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -> Iterator[Route]:
     """The routes of every link, in the order of ``links``."""
 
-    def every(turns: int, first: int) -> Ints:
-        return np.arange(first, num_microbatches, turns, dtype=np.int32)
+    def every(period: int, first: int) -> Ints:
+        return np.arange(first, num_microbatches, period, dtype=np.int32)
 
     for number, link in enumerate(links):
         sources = placement[link.source]
@@ -42,21 +42,21 @@ def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -
                 yield Route(number, link, source, target, every(len(sources), sources.index(source)))
         elif link.payload.per_microbatch:
             targets = placement[link.target]
-            turns = math.lcm(len(sources), len(targets))
-            pairs = zip(islice(cycle(sources), turns), islice(cycle(targets), turns), strict=True)
+            period = math.lcm(len(sources), len(targets))
+            pairs = zip(islice(cycle(sources), period), islice(cycle(targets), period), strict=True)
             for (source, target), first in sorted(zip(pairs, range(num_microbatches), strict=False)):
-                yield Route(number, link, source, target, every(turns, first))
+                yield Route(number, link, source, target, every(period, first))
         else:
             for source, target in rank_pairs(link, placement, num_microbatches):
                 yield Route(number, link, source, target, np.array([-1], np.int32))
 
 
 def rank_pairs(link: Link, placement: Placement, num_microbatches: int) -> Sequence[tuple[int, int]]:
-    """The ranks that messages of a link go from and to, if it moves once per step or is a result.
+    """The pairs of sending and receiving ranks of a link that moves once per step or is a result.
 
     A result goes from every replica that made a part of it to every other rank. The k-th replica of a stage
-    that borrows weights borrows from replica k mod r of the r that the owner has, and brings its gradients
-    home there.
+    that borrows weights borrows from replica k mod r of the owner's r replicas, and sends gradients back to
+    it.
     """
     sources = placement[link.source]
     if link.payload.is_result:

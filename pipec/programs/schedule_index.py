@@ -1,6 +1,6 @@
-"""The computes of a schedule by position: where each runs on its rank. Misplaced ones are refused.
+"""The computes of a schedule by position on their rank. Misplaced ones are rejected.
 
-A compute that is run segment by segment takes as many positions as it has segments.
+A compute that runs segment by segment takes as many positions as it has segments.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from pipec.programs.counterexample import counterexample
 
 
 class ScheduleIndex:
-    """The cells of a schedule, numbered rank by rank, and the positions of each rank's from 1.
+    """The computes of a schedule, numbered rank by rank, and their positions on each rank, from 1.
 
-    A compute that ``sync_spec`` splits into ``segments``, to run something between them, is listed once for
-    each. ``counts[rank]`` has for each of a rank's computes how often it is listed, and ``segments[rank]``
-    which segment it is, or -1 for a whole one. ``firsts`` and ``lasts`` have the positions at [phase, stage,
+    A compute that is split into ``segments``, to run collectives between them, is listed once for each.
+    ``counts[rank]`` has the number of segments of each compute of a rank, and ``segments[rank]`` the segment
+    of each entry, or -1 for a whole compute. ``firsts`` and ``lasts`` have the positions at [phase, stage,
     microbatch], or 0.
 
     Raises:
@@ -59,13 +59,13 @@ class ScheduleIndex:
         return len(self.cells[rank])
 
     def cell_numbers(self, rank: int, positions: Ints) -> Ints:
-        """The numbers of the cells at these positions of a rank."""
+        """The numbers of the computes at these positions of a rank."""
         return positions + (self.first_tasks[rank] - 1)
 
     def positions_of(self, link: Link, phases: Sequence[Phase], stage: int) -> Ints:
         """For each microbatch, the position of the first of ``phases`` that a stage of ``link`` runs.
 
-        What makes a message is over with its last segment, and what reads one begins with its first.
+        A producer of a message ends with its last segment, and a reader begins with its first.
         """
         positions = self.lasts if stage == link.source else self.firsts
         found: Ints = np.zeros(self.schedule.num_microbatches, np.int32)
@@ -83,7 +83,7 @@ class ScheduleIndex:
         return found
 
     def explain_stuck(self, cells: Ints) -> str:
-        """What to say of cells that wait for each other, at most one of each rank."""
+        """The error text for computes that wait for each other, at most one of each rank."""
         ranks = np.searchsorted(self.first_tasks, cells, "right") - 1
         marked = {
             rank: cell - self.first_tasks[rank]
@@ -108,7 +108,7 @@ class ScheduleIndex:
         return found
 
     def _check_once(self) -> None:
-        """Refuse a cell that stands twice: of a table of places, the later ones take the entry."""
+        """Reject a repeated compute: in a table of places, a later one overwrites the earlier one."""
         schedule = self.schedule
         places = np.empty((len(PHASES), schedule.num_stages, schedule.num_microbatches), np.int32)
         for rank, cells in enumerate(self.cells):
@@ -119,13 +119,13 @@ class ScheduleIndex:
 
     def _check_place(self, rank: int, cells: ComputeColumns) -> None:
         schedule = self.schedule
-        known = (cells.stages >= 0) & (cells.stages < schedule.num_stages)
-        known &= (cells.microbatches >= 0) & (cells.microbatches < schedule.num_microbatches)
-        at = np.where(known, cells.stages, 0), np.where(known, cells.microbatches, 0)
+        valid = (cells.stages >= 0) & (cells.stages < schedule.num_stages)
+        valid &= (cells.microbatches >= 0) & (cells.microbatches < schedule.num_microbatches)
+        at = np.where(valid, cells.stages, 0), np.where(valid, cells.microbatches, 0)
         here = self.ranks[at] == rank
-        for place in np.flatnonzero(~(known & here)).tolist()[:1]:
+        for place in np.flatnonzero(~(valid & here)).tolist()[:1]:
             cell = cells[place]
-            if not known[place]:
+            if not valid[place]:
                 stages, microbatches = schedule.num_stages, schedule.num_microbatches
                 expected = f"stages 0 to {stages - 1} and microbatches 0 to {microbatches - 1}"
             else:
@@ -140,7 +140,7 @@ class ScheduleIndex:
         )
 
     def _last_of(self, stage: int, microbatch: int) -> int:
-        """The place of the last cell of a stage and microbatch, or of the last of its rank."""
+        """The place of the last compute of a stage and microbatch, or else of its rank."""
         last = int(self.lasts[:, stage, microbatch].max())
         return (last or self.length(int(self.ranks[stage, microbatch]))) - 1
 
@@ -149,6 +149,6 @@ class ScheduleIndex:
 
 
 def _places(counts: Ints) -> Ints:
-    """The places of things that stand so often among those of their kind: 2 3 1 -> 0 1 0 1 2 0."""
+    """The index of each repetition, for counts of repetitions: 2 3 1 -> 0 1 0 1 2 0."""
     first: Ints = np.cumsum(counts) - counts
     return np.arange(int(counts.sum()), dtype=np.int32) - first.repeat(counts).astype(np.int32)

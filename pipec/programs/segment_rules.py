@@ -1,4 +1,4 @@
-"""The rules for computes that are run segment by segment: each segment once, in order."""
+"""The rules for computes that run segment by segment: each segment once, in order."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from pipec.programs.violation import Violation
 
 
 def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """The segments of a compute run one after the other, each of them once."""
+    """The segments of a compute run once each, in order."""
     for rank, columns in enumerate(step.columns):
         for own in _split_computes(columns):
             op, stage = OPS[columns.ops[own[0]]], int(columns.stages[own[0]])
@@ -25,7 +25,7 @@ def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def _split_computes(columns: InstructionColumns) -> list[Ints]:
-    """The numbers of the instructions of each compute that has an instruction for some segment of it."""
+    """The instruction numbers of each compute that runs segment by segment."""
     own = np.flatnonzero(columns.is_compute & (columns.segments >= 0))
     cells = np.stack([columns.microbatches, columns.stages, columns.ops])[:, own]
     order = np.lexsort(cells)
@@ -34,7 +34,7 @@ def _split_computes(columns: InstructionColumns) -> list[Ints]:
 
 
 def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Violation]:
-    """Forwards of a stage do not mix: buffers that one changes are what the next one finds."""
+    """Forwards of a stage do not interleave, because one reads the buffers that the previous one changed."""
     forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
     for stage in np.unique(columns.stages[forwards[columns.segments[forwards] > 0]]).tolist():
         own = forwards[columns.stages[forwards] == stage]

@@ -1,4 +1,4 @@
-"""Values that several stages of a rank read: the first of them receives it, and hands it on to the others."""
+"""Values that several stages of a rank read: the first stage receives them, and moves them to the others."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,13 +8,13 @@ from pipec.ir import Link, Phase
 from pipec.ir.columns import PHASE_CODE, ComputeColumns
 
 _READING = ([Phase.FORWARD], 1), ([Phase.BACKWARD, Phase.BACKWARD_INPUT], -1)
-"""The phases that read messages, and in which direction a microbatch runs through the stages then."""
+"""The phases that read messages, and the direction in which a microbatch runs through the stages in each."""
 
 
 def runs_stages_in_order(orders: Iterable[ComputeColumns]) -> bool:
     """Whether ranks run a microbatch's forwards in the order of its stages, and the backwards in reverse.
 
-    Then the first stage that reads a value can hand it on. Stages that form a chain cannot run otherwise.
+    Then the first stage that reads a value can move it on. Stages that form a chain cannot run otherwise.
     """
     return all(_is_in_order(cells, phases, way) for cells in orders for phases, way in _READING)
 
@@ -27,7 +27,7 @@ def _is_in_order(cells: ComputeColumns, phases: Sequence[Phase], way: int) -> bo
 
 
 def holding_stages(links: Sequence[Link]) -> Mapping[int, Sequence[int]]:
-    """The stages that hold the values of a link, by its number, where its target hands them on."""
+    """By the number of a link, the stages that keep its values, if its target moves them on."""
     handed: dict[tuple[int, str], list[int]] = {}
     for link in links:
         for value in link.values if link.payload.feeds_compute else ():

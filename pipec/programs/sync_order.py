@@ -1,13 +1,14 @@
-"""Collectives and updates: at which position of each rank's program they stand.
+"""Collectives and updates: their positions in the program of each rank.
 
-All ranks of a collective start it, and none gets past it before the last one has come. So all collectives of
-a step are put into one order, by the time in the unit order of ``lower`` at which the last of its ranks is
-ready, and each stands before the cell that its rank runs at that time. Whatever a rank waits for therefore
-comes before in one order over all ranks, and any two ranks start their common collectives in the same order.
+All ranks of a collective start it, and none passes it before the last one has reached it. So all collectives
+of a step are sorted by the time in the unit order of ``lower`` at which the last of their ranks is ready, and
+each is placed before the compute that its rank runs at that time. A rank therefore only waits for
+instructions before it in one order over all ranks, and any two ranks start their common collectives in the
+same order.
 
-Where parameters are sharded, they are gathered before the forwards of their stage and again before its
-backwards, each time one cell ahead, and let go of behind. If the second gathering would begin before the
-forwards of some replica have ended, they stay from the first forward to the last backward.
+Sharded parameters are gathered before the forwards of their stage and again before its backwards, each time
+one compute ahead, and freed afterwards. If the second gathering would begin before the forwards of some
+replica have ended, they stay from the first forward to the last backward.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,10 +27,10 @@ _FORWARD = [PHASES.index(Phase.FORWARD)]
 
 @dataclass(frozen=True)
 class SyncOp:
-    """An op of several ranks, or of one, and its position on each of them: that of the cell behind it.
+    """An op of one or several ranks, and its position on each of them: that of the compute after it.
 
-    Where steps follow each other without a flush, it is for a round that begins with ``microbatch``, and an
-    update makes ``version``.
+    In an asynchronous schedule it belongs to the round that begins with ``microbatch``, and an update makes
+    ``version``.
     """
 
     op: Op
@@ -54,7 +55,7 @@ class SyncOrder:
     sync_spec: SyncSpec
 
     def all(self) -> list[SyncOp]:
-        """Every collective and update, in the order in which the ranks come to them."""
+        """Every collective and update, in the order in which the ranks reach them."""
         timed = [*self._averages(), *self._reduces(), *self._norm(), *self._updates(), *self._gathers()]
         return [sync_op for _, sync_op in sorted(timed, key=lambda pair: pair[0])]
 
@@ -69,7 +70,7 @@ class SyncOrder:
                 yield self._collective(Op.REDUCE_GRAD, ready, bucket.stage, number)
 
     def _rounds(self, bucket: Bucket) -> Iterator[dict[int, int]]:
-        """By rank, the positions behind which gradients of a bucket are there: of each round, or of all."""
+        """By rank, the positions after which gradients of a bucket are complete: of each round, or of all."""
         if not self.sync_spec.reduces_every_round(bucket):
             yield self._ready(bucket)
             return
@@ -79,13 +80,13 @@ class SyncOrder:
 
     def _norm(self) -> Iterator[tuple[float, SyncOp]]:
         if self.sync_spec.has_grad_norm:
-            yield self._collective(Op.GRAD_NORM, {rank: self._over(rank) for rank in range(len(self.ends))})
+            yield self._collective(Op.GRAD_NORM, {rank: self._end(rank) for rank in range(len(self.ends))})
 
     def _updates(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self._updated():
             ready = self._last(stage, _GRADIENTS)
-            if self.sync_spec.has_grad_norm or self._brought_home(stage):
-                ready = {rank: self._over(rank) for rank in ready}
+            if self.sync_spec.has_grad_norm or self._with_remote_gradients(stage):
+                ready = {rank: self._end(rank) for rank in ready}
             buckets = (self.sync_spec.buckets[number] for number in self.sync_spec.buckets_of(stage))
             reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]
             for rank, position in ready.items():
@@ -97,11 +98,11 @@ class SyncOrder:
             if self.sync_spec.reshards_after_use(bucket):
                 yield from self._around_uses(number, bucket)
             else:
-                last = {rank: self._over(rank) + 2 for rank in self._ranks(bucket.stage)}
+                last = {rank: self._end(rank) + 2 for rank in self._ranks(bucket.stage)}
                 yield float("inf"), SyncOp(Op.UNSHARD, last, bucket.stage, number)
 
     def _around_uses(self, number: int, bucket: Bucket) -> Iterator[tuple[float, SyncOp]]:
-        """Gather a bucket one cell ahead of its first use, and let go of it after the last one."""
+        """Gather a bucket one compute ahead of its first use, and free it after the last one."""
         for firsts, lasts in self._uses(bucket.stage):
             time = self._ahead_of(firsts)
             yield time, self._at(time, Op.UNSHARD, firsts, bucket.stage, number)
@@ -109,7 +110,7 @@ class SyncOrder:
                 yield self._time(lasts), SyncOp(Op.RESHARD, {rank: last}, bucket.stage, number)
 
     def _uses(self, stage: int) -> list[tuple[dict[int, int], dict[int, int]]]:
-        """The first and last positions, by rank, between which the parameters of a stage are there."""
+        """The first and last positions, by rank, between which the parameters of a stage are gathered."""
         forwards = self._first(stage, _FORWARD), self._last(stage, _FORWARD)
         backwards = self._first(stage, _BACKWARDS), self._last(stage, [*_BACKWARDS, *_GRADIENTS])
         again = self._at(self._ahead_of(backwards[0]), Op.UNSHARD, backwards[0]).positions
@@ -118,13 +119,13 @@ class SyncOrder:
         return [(forwards[0], backwards[1])]
 
     def _ahead_of(self, firsts: Mapping[int, int]) -> float:
-        """The time one cell before the first of these cells of several ranks."""
+        """The time one compute before the first of these computes of several ranks."""
         return min(float(self.ends[rank][max(first - 2, 0)]) for rank, first in firsts.items())
 
     def _collective(
         self, op: Op, ready: Mapping[int, int], stage: int = -1, bucket: int = -1
     ) -> tuple[float, SyncOp]:
-        """The collective of ranks at the time when all have come to their positions ``ready``."""
+        """The collective of ranks at the time when all have reached their positions ``ready``."""
         time = self._time(ready)
         return time, self._at(time, op, ready, stage, bucket)
 
@@ -136,13 +137,13 @@ class SyncOrder:
         return SyncOp(op, reached, stage, bucket)
 
     def _ready(self, bucket: Bucket) -> dict[int, int]:
-        """By rank, the position behind which the gradients of a bucket are there."""
+        """By rank, the position after which the gradients of a bucket are complete."""
         if bucket.is_tied:
-            return {rank: self._over(rank) for rank in self._ranks(bucket.stage)}
+            return {rank: self._end(rank) for rank in self._ranks(bucket.stage)}
         return self._complete(bucket)
 
     def _complete(self, bucket: Bucket, before: int | None = None) -> dict[int, int]:
-        """As ``_last``, but of the segment of the last backward that completes a bucket, by rank."""
+        """By rank, the position of the segment of the last backward that completes a bucket."""
         found = self._last(bucket.stage, _GRADIENTS, before)
         segments = {rank: int(self.index.segments[rank][last - 1]) for rank, last in found.items()}
         return {rank: last - max(segments[rank] - bucket.segment, 0) for rank, last in found.items()}
@@ -153,12 +154,12 @@ class SyncOrder:
     def _ranks(self, stage: int) -> tuple[int, ...]:
         return self.index.schedule.placement[stage]
 
-    def _over(self, rank: int) -> int:
-        """The position after the last cell of a rank."""
+    def _end(self, rank: int) -> int:
+        """The position after the last compute of a rank."""
         return len(self.ends[rank]) - 1
 
-    def _brought_home(self, stage: int) -> set[str]:
-        """The parameters of which other stages bring gradients when their ranks have computed everything."""
+    def _with_remote_gradients(self, stage: int) -> set[str]:
+        """The parameters whose gradients other stages send after the last computes of their ranks."""
         links = (link for link in self.links if link.payload is Payload.WEIGHT_GRADIENT)
         return {value.name for link in links if link.target == stage for value in link.values}
 
@@ -167,14 +168,14 @@ class SyncOrder:
         return {rank: int(positions[positions > 0].min()) for rank, positions in own}
 
     def _last(self, stage: int, phases: Sequence[int], before: int | None = None) -> dict[int, int]:
-        """The last positions, of microbatches before this one if it is given."""
+        """By rank, the last position; only of microbatches below ``before`` if it is given."""
         own = self._own(self.index.lasts, stage, phases, before)
         return {rank: int(positions.max()) for rank, positions in own}
 
     def _own(
         self, positions: Ints, stage: int, phases: Sequence[int], before: int | None = None
     ) -> Iterator[tuple[int, Ints]]:
-        """The ``positions`` of these phases of a stage on each of its ranks; 0 stands for none."""
+        """The ``positions`` of these phases of a stage on each of its ranks; 0 means none."""
         of_stage = positions[phases, stage, :before]
         for rank in self._ranks(stage):
             yield rank, of_stage[:, self.index.ranks[stage][:before] == rank]

@@ -1,4 +1,4 @@
-"""Whether a sync spec fits its stages and links: what it names exists, and nothing is left out."""
+"""The rules for a sync spec: it fits its stages and links, and is complete."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from pipec.ir.text_format import format_link
 def violations(
     sync_spec: SyncSpec, placement: Placement, links: Sequence[Link], segments: SegmentCounts
 ) -> Iterator[str]:
-    """What is wrong with a sync spec for stages on these ranks, whatever their programs are."""
+    """Faults in a sync spec for stages on these ranks, whatever their programs are."""
     if (sync_spec.clips or sync_spec.shard) and not sync_spec.updates:
         yield "the step clips gradients or shards state, but it updates nothing; expected an optimizer in it"
     replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
@@ -42,7 +42,7 @@ def _summed_twice(buckets: Sequence[Bucket]) -> Iterator[str]:
 
 
 def _wrongly_tied(sync_spec: SyncSpec, links: Sequence[Link]) -> Iterator[str]:
-    """Tied weights stay whole, and are summed when other stages have brought their gradients."""
+    """Tied weights are not sharded, and are summed after other stages have sent their gradients."""
     for link in links:
         for value in link.values if link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) else ():
             owner = link.source if link.payload is Payload.WEIGHT else link.target
@@ -52,7 +52,7 @@ def _wrongly_tied(sync_spec: SyncSpec, links: Sequence[Link]) -> Iterator[str]:
 
 
 def stage_violations(plan: Plan) -> Iterator[str]:
-    """What is wrong with the sync spec of a plan, given the tensors of its stages."""
+    """Faults in the sync spec of a plan, given the tensors of its stages."""
     for number, bucket in enumerate(plan.sync_spec.buckets):
         stage = plan.stages[bucket.stage] if 0 <= bucket.stage < len(plan.stages) else None
         own = {*stage.parameters} - {*stage.borrowed_parameters} if stage else set()

@@ -1,6 +1,6 @@
-"""When cells run if every resource runs its next cell as soon as it can: on columns, all resources at once.
+"""The times of tasks if every resource runs its next task as soon as it can: on columns, all at once.
 
-A resource is what runs one cell after another: a rank its computes, a channel its messages.
+A resource runs one task after another: a rank its computes, a channel its messages.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ import numpy as np
 from pipec.ir.columns import Floats, Ints
 
 AVAILABLE_AT_START, NEVER_PRODUCED = -1, -2
-"""What a cell may read besides what cells make: something there from the start, or something never made."""
+"""Producers that are not tasks: an input that is available at the start, and one that is never made."""
 
 
 @dataclass(frozen=True)
 class TaskInputs:
-    """Entry by entry: cell ``readers`` starts no earlier than cell ``producers`` has ended."""
+    """Entry by entry: task ``readers`` starts no earlier than task ``producers`` has ended."""
 
     readers: Ints
     producers: Ints
@@ -25,7 +25,7 @@ class TaskInputs:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """When each task starts and ends, from time 0. ``inputs`` are what tasks read, by column."""
+    """The start and end of each task, from time 0. ``inputs`` has the producers of tasks, by column."""
 
     starts: Floats
     ends: Floats
@@ -34,7 +34,7 @@ class TaskTimes:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """The tasks at which resources wait for each other, or for what is never made."""
+    """The tasks at which resources wait for each other, or for an input that is never made."""
 
     cells: Ints
 
@@ -42,19 +42,19 @@ class Deadlock:
 def run_tasks(
     durations: Floats, reads: TaskInputs, first_tasks: Sequence[int], groups: Sequence[int] | None = None
 ) -> TaskTimes | Deadlock:
-    """Run all cells. Those of resource r are numbered from ``first_tasks[r]``, as they follow each other.
+    """Run all tasks. The tasks of resource r are numbered from ``first_tasks[r]``, in order.
 
-    ``groups`` are the first resources of groups that mostly wait within themselves, and for the groups beside
-    them: a rank and the channels that it sends into. Without them each resource is one. They decide how fast
-    times are found, not which.
+    ``groups`` are the first resources of groups that mostly wait within themselves, and for neighbouring
+    groups: a rank and the channels that it sends into. By default each resource is a group. Groups affect how
+    fast times are computed, not the times.
     """
     inputs = read_columns(reads, durations.size)
     found = _sweep(durations, inputs, first_tasks, groups or range(len(first_tasks) - 1))
     return found or _run_in_rounds(durations, inputs, first_tasks)
 
 
-_MOST_SWEEPS = 8
-"""Steps with as many microbatches as one likes settle in 2 to 7, if ranks are busy in their steady state."""
+_MAX_SWEEPS = 8
+"""Steps with any number of microbatches converge in 2 to 7, if ranks are busy in their steady state."""
 
 _GRAINS = 1024
 """Of a unit of time."""
@@ -65,12 +65,12 @@ def _sweep(
 ) -> TaskTimes | None:
     """The run, by sweeps over the resources: from the first group to the last, and back again.
 
-    A sweep runs all cells of a resource at once, given when those that they read end as far as is known. The
-    first sweep knows nothing, and times only grow. If a whole sweep changes none, each cell starts when the
-    last of what it waits for has ended, and only one run does that: where cells waited for each other in a
-    ring, times would grow without end. So that this is so, a cell without duration may read lower numbers
-    alone. Times are whole numbers of 1/1024, of which sums are exact. There is no answer if one of these does
-    not hold, or times have not settled after a few sweeps.
+    A sweep runs all tasks of a resource at once, with the ends of their inputs as computed so far. The first
+    sweep assumes that all inputs end at 0, and times only grow. If a whole sweep changes no time, each task
+    starts when the last of its inputs and its predecessor have ended, and only one run has this property: in
+    a cycle of waits, times would grow without end. To make this true, a task without duration may only read
+    tasks with lower numbers. Times are multiples of 1/1024, so that sums are exact. The result is None if one
+    of these conditions does not hold, or times have not converged after a few sweeps.
     """
     if not _can_sweep(durations, inputs):
         return None
@@ -79,23 +79,23 @@ def _sweep(
     for own in slices:
         before[own] = np.cumsum(durations[own]) - durations[own]
     order = [slices[first:last] for first, last in pairwise([*groups, len(slices)])]
-    for _ in range(_MOST_SWEEPS):
-        settled = True
+    for _ in range(_MAX_SWEEPS):
+        converged = True
         for own in chain.from_iterable(order):
-            behind = np.zeros(own.stop - own.start)
+            earliest = np.zeros(own.stop - own.start)
             for producers in inputs:
-                np.maximum(behind, ends[producers[own]] - before[own], out=behind)
-            found = np.maximum.accumulate(behind) + before[own] + durations[own]
-            settled = settled and np.array_equal(found, ends[own])
+                np.maximum(earliest, ends[producers[own]] - before[own], out=earliest)
+            found = np.maximum.accumulate(earliest) + before[own] + durations[own]
+            converged = converged and np.array_equal(found, ends[own])
             ends[own] = found
-        if settled:
+        if converged:
             return TaskTimes(np.subtract(ends[:-2], durations, out=before), ends[:-2], inputs)
         order.reverse()
     return None
 
 
 def _can_sweep(durations: Floats, inputs: Sequence[Ints]) -> bool:
-    """Whether times are exact, and each ring of cells would have one that lasts."""
+    """Whether times are exact, and each cycle of tasks would have one with a duration."""
     grains = durations * _GRAINS
     if not (grains >= 0).all() or not grains.sum() < 2**53 or (grains != np.floor(grains)).any():
         return False
@@ -110,18 +110,18 @@ def _can_sweep(durations: Floats, inputs: Sequence[Ints]) -> bool:
 def _run_in_rounds(
     durations: Floats, inputs: Sequence[Ints], first_tasks: Sequence[int]
 ) -> TaskTimes | Deadlock:
-    """The run, or where it ends.
+    """The run, or the tasks at which it stops.
 
-    Each round runs the next cell of every resource for which all is there that the cell reads. Two resources
-    have two cells of one unit each; cell 2 reads cell 0, and cell 1 reads cell 3::
+    Each round runs the next task of every resource whose inputs are available. Two resources have two tasks
+    of one unit each; task 2 reads task 0, and task 1 reads task 3::
 
         first_tasks [0, 2, 4]     round         1    2    3    4
         readers     [2, 1]        resource 0    0              1
         producers   [0, 3]        resource 1         2    3
                                   starts at     0    1    2    3
 
-    There are as many rounds as cells in the longest chain of which each waits for the one before it. A round
-    takes a few operations on a column with an entry for each resource.
+    There are as many rounds as tasks in the longest chain of waits. A round takes a few operations on a
+    column with an entry for each resource.
     """
     starts, ends = np.empty(durations.size), np.full(durations.size + 2, np.inf)
     ends[AVAILABLE_AT_START] = 0.0
@@ -145,11 +145,9 @@ def _run_in_rounds(
 
 
 def read_columns(reads: TaskInputs, num_cells: int) -> list[Ints]:
-    """What each cell reads: column k has its k-th producer, or what is there from the start.
+    """The inputs of each task: column k has its k-th producer, or the one that is available at the start.
 
-    A producer that is read twice is named once.
-
-    Where cell 1 reads cells 5 and 7, and cell 2 reads cell 6::
+    A producer that is read twice is named once. Where task 1 reads tasks 5 and 7, and task 2 reads task 6::
 
         readers [1, 2, 1], producers [5, 6, 7]  ->  [[-1, 5, 6], [-1, 7, -1]]
     """

@@ -1,8 +1,8 @@
-"""Where steps follow each other without a flush: what stands at the end of each round of a stage.
+"""Update boundaries: the end of each round of a stage in an asynchronous schedule.
 
 The replicas of a stage sum the gradients of a round as soon as the last of them has made its own. Each makes
-its update directly before it first reads the version that comes of it, or completes the gradients of the next
-round, so that the sum has until then to travel. A stage on one rank has nothing to sum, and updates at once.
+its update directly before it first reads the new version, or completes the gradients of the next round. Until
+then the sum may take. A stage on one rank has nothing to sum, and updates at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +35,9 @@ def read_versions(schedule: Schedule) -> Ints:
 class UpdateBoundary:
     """The end of a round of ``stage`` that begins with microbatch ``first`` and makes ``version``.
 
-    ``ready`` has by rank the position of the last cell that makes gradients of the round, ``following`` that
-    of the first one of the next round and ``next_ready`` that of its last one, and ``readers`` that of the
-    first cell that reads the new version.
+    By rank, ``ready`` has the position of the last compute that makes gradients of the round, ``following``
+    and ``next_ready`` the positions of the first and the last such compute of the next round, and ``readers``
+    the position of the first compute that reads the new version.
     """
 
     stage: int
@@ -62,7 +62,7 @@ def _of_stage(index: ScheduleIndex, stage: int) -> Iterator[UpdateBoundary]:
     begins, ends = (of[_GRADIENTS, stage].max(axis=0) for of in (index.firsts, index.lasts))
     forwards, versions = index.firsts[PHASE_CODE[Phase.FORWARD], stage], read_versions(schedule)[stage]
     for version, first in enumerate(range(0, schedule.num_microbatches, count), start=1):
-        own, following = (slice(first + turn * count, first + (turn + 1) * count) for turn in (0, 1))
+        own, following = (slice(start, start + count) for start in (first, first + count))
         reading = slice(*np.searchsorted(versions, [version, version + 1]).tolist())
         yield UpdateBoundary(
             stage,
@@ -79,17 +79,17 @@ def _by_rank(
     index: ScheduleIndex, stage: int, microbatches: slice, positions: Ints, choose: Callable[[int, int], int]
 ) -> dict[int, int]:
     """The first or last of the ``positions`` of these microbatches on each rank that runs some."""
-    found: dict[int, int] = {}
+    chosen: dict[int, int] = {}
     ranks = index.ranks[stage, microbatches].tolist()
     for rank, position in zip(ranks, positions[microbatches].tolist(), strict=True):
-        found[rank] = choose(found.get(rank, position), position)
-    return found
+        chosen[rank] = choose(chosen.get(rank, position), position)
+    return chosen
 
 
 def version_reads(index: ScheduleIndex, ends: Sequence[UpdateBoundary]) -> tuple[Ints, Ints]:
-    """Computes that wait for the sum of a round, each with a cell on another rank that makes gradients of it.
+    """Computes that wait for the sum of a round, each with a compute of another rank that adds to it.
 
-    They are those that read the new version, and those that make the gradients of the next round.
+    The waiting computes read the new version, or make the gradients of the next round.
     """
     pairs = [
         (index.first_tasks[rank] + reader - 1, index.first_tasks[other] + made - 1)
@@ -108,8 +108,8 @@ def round_collectives(
 ) -> tuple[list[tuple[float, SyncOp]], list[SyncOp]]:
     """The sums of all rounds, each with the time at which the last rank has made its gradients; and updates.
 
-    With the sums are those updates of replicas that no cell waits for. ``times[rank]`` are those at which the
-    positions of a rank end in the unit order.
+    The sums include updates of replicas for which no compute waits. ``times[rank]`` has the ends of the
+    positions of a rank in the unit order.
     """
     sums: list[tuple[float, SyncOp]] = []
     updates: list[SyncOp] = []

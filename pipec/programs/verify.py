@@ -1,8 +1,8 @@
 """Static verification: the programs compute everything once, in order, without deadlock and within memory.
 
 The verifier is data: ``RULES`` lists one small function per rule, which yields the faults that it finds. A
-rule may rely on the rules before it. The rules know what programs mean and nothing of how they were made.
-They look at whole columns of instructions, and put only what is wrong into words.
+rule may rely on the rules before it. The rules know the meaning of programs, but not how they were made. They
+work on whole columns of instructions, and describe only faulty ones.
 """
 
 from collections import defaultdict
@@ -69,13 +69,13 @@ def verify_programs(
 
     ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of stage
     and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
-    ``sync_spec`` is what the step does after its microbatches, and ``segments`` are the phases that consist
-    of several functions; ``model_collectives`` run between these. Stages in ``offload`` may let what they
-    saved wait in host memory. Time and memory are linear in the number of instructions.
+    ``sync_spec`` specifies reductions and updates, and ``segments`` are the phases that consist of several
+    functions; ``model_collectives`` run between these. Stages in ``offload`` may keep saved values in host
+    memory. Time and memory are linear in the number of instructions.
 
     Raises:
         VerifyError: a rule is broken; the message shows the lines of the program around the fault, and the
-            cells of the ranks around it with the bad one marked.
+            computes of the ranks around it with the faulty one marked.
     """
     limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
     recomputed = frozenset(recompute)
@@ -121,12 +121,13 @@ def verify_periodic(
 ) -> None:
     """Prove that rounds are right for any number of mini-batches.
 
-    A rank is through with a microbatch before it begins one that is a window behind it. So whatever a rule
-    compares is less than that many microbatches apart, and stands in the first, a middle or the last of the
-    rounds. What holds for every number of mini-batches up to two windows and a period holds for more.
+    A rank finishes a microbatch before it begins the one that is a window later. So instructions that a rule
+    compares are less than a window of microbatches apart, and belong to the first, a middle or the last of
+    the rounds. A rule that holds for every number of mini-batches up to two windows and a period therefore
+    holds for more.
 
     Raises:
-        VerifyError: as ``verify_programs``, or the programs repeat in another way than the mini-batches.
+        VerifyError: as ``verify_programs``, or the programs do not repeat with the mini-batches.
     """
     assert sync_spec.stream is not None, "periodic programs have mini-batches"
     period, size = sync_spec.stream.period(replica_counts(placement)), sync_spec.stream.microbatches
@@ -162,7 +163,7 @@ def _explain(step: ProgramIndex, fault: Violation) -> str:
 
 
 def _place(columns: InstructionColumns, number: int) -> int:
-    """The compute of its rank that an instruction belongs to: itself, else the next one, else the last."""
+    """The place of the compute that an instruction belongs to: itself, else the next one, else the last."""
     cells = columns.is_compute_start
     return max(min(int(cells[:number].sum()), int(cells.sum()) - 1), 0)
 
@@ -310,7 +311,7 @@ def _concatenated(parts: Sequence[Ints]) -> Ints:
 
 
 def _bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank holds more between forward and free than it may."""
+    """No rank has more microbatches between forward and free than its limit."""
     if step.limits is None:
         return
     for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):

@@ -1,4 +1,4 @@
-"""What a rule of the verifier finds wrong."""
+"""A fault that a rule of the verifier finds."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from pipec.programs.deadlock import InstructionSite
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """What is wrong, and the instruction to look at. There is none if the programs are wrong as a whole.
+    """A message, and the faulty instruction; None if the programs are wrong as a whole.
 
     ``others`` are instructions of other ranks that are part of the fault.
     """

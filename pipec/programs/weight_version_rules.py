@@ -1,9 +1,9 @@
-"""Where steps follow each other without a flush: the versions that computes read, and the updates in between.
+"""The rules for asynchronous schedules: the versions that computes read, and the updates between them.
 
-Every stage updates as soon as the gradients of a round, or of a mini-batch, are summed. ``RULES`` prove of a
-program, whatever made it, that each microbatch finds the version that ``Stream`` says, forward and backward
-the same one; that sums and updates come in the order of mini-batches, alike on all replicas; and that no
-stage ever needs more versions than it may hold.
+Every stage updates as soon as the gradients of a round, or of a mini-batch, are summed. ``RULES`` prove that
+each microbatch reads the version that ``Stream`` specifies, the same in forward and backward; that sums and
+updates come in the order of mini-batches, equally on all replicas; and that no stage ever needs more versions
+than it may hold.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +25,11 @@ from pipec.programs.program_index import COMPUTES, ProgramIndex
 from pipec.programs.violation import Violation
 
 OPS = (Op.REDUCE_GRAD, Op.UPDATE)
-"""What stands at the end of each round."""
+"""The ops at the end of each round."""
 
 
 def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with the fields of a sum or an update of a stream."""
+    """Faults in the fields of a sum or an update of a stream."""
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
     if stage not in stages_on(step.placement, rank) or not 0 <= microbatch < step.num_microbatches:
         expected = f"a stage of this rank, and a microbatch below {step.num_microbatches}"
@@ -43,7 +43,7 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
 
 
 def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
-    """Each compute reads the version that the stream says, and so does its backward. Others read none."""
+    """Each compute reads the version that the stream specifies, backward as forward. Others read none."""
     stream = step.sync_spec.stream
     for rank, columns in enumerate(step.columns):
         others = ~columns.is_compute & ((columns.ops != OP_CODE[Op.UPDATE]) | (stream is None))
@@ -68,9 +68,9 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """A stage makes version after version, each behind the sums of its round, and these behind its gradients.
+    """A stage makes version after version: first the gradients of a round, then their sums, then the update.
 
-    The replicas of a stage all do the same, those without a microbatch in the last round as well.
+    All replicas of a stage do the same, including those without a microbatch in the last round.
     """
     stream = step.sync_spec.stream
     if stream is None:
@@ -80,11 +80,11 @@ def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
         size = stream.microbatches_per_update(stage, replicas)
         for rank in ranks:
             faults = [*_not_round_by_round(step, rank, stage, size)]
-            yield from faults or _not_behind_its_gradients(step, rank, stage, size)
+            yield from faults or _wrong_gradients(step, rank, stage, size)
 
 
 def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
-    """The updates and sums of a stage that are not there once for each round, in order."""
+    """Updates and sums of a stage that are missing, repeated or out of order."""
     columns, count = step.columns[rank], -(-step.num_microbatches // size)
     for op, bucket in [
         (Op.UPDATE, -1),
@@ -107,8 +107,8 @@ def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) ->
                 yield Violation((rank, number), f"{op} {made} of stage {stage} {found}")
 
 
-def _not_behind_its_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
-    """Updates that do not use the gradients of their own round, and of no other."""
+def _wrong_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
+    """Updates that do not use exactly the gradients of their own round."""
     updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.sync_spec.buckets_of(stage)
     for bucket in buckets:
         sums = _numbers(step, rank, stage, Op.REDUCE_GRAD, bucket)
@@ -129,7 +129,7 @@ def _not_behind_its_gradients(step: ProgramIndex, rank: int, stage: int, size: i
 def _uses_others(
     step: ProgramIndex, rank: int, stage: int, size: int, numbers: Sequence[int]
 ) -> Iterator[Violation]:
-    """Gradients that are not made between what uses those of the round before and what uses theirs."""
+    """Gradients that are not made between the previous use of gradients and their own."""
     codes = [OP_CODE[Op(phase)] for phase in GRADIENT_PHASES]
     made, begun = (table[codes, stage].max(axis=0) for table in (step.numbers, step.begins))
     for microbatch in np.flatnonzero(step.ranks[stage] == rank).tolist():
@@ -140,7 +140,7 @@ def _uses_others(
 
 
 def _numbers(step: ProgramIndex, rank: int, stage: int, op: Op, bucket: int = -1) -> list[int]:
-    """The numbers of such instructions of a stage."""
+    """The numbers of the instructions of a stage with this op and bucket."""
     columns = step.columns[rank]
     own = (columns.ops == OP_CODE[op]) & (columns.stages == stage) & (columns.buckets == bucket)
     found: list[int] = np.flatnonzero(own).tolist()
@@ -148,7 +148,7 @@ def _numbers(step: ProgramIndex, rank: int, stage: int, op: Op, bucket: int = -1
 
 
 def versions_available(step: ProgramIndex) -> Iterator[Violation]:
-    """A version is made before it is read, and a stage never needs more of them than it may hold."""
+    """A version is made before it is read, and a stage never needs more versions than it may hold."""
     stream = step.sync_spec.stream
     if stream is None:
         return
@@ -173,7 +173,7 @@ _COMPUTES = [OP_CODE[op] for op in COMPUTES]
 
 
 def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
-    """What the rules of versions are not made for."""
+    """Streams that the version rules do not support."""
     stream, sync_spec = step.sync_spec.stream, step.sync_spec
     if stream is None:
         return
@@ -188,7 +188,7 @@ def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def _unsupported(stream: Stream, replicas: Sequence[int]) -> Iterator[Violation]:
-    """Numbers of replicas and microbatches that versions are not for."""
+    """Numbers of replicas and microbatches that version policies do not support."""
     most = max(replicas)
     if stream.versions is not VersionPolicy.DOUBLE:
         if stream.microbatches != 1:

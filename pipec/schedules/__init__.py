@@ -1,4 +1,4 @@
-"""Schedules by name: which rank computes what, in which order. Compute only; ``lower`` adds the rest."""
+"""Schedules by name: the computes of each rank, in order. ``lower`` adds the other instructions."""
 
 import functools
 import re
@@ -37,17 +37,17 @@ SEARCHED_SCHEDULES: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
     "zb-2p": zb_2p,
     "auto": auto,
 }
-"""Orders that depend on how long things take and how much memory there is."""
+"""Schedules that depend on times and memory."""
 
 _SUFFIXED = re.compile(r"(.+)-v([0-9]{1,9})")
 
 
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Workload | None = None) -> Schedule:
-    """The schedule ``name`` for that many ranks and microbatches.
+    """The schedule ``name`` for these numbers of ranks and microbatches.
 
     ``interleaved-1f1b`` and ``looped-bfs`` have 2 stages per rank, or N with a suffix ``-vN``:
-    ``interleaved-1f1b-v4``. ``work`` is what a searched schedule is searched for, by default phases that all
-    cost the same.
+    ``interleaved-1f1b-v4``. ``work`` has the costs for a searched schedule, by default phases
+    that all cost the same.
 
     Raises:
         InputError: the name is unknown or takes no suffix, a count is below 1, or the schedule cannot do with

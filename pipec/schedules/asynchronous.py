@@ -1,8 +1,8 @@
-"""1F1B without a flush: PipeDream (Narayanan et al., SOSP 2019) and PipeDream-2BW (ICML 2021).
+"""Asynchronous 1F1B: PipeDream (Narayanan et al., SOSP 2019) and PipeDream-2BW (ICML 2021).
 
-Mini-batches follow each other, so that in the steady state no rank is idle. Every stage updates after each of
-them, or after one for each of its replicas, and uses an older version of its weights for those that it has
-begun before; ``pipec.ir.VersionPolicy`` says which.
+Mini-batches follow each other without a flush, so no rank is idle in the steady state. Every stage updates
+after each mini-batch, or after one for each of its replicas. Mini-batches in flight keep using an older
+version of the weights; ``pipec.ir.VersionPolicy`` defines which.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +17,20 @@ from pipec.schedules.replicated import consecutive_placement
 
 @dataclass(frozen=True)
 class AsynchronousSchedule:
-    """A schedule without a flush. A mini-batch has one microbatch, or at least one for each rank."""
+    """An asynchronous schedule. A mini-batch has one microbatch, or at least one for each rank."""
 
     name: str
     versions: VersionPolicy
 
     def min_microbatches(self, replicas: Sequence[int]) -> int:
-        """The fewest microbatches of a mini-batch, for stages with so many replicas each."""
+        """The fewest microbatches of a mini-batch, for stages with ``replicas``."""
         return sum(replicas) if self.versions is VersionPolicy.DOUBLE else 1
 
     def for_batches(self, replicas: Sequence[int], per_batch: int, num_batches: int) -> Schedule:
-        """So many mini-batches, of ``per_batch`` microbatches each, that follow each other.
+        """A schedule of consecutive mini-batches, with ``per_batch`` microbatches each.
 
         Stage s has ``replicas[s]`` ranks, numbered from stage to stage, which take the microbatches in turn.
-        Each runs 1F1B on its own ones.
+        Each runs 1F1B on its own microbatches.
 
         Raises:
             InputError: it cannot do with so many replicas or microbatches.
@@ -40,7 +40,7 @@ class AsynchronousSchedule:
         return replace(one, stream=Stream(self.versions, per_batch))
 
     def _check(self, replicas: Sequence[int], per_batch: int) -> None:
-        least, ranks = self.min_microbatches(replicas), sum(replicas)
+        minimum, ranks = self.min_microbatches(replicas), sum(replicas)
         if self.versions is VersionPolicy.VERTICAL and max(replicas) > 1:
             raise InputError(
                 f"schedule {self.name!r} uses one version on all stages, but stages with replicas update "
@@ -59,31 +59,31 @@ class AsynchronousSchedule:
                 f"schedule {self.name!r} needs as many replicas of every stage, but replicas are "
                 f"{tuple(replicas)}; take pipedream, which runs them round robin"
             )
-        if per_batch < least or per_batch % replicas[0]:
+        if per_batch < minimum or per_batch % replicas[0]:
             several = f", and a multiple of the {replicas[0]} replicas" if replicas[0] > 1 else ""
             raise InputError(
-                f"schedule {self.name!r} needs a mini-batch of {least} microbatches or more on {ranks} "
+                f"schedule {self.name!r} needs a mini-batch of {minimum} microbatches or more on {ranks} "
                 f"ranks{several}, but microbatches is {per_batch}: with fewer, two versions of weights do "
                 "not suffice"
             )
 
     def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """The schedule of so many microbatches on a rank for each stage."""
+        """The schedule of these microbatches with one rank for each stage."""
         return self.for_microbatches((1,) * num_ranks, num_microbatches)
 
     def for_microbatches(self, replicas: Sequence[int], num_microbatches: int) -> Schedule:
-        """The schedule of so many microbatches in mini-batches that are as small as can be.
+        """The schedule of these microbatches in the smallest possible mini-batches.
 
         Raises:
             InputError: it cannot do with so many replicas or microbatches.
         """
-        least, ranks = self.min_microbatches(replicas), sum(replicas)
-        if num_microbatches % least:
+        minimum, ranks = self.min_microbatches(replicas), sum(replicas)
+        if num_microbatches % minimum:
             raise InputError(
-                f"schedule {self.name!r} has mini-batches of {least} microbatches on {ranks} ranks, but "
-                f"num_microbatches is {num_microbatches}; take a multiple of {least}"
+                f"schedule {self.name!r} has mini-batches of {minimum} microbatches on {ranks} ranks, but "
+                f"num_microbatches is {num_microbatches}; take a multiple of {minimum}"
             )
-        return self.for_batches(replicas, least, num_microbatches // least)
+        return self.for_batches(replicas, minimum, num_microbatches // minimum)
 
 
 def asynchronous_1f1b(name: str, replicas: Sequence[int], num_microbatches: int) -> Schedule:
@@ -97,13 +97,13 @@ def asynchronous_1f1b(name: str, replicas: Sequence[int], num_microbatches: int)
     return Schedule(name, num_microbatches, placement, tuple(ComputeColumns.of([*order]) for order in orders))
 
 
-def _one_f_one_b(stage: int, microbatches: Sequence[int], most: int) -> Iterator[Compute]:
-    """What a rank runs, with ``most`` microbatches in flight: then a backward after each forward."""
+def _one_f_one_b(stage: int, microbatches: Sequence[int], max_in_flight: int) -> Iterator[Compute]:
+    """The computes of a rank: forwards up to ``max_in_flight`` microbatches in flight, then alternating."""
     for number, microbatch in enumerate(microbatches):
         yield Compute(Phase.FORWARD, stage, microbatch)
-        if number >= most - 1:
-            yield Compute(Phase.BACKWARD, stage, microbatches[number - most + 1])
-    for microbatch in microbatches[max(len(microbatches) - most + 1, 0) :]:
+        if number >= max_in_flight - 1:
+            yield Compute(Phase.BACKWARD, stage, microbatches[number - max_in_flight + 1])
+    for microbatch in microbatches[max(len(microbatches) - max_in_flight + 1, 0) :]:
         yield Compute(Phase.BACKWARD, stage, microbatch)
 
 
@@ -114,4 +114,4 @@ pipedream_2bw = AsynchronousSchedule("pipedream-2bw", VersionPolicy.DOUBLE)
 ASYNCHRONOUS_SCHEDULES: Mapping[str, AsynchronousSchedule] = {
     each.name: each for each in (pipedream, vertical_sync, pipedream_2bw)
 }
-"""Schedules of streams, by name. Those of steps are in ``fixed``."""
+"""Asynchronous schedules, by name. Synchronous ones are in ``registry``."""

@@ -13,7 +13,7 @@ from pipec.timeline.simulate import simulate
 
 
 def chain_sync_spec(placement: Placement, seconds: float) -> SyncSpec:
-    """The replicas of a stage sum all its gradients at once, which takes so many ``seconds``."""
+    """A sync spec in which the replicas of a stage sum all its gradients at once, in ``seconds``."""
     replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
     parameters = {stage: (Value(f"w_{stage}", "float32", (1,)),) for stage in replicated}
     return SyncSpec(tuple(Bucket(stage, parameters[stage], reduce_seconds=seconds) for stage in replicated))

@@ -1,6 +1,6 @@
 """A user's own schedule: a function, or a text of compute orders.
 
-The text has a line for each rank, its cells in the order in which they run::
+The text has a line for each rank, with its computes in the order in which they run::
 
     # two ranks, three microbatches
     0: F0 F1 B0 W0 F2 B1 W1 B2 W2
@@ -9,7 +9,7 @@ The text has a line for each rank, its cells in the order in which they run::
 ``F3`` is the forward of microbatch 3, ``B3`` its backward, or its input gradient if the rank runs ``W3``, its
 weight gradient, too. Where ranks hold several stages, a first line ``placement: 0 1 1 0`` gives the rank of
 each stage, and ``F3.2`` is the forward of stage 2. In ``placement: 0,1 2`` ranks 0 and 1 are the replicas of
-stage 0 and take its microbatches in turn. What follows ``#`` is a comment.
+stage 0 and take its microbatches in turn. A ``#`` begins a comment.
 """
 
 import operator
@@ -35,18 +35,18 @@ def custom_schedule(
 ) -> Schedule:
     """The schedule of a function of the numbers of ranks and microbatches, or of a file of compute orders.
 
-    None stands for as many microbatches as the file has.
+    ``num_microbatches`` None takes the number in the file.
 
     Raises:
         InputError: there is no such file, it is for other numbers of ranks or microbatches, its text is none
             of compute orders, or the function raises or returns something else.
     """
     if isinstance(source, Path):
-        schedule = _checked(parse_orders(_read(source), source.stem), str(source))
+        schedule = _normalized(parse_orders(_read(source), source.stem), str(source))
         num_microbatches = num_microbatches or schedule.num_microbatches
     else:
         assert num_microbatches is not None
-        schedule = _made(source, num_ranks, num_microbatches)
+        schedule = _call(source, num_ranks, num_microbatches)
     found = (schedule.num_ranks, schedule.num_microbatches)
     if found != (num_ranks, num_microbatches):
         raise InputError(
@@ -63,7 +63,7 @@ def _read(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error}; expected a file of compute orders") from error
 
 
-def _made(function: Callable[[int, int], Schedule], num_ranks: int, num_microbatches: int) -> Schedule:
+def _call(function: Callable[[int, int], Schedule], num_ranks: int, num_microbatches: int) -> Schedule:
     name = getattr(function, "__name__", short_repr(function))
     called = f"the schedule function {name}({num_ranks}, {num_microbatches})"
     try:
@@ -74,14 +74,14 @@ def _made(function: Callable[[int, int], Schedule], num_ranks: int, num_microbat
         raise InputError(f"{called} raised {type(error).__name__}: {error}") from error
     if not isinstance(schedule, Schedule):
         raise InputError(f"{called} returned {short_repr(schedule)}; expected a Schedule")
-    return _checked(schedule, f"what {called} returned")
+    return _normalized(schedule, f"what {called} returned")
 
 
-def _checked(schedule: Schedule, where: str) -> Schedule:
-    """The schedule as tuples and columns. That its order is right is for the verifier to see.
+def _normalized(schedule: Schedule, where: str) -> Schedule:
+    """The schedule as tuples and columns. The verifier checks its order.
 
     Raises:
-        InputError: it holds something else than a schedule does, or a rank without a stage.
+        InputError: a field of it is malformed, or a rank has no stage.
     """
     count, stream = schedule.num_microbatches, schedule.stream
     check_arguments({"num_microbatches": integer_between(1, MOST_MICROBATCHES)}, {"num_microbatches": count})
@@ -119,7 +119,7 @@ def _columns(order: Sequence[Compute]) -> ComputeColumns:
 
 
 def parse_orders(text: str, name: str) -> Schedule:
-    """The schedule that ``text`` spells out; ``format_orders`` writes such a text.
+    """The schedule written in ``text``; ``format_orders`` writes such a text.
 
     Raises:
         InputError: a line is neither a rank's order nor the placement; the message names the line.
@@ -131,7 +131,7 @@ def parse_orders(text: str, name: str) -> Schedule:
         if head.strip() == "placement" and _PLACEMENT.fullmatch(body):
             placement = tuple(tuple(map(int, word.split(","))) for word in body.split())
         elif head.strip() == str(len(orders)) and ":" in line:
-            orders.append(_split(list(_cells(body, len(orders), f"{name}, line {number}"))))
+            orders.append(_split(list(_parse_computes(body, len(orders), f"{name}, line {number}"))))
         elif head.strip() or body.strip():
             raise InputError(
                 f"{name}, line {number}: found {line.strip()!r}; expected '{len(orders)}: F0 B0 ...', the "
@@ -145,7 +145,7 @@ def parse_orders(text: str, name: str) -> Schedule:
     return Schedule(name, num_microbatches, placement, tuple(map(ComputeColumns.of, orders)))
 
 
-def _cells(body: str, rank: int, where: str) -> Iterator[Compute]:
+def _parse_computes(body: str, rank: int, where: str) -> Iterator[Compute]:
     for word in body.split():
         match = _CELL.fullmatch(word)
         if not match:
@@ -157,7 +157,7 @@ def _cells(body: str, rank: int, where: str) -> Iterator[Compute]:
 
 
 def _split(order: list[Compute]) -> list[Compute]:
-    """The same order, its backwards being input gradients where their weight gradient is there too."""
+    """The same order, with input gradients for backwards whose weight gradients are in the order, too."""
     weights = {(cell.stage, cell.microbatch) for cell in order if cell.phase is Phase.BACKWARD_WEIGHT}
     return [
         Compute(Phase.BACKWARD_INPUT, cell.stage, cell.microbatch)
@@ -168,7 +168,7 @@ def _split(order: list[Compute]) -> list[Compute]:
 
 
 def format_orders(schedule: Schedule) -> str:
-    """The text that ``parse_orders`` reads back to the same schedule."""
+    """The text from which ``parse_orders`` makes the same schedule."""
     several = schedule.placement != linear_placement(schedule.num_ranks)
     words = (",".join(map(str, ranks)) for ranks in schedule.placement)
     lines = [f"placement: {' '.join(words)}"] if several else []

@@ -10,11 +10,12 @@ from pipec.schedules.order_builder import OrderBuilder, schedule_from_orders, v_
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Rank s holds stages s and 2p-1-s; in the steady state each runs F of one next to B and W of the other.
 
-    Played one after the other, as here, the halves of a pair give a bubble of (p-1)(F+B-W) in stage times,
-    where F and B cost the same and W no more. Played as one cell of length F&B whose results leave at its
-    end, the bubble is (p-1)(F&B + B+W - 3W) for F of at most B.
-    2p+1 stage-microbatches are in flight at most. For stages whose communication, such as that between
-    experts, hides behind the other half of the pair.
+    If the halves of a pair run one after the other, as here, the bubble is (p-1)(F+B-W) in stage times, where
+    F and B cost the same and W no more. If they run as one compute of length F&B whose results are sent at
+    its end, the bubble is (p-1)(F&B + B+W - 3W) for F of at most B.
+
+    At most 2p+1 stage-microbatches are in flight. Suits stages whose communication, such as between experts,
+    overlaps the other half of the pair.
 
     Raises:
         InputError: m is below 2p.

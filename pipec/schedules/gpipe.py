@@ -9,7 +9,7 @@ from pipec.schedules.order_builder import OrderBuilder, linear_placement, schedu
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """One stage per rank; its bubble is (p-1)(F+B+W) and every rank keeps all m microbatches in flight.
 
-    For whom memory is no concern: it needs the least communication in between, and is the easiest to read.
+    Choose it if memory is no concern: it is the easiest to read.
     """
 
     def order(rank: int) -> Iterable[Compute]:

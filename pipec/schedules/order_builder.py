@@ -1,4 +1,4 @@
-"""What schedules are written with: placements, and the order of one rank, kind of cell by kind of cell."""
+"""Helpers to write schedules: placements, and a builder for the order of one rank."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks, one_rank_
 from pipec.ir.columns import PHASE_CODE, ComputeColumns, Ints
 
 StagePhase = tuple[Phase, int]
-"""A phase of a stage; a cell is a kind with a microbatch."""
+"""A phase of a stage; with a microbatch it is a compute."""
 
 
 def linear_placement(num_ranks: int) -> Placement:
@@ -30,7 +30,7 @@ def v_placement(num_ranks: int) -> Placement:
 
 
 def remap_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
-    """The same schedule, with ``ranks[k]`` in the part of rank k."""
+    """The same schedule, with ``ranks[k]`` in the place of rank k."""
     orders = dict(zip(ranks, schedule.orders, strict=True))
     return replace(
         schedule,
@@ -40,7 +40,7 @@ def remap_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
 
 
 def looped_name(name: str, num_chunks: int) -> str:
-    """``name`` with the number of stages that a rank holds, which is left out if it is 2."""
+    """``name`` with the number of stages on a rank, which is left out if it is 2."""
     return name if num_chunks == 2 else f"{name}-v{num_chunks}"
 
 
@@ -60,14 +60,14 @@ def schedule_from_orders(
 
 
 class LazyOrders(Sequence[ComputeColumns]):
-    """The orders of ``num_ranks`` ranks, each of them made by ``order(rank)`` when it is first asked for.
+    """The orders of ``num_ranks`` ranks, each of them made by ``order(rank)`` when it is first read.
 
     The name and the placement of a schedule are often read without its orders.
     """
 
     def __init__(self, num_ranks: int, order: Callable[[int], ComputeColumns]) -> None:
         self._num_ranks, self._order = num_ranks, order
-        self._made: dict[int, ComputeColumns] = {}
+        self._orders: dict[int, ComputeColumns] = {}
 
     def __len__(self) -> int:
         return self._num_ranks
@@ -80,9 +80,9 @@ class LazyOrders(Sequence[ComputeColumns]):
         if isinstance(index, slice):
             return [self[rank] for rank in range(*index.indices(self._num_ranks))]
         rank = range(self._num_ranks)[index]
-        if rank not in self._made:
-            self._made[rank] = self._order(rank)
-        return self._made[rank]
+        if rank not in self._orders:
+            self._orders[rank] = self._order(rank)
+        return self._orders[rank]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -95,9 +95,9 @@ class LazyOrders(Sequence[ComputeColumns]):
 
 
 class OrderBuilder:
-    """The order of one rank as it is written: each kind of cell takes its next microbatch.
+    """The order of one rank under construction: each phase of a stage takes its next microbatch.
 
-    A kind whose microbatches are used up is passed over, so patterns may be repeated beyond the end.
+    A phase without microbatches left is skipped, so patterns may be repeated beyond the end.
     """
 
     def __init__(self, num_microbatches: int) -> None:
@@ -106,7 +106,7 @@ class OrderBuilder:
         self._parts: list[Ints] = []
 
     def run(self, times: int, *stage_phases: StagePhase) -> None:
-        """Append one cell of each of ``stage_phases``, ``times`` times over."""
+        """Append one compute of each of ``stage_phases``, ``times`` times over."""
         times = max(times, 0)
         part = np.empty((3, times, len(stage_phases)), np.int32)
         places, steps = Counter[StagePhase](), Counter(stage_phases)
@@ -122,11 +122,11 @@ class OrderBuilder:
         self._parts.append(cells[:, cells[2] < self._num_microbatches])
 
     def finish(self, *stage_phases: StagePhase) -> None:
-        """Append what is left of each of ``stage_phases``, one kind after the other."""
+        """Append the remaining computes of each of ``stage_phases``, one phase after the other."""
         for kind in stage_phases:
             self.run(self._num_microbatches - self._next[kind], kind)
 
     @property
     def computes(self) -> ComputeColumns:
-        """What was written."""
+        """The order."""
         return ComputeColumns(np.concatenate(self._parts, axis=1))

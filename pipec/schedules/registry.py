@@ -31,4 +31,4 @@ LOOPED_SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "interleaved-1f1b": interleaved_1f1b,
     "looped-bfs": looped_bfs,
 }
-"""Those that are also functions of the number of stages per rank: ``looped-bfs-v3`` has three."""
+"""Schedules that also depend on the number of stages per rank: ``looped-bfs-v3`` has three."""

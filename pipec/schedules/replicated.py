@@ -12,7 +12,7 @@ from pipec.schedules.order_builder import LazyOrders
 
 
 def replicate_schedule(make: Callable[[int], Schedule], num_microbatches: int, replicas: int) -> Schedule:
-    """Pipelines side by side that take the microbatches in turn, each with the schedule of its own ones.
+    """Parallel pipelines that take the microbatches in turn, each with a schedule of its own microbatches.
 
     ``make`` returns the schedule of one pipeline for a number of microbatches. With two replicas,
     microbatches 0 2 4 ... go through the first pipeline and 1 3 5 ... through the second; rank q of a
@@ -39,24 +39,24 @@ def replicate_schedule(make: Callable[[int], Schedule], num_microbatches: int, r
 
 
 def replicate_placement(placement: Placement, replicas: int) -> Placement:
-    """``placement`` with so many ranks in the place of each: rank q becomes qr, qr + 1, ..., qr + r - 1."""
+    """``placement`` with r replicas of each rank: rank q becomes qr, qr + 1, ..., qr + r - 1."""
     return tuple(tuple(rank * replicas + k for rank in ranks for k in range(replicas)) for ranks in placement)
 
 
 def _taking_turns(cells: ComputeColumns, first: int, replicas: int) -> ComputeColumns:
-    """The cells of every ``replicas``-th microbatch, from ``first`` on."""
+    """The computes with microbatches ``first``, ``first + replicas``, ... in place of 0, 1, ..."""
     matrix = cells.matrix
     matrix[2] = matrix[2] * replicas + first
     return ComputeColumns(matrix)
 
 
 def adjacent_replicas(num_ranks: int, replicas: int) -> Placement:
-    """The ranks that act for each rank of a pipeline, next to each other: (0, 1), (2, 3) and (4, 5)."""
+    """The ranks that replace each rank of a pipeline, adjacent to each other: (0, 1), (2, 3) and (4, 5)."""
     return consecutive_placement([replicas] * num_ranks)
 
 
 def adjacent_pipelines(num_ranks: int, replicas: int) -> Placement:
-    """The ranks that act for each rank of a pipeline, if those of each pipeline are next to each other.
+    """The ranks that replace each rank of a pipeline, if the ranks of each pipeline are adjacent.
 
     For two pipelines of three ranks these are (0, 3), (1, 4) and (2, 5).
     """
@@ -67,9 +67,9 @@ def round_robin(num_microbatches: int, replicas: Sequence[int]) -> Schedule:
     """1F1B with ``replicas[s]`` ranks for stage s, which take the microbatches in turn.
 
     It is 1F1B-RR (Narayanan et al., PipeDream, SOSP 2019, section 3.3), with a flush. Ranks are numbered from
-    stage to stage. A rank runs a backward as soon as there is one, else a forward unless as many microbatches
-    are in flight as it takes to keep all ranks behind it busy. A stage with r replicas is taken to need r
-    units of time for a forward and 2r for a backward, with which all stages are equally fast.
+    stage to stage. A rank runs a backward as soon as one is ready, else a forward, unless enough microbatches
+    are in flight to keep all later ranks busy. A stage with r replicas is assumed to take r units of time for
+    a forward and 2r for a backward, so that all stages are equally fast.
 
     Raises:
         InputError: there are fewer microbatches than replicas of a stage.
@@ -93,7 +93,7 @@ def consecutive_placement(replicas: Sequence[int]) -> Placement:
 
 
 class _Greedy:
-    """The state of ranks that run whatever they can, as time goes on."""
+    """The state of ranks that run any compute as soon as they can."""
 
     def __init__(self, placement: Placement, num_microbatches: int) -> None:
         self._placement, self._num_microbatches = placement, num_microbatches
@@ -109,7 +109,7 @@ class _Greedy:
         self._busy = dict.fromkeys(self._stage_of, False)
 
     def orders(self) -> list[list[Compute]]:
-        """What each rank runs, in order."""
+        """The computes of each rank, in order."""
         orders: list[list[Compute]] = [[] for _ in self._stage_of]
         ended: list[tuple[int, int, Compute]] = []
         for microbatch in range(self._num_microbatches):
@@ -120,7 +120,7 @@ class _Greedy:
             while ended and ended[0][0] == now:
                 _, rank, cell = heapq.heappop(ended)
                 self._busy[rank] = False
-                self._hand_on(cell)
+                self._start_next(cell)
             self._start_all(now, orders, ended)
         return orders
 
@@ -146,8 +146,8 @@ class _Greedy:
         may_start = self._ready[rank][Phase.FORWARD] and self._in_flight[rank] < self._room[rank]
         return Phase.FORWARD if may_start else None
 
-    def _hand_on(self, cell: Compute) -> None:
-        """Let the next cell of a microbatch be ready."""
+    def _start_next(self, cell: Compute) -> None:
+        """Make the next compute of a microbatch ready."""
         last = len(self._placement) - 1
         if cell.phase is Phase.FORWARD and cell.stage < last:
             self._arrive(Phase.FORWARD, cell.stage + 1, cell.microbatch)

@@ -1,11 +1,10 @@
 """V-Half and V-Min: half and a third of 1F1B's memory, on a V of two stages per rank (Qi et al., 2024).
 
-Pipeline Parallelism with Controllable Memory builds a schedule from the tasks of one microbatch at fixed
-slots, repeated every six slots; where the slots lie sets how long activations live. What is left then is to
-squeeze: here each rank takes the tasks in the order of their slots as early as it can, and weight gradients
-where nothing else can run. A forward, or a backward once the forwards are done, may overtake up to ``reach``
-tasks that cannot run yet, if that keeps the peak. The best of a few reaches is taken, for phases of equal
-length.
+"Pipeline Parallelism with Controllable Memory" builds a schedule from the tasks of one microbatch at fixed
+slots, repeated every six slots; the slots determine how long activations live. Then the schedule is squeezed:
+each rank runs the tasks in the order of their slots as early as it can, and weight gradients where nothing
+else can run. A forward, or a backward once the forwards are done, may overtake up to ``reach`` tasks that
+cannot run yet, if that keeps the peak. The best of a few reaches is chosen, for phases of equal length.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +96,7 @@ def _patterns(problem: OrderingProblem, slots: Slots) -> list[list[int]]:
 def _squeeze(
     name: str, problem: OrderingProblem, patterns: list[list[int]], reach: int
 ) -> tuple[float, Schedule] | None:
-    """The time that the tasks take and the schedule; None if the ranks come to a halt."""
+    """The time that the tasks take and the schedule; None if the ranks deadlock."""
     ranks = [
         _Rank(problem, list(reversed(pattern)), problem.memory_limits[rank], reach)
         for rank, pattern in enumerate(patterns)
@@ -108,7 +107,7 @@ def _squeeze(
 
 @dataclass
 class _Rank:
-    """One rank while it is squeezed. ``ahead`` are the tasks to come, the next one at the end."""
+    """One rank while it is squeezed. ``ahead`` are the remaining tasks, the next one at the end."""
 
     problem: OrderingProblem
     ahead: list[int]

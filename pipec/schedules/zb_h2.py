@@ -1,4 +1,4 @@
-"""ZB-H2: no bubble between the first and last cell of a rank (Qi et al., Zero Bubble, ICLR 2024)."""
+"""ZB-H2: no bubble between the first and last compute of a rank (Qi et al., Zero Bubble, ICLR 2024)."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from pipec.schedules.order_builder import OrderBuilder, linear_placement, schedu
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Rank s warms up with 2(p-s)-1 forwards; then B(j), W(j-2s), F in turn; then what is left.
+    """Rank s warms up with 2(p-s)-1 forwards; then B(j), W(j-2s), F in turn; then the remaining computes.
 
     For m of at least 2p-1 the span has a bubble of (p-1)(F+B-2W), none where the three cost the same, for
     2p-1 microbatches in flight on every rank: about twice the memory of 1F1B's first rank.

@@ -10,8 +10,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Rank s holds stages s and 2p-1-s; forward, input and weight gradients of both alternate.
 
     If F, B and W of a stage all cost the same the span has no bubble, and the makespan is p-1 of them
-    longer. At most 2p stage-microbatches are in flight, which weigh as much as p on a straight pipeline. For
-    stages whose three phases cost about the same.
+    longer. At most 2p stage-microbatches are in flight, which take as much memory as p in a pipeline with one
+    stage per rank. Suits stages whose three phases cost about the same.
     """
     padded = max(num_microbatches, 2 * num_ranks - 1)
 

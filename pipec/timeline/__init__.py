@@ -1,6 +1,6 @@
-"""When things happen: the one model of time.
+"""Timelines: the model of time that all parts of pipec share.
 
-Read ``events``, what a timeline is; ``simulate``, which predicts one from programs and costs; ``trace``,
-which makes one from recorded times; ``attribution`` and ``rank_times``, which tell why a step takes as long
-as it does; and ``report``, a timeline as plain data.
+Read ``events``, the timeline itself; ``simulate``, which predicts a timeline from programs and costs;
+``trace``, which makes one from recorded times; ``attribution`` and ``rank_times``, which explain the time of
+a step; and ``report``, a timeline as plain data.
 """

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: what its events wait for, the critical path, and memory over time."""
+"""The time of a step explained: the waits of its events, the critical path, and memory over time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,22 +18,21 @@ from pipec.timeline.events import Events, Timeline
 from pipec.timeline.simulate import awaited_collectives, collective_numbers
 
 Curve = Sequence[tuple[float, float]]
-"""Times, ascending, each with the amount held from then on."""
+"""Times, ascending, each with the amount from then on."""
 
 NEGLIGIBLE = 1e-6
-"""Share of the makespan below which a rank is not said to have waited: times are sums of floats."""
+"""Shorter waits, as a share of the makespan, are rounding errors: times are sums of floats."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """What came right before each event of a timeline, entry by entry; -1 stands for nothing.
+    """The causes of each event of a timeline, entry by entry; -1 means none.
 
-    ``previous`` is the compute or update that ran before it on the same rank; before a collective or a copy
-    it may also be the one of its kind that its rank was in until later. ``idle`` is how long a rank did
-    nothing before a compute or an update, and ``awaited`` the message, the collective or the copy that ended
-    this. ``queued_behind`` is, for a message that had to wait for its channel, the message that the channel
-    carried until then. ``last`` is, for a collective, the event of the same collective on the rank that came
-    to it last; a copy is its own.
+    ``previous`` is the compute or update before it on the same rank; for a collective or a copy it is the
+    previous one of its kind if that ended later. ``idle`` is the idle time of a rank before a compute or an
+    update, and ``awaited`` the message, the collective or the copy that ended it. ``queued_behind`` is, for a
+    message that had to wait for its channel, the previous message on the channel. ``last`` is, for a
+    collective, its event on the rank that reached it last; for a copy, the copy itself.
     """
 
     previous: Ints
@@ -44,9 +43,9 @@ class Attribution:
 
     @cached_property
     def blocking_event(self) -> Ints:
-        """For each event the one without which it could have begun earlier.
+        """For each event, the event without which it could have begun earlier.
 
-        A collective stands here for all its ranks, as the event of the rank that came to it last.
+        A collective is represented by its event on the rank that reached it last.
         """
         awaited = np.maximum(self.awaited, self.queued_behind)
         causes = np.where(awaited < 0, self.previous, awaited)
@@ -57,13 +56,13 @@ class Attribution:
 
 
 def attribute_waits(timeline: Timeline) -> Attribution:
-    """What each event waited for, in the order of the events.
+    """The wait of each event, in the order of the events.
 
-    An idle rank waits for the message that arrives last of those that its next compute reads, or for the
-    collective or the copy that its next compute or update needs, if that is over later. If the rank was busy
-    until all of them were there, or nothing is read, the idle time is the rank's own: some passes between the
-    computes of a recorded step. A recorded message lasts until it is read, so each is taken to arrive as fast
-    as the fastest message between the same stages and ranks.
+    An idle rank waits for the last message that its next compute reads, or for the collective or the copy
+    that its next compute or update needs, if that ends later. If the rank was busy until all of them had
+    arrived, or nothing is read, no event is blamed for the idle time: some passes between the computes of a
+    recorded step. A recorded message lasts until it is read, so each is assumed to arrive as fast as the
+    fastest message between the same stages and ranks.
     """
     events, least = timeline.columns, NEGLIGIBLE * timeline.makespan
     previous = events.latest_before(events.is_blocking)
@@ -88,12 +87,12 @@ def attribute_waits(timeline: Timeline) -> Attribution:
 
 
 def _at(times: Floats, events: Ints, otherwise: float) -> Floats:
-    """The times of these events, or ``otherwise`` where there is none."""
+    """The times of these events, or ``otherwise`` for -1."""
     return np.where(events < 0, otherwise, times[events])
 
 
 def message_readers(timeline: Timeline) -> Ints:
-    """For each event the compute that reads it first; -1 for computes and for what is read after the step."""
+    """For each event the compute that reads it first; -1 for computes and messages read after the step."""
     events = timeline.columns
     computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(events.is_message)
     found = np.full(len(events), -1, np.int32)
@@ -104,7 +103,7 @@ def message_readers(timeline: Timeline) -> Ints:
 
 
 def _needed(events: Events) -> Ints:
-    """For each update the collective before it, for each compute the last thing it needs; or -1."""
+    """For each update the collective before it, for each compute the last collective or copy it needs."""
     update = events.instructions.ops == OP_CODE[Op.UPDATE]
     found = np.where(update, events.latest_before(events.is_collective), -1)
     for needed, computes in awaited_collectives(events.instructions):
@@ -116,9 +115,9 @@ def _needed(events: Events) -> Ints:
 
 
 def _last_to_come(events: Events, previous: Ints) -> Ints:
-    """For each collective the event of it whose rank came last: began last, was free last; -1 elsewhere.
+    """For each collective its event on the rank that reached it last; for a copy itself; -1 elsewhere.
 
-    That of a copy is itself.
+    Ranks that began at the same time are compared by when they were free.
     """
     own = np.flatnonzero(events.is_collective)
     numbers = collective_numbers(events.instructions, events.ranks, own)
@@ -134,7 +133,7 @@ def _last_to_come(events: Events, previous: Ints) -> Ints:
 
 
 def _queued(events: Events, previous: Ints, least: float) -> Ints:
-    """For each message that left only when its channel had carried another one, that other; -1 elsewhere."""
+    """For each message that waited until its channel had carried another one, that one; -1 elsewhere."""
     messages = np.flatnonzero(events.is_message)
     channels = (events.ranks.astype(np.int64) << 32) + events.instructions.peers
     messages = messages[np.argsort(channels[messages], kind="stable")]
@@ -148,7 +147,7 @@ def _queued(events: Events, previous: Ints, least: float) -> Ints:
 
 
 def _arrivals(events: Events) -> Floats:
-    """When each message could be read."""
+    """The time at which each message could be read."""
     ways = events.instructions.link_numbers * (int(events.instructions.peers.max(initial=0)) + 1)
     ways = np.where(events.is_message, ways + events.instructions.peers, 0)
     fastest = np.full(int(ways.max(initial=0)) + 1, np.inf)
@@ -159,7 +158,7 @@ def _arrivals(events: Events) -> Floats:
 
 
 def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
-    """For each event the message it reads that arrives last, of several the first; -1 where it reads none.
+    """For each event the last message to arrive of those it reads, the first of equals; -1 if it reads none.
 
     Event 3 reads the messages 0 and 2, which arrive at 5.0 and 4.0::
 
@@ -173,9 +172,9 @@ def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
 
 
 def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
-    """The events, first to last, each of which kept the next from beginning; the last one ends the step.
+    """The events, first to last, each of which delayed the next; the last one ends the step.
 
-    ``found`` is what ``attribute_waits`` returned for the timeline.
+    ``found`` is the result of ``attribute_waits`` for the timeline.
     """
     events = timeline.columns
     last = np.flatnonzero(events.ends == timeline.makespan)
@@ -189,9 +188,9 @@ def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
 
 
 def critical_path_times(timeline: Timeline, path: Sequence[int]) -> list[float]:
-    """How long each event of a critical path lasts, without what the one before it covers.
+    """The time of each event of a critical path after the end of the previous one.
 
-    Recorded messages and collectives may begin before what they wait for has ended.
+    Recorded messages and collectives may begin before the event they wait for has ended.
     """
     events = timeline.columns
     ends = np.maximum.accumulate(events.ends[list(path)])
@@ -219,7 +218,7 @@ _IN_FLIGHT = StageMemory(saved=1, weight_gradient_saved=1)
 def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Timeline) -> tuple[Curve, ...]:
     """The bytes that each rank holds over time, as ``rank_memory`` counts them.
 
-    There are none if the timeline is not one of these programs.
+    There are none if the timeline does not belong to these programs.
     """
     curves = []
     for rank, program in enumerate(
@@ -240,7 +239,7 @@ def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Tim
 
 
 def _highest(times: Floats, amounts: Floats) -> Curve:
-    """One step for each time, the last of those that have it."""
+    """One step for each time: the last one if several have it."""
     last = np.append(times[1:] != times[:-1], True)
     found = [(0.0, 0.0)] if not times.size or times[0] > 0 else []
     return found + list(zip(times[last].tolist(), amounts[last].tolist(), strict=True))

@@ -1,6 +1,7 @@
-"""The timeline of a step, simulated or recorded: what ran and what travelled when, and its figures of merit.
+"""The timeline of a step, simulated or recorded: its computes and messages in time, and its figures of merit.
 
-A step of a thousand ranks has millions of events. They are kept as columns of numbers, and read like a tuple.
+A step of a thousand ranks has millions of events. They are stored as columns of numbers, and read like a
+tuple.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from pipec.ir.columns import OP_CODE, OPS, Floats, InstructionColumns, Ints, con
 class Event:
     """A compute or an update while it runs, a message from its send to its arrival, a collective or a copy.
 
-    A collective is an event on each of its ranks and lasts until it is over. A simulated one begins when the
-    last of them has come to it, a recorded one when its own rank has.
+    A collective is an event on each of its ranks. A simulated one begins when the last of them has reached
+    it, a recorded one when its own rank has.
     """
 
     rank: int
@@ -43,7 +44,7 @@ class Event:
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether it is beside the work of its rank: a collective or a copy."""
+        """Whether it runs beside the work of its rank: a collective or a copy."""
         return self.is_collective or self.is_copy
 
     @property
@@ -67,7 +68,7 @@ class Events(Sequence[Event]):
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> "Events":
-        """``events`` as columns; itself if it is so already."""
+        """``events`` as columns; unchanged if it is columns already."""
         if isinstance(events, Events):
             return events
         ranks = np.array([event.rank for event in events], np.int32)
@@ -90,7 +91,7 @@ class Events(Sequence[Event]):
 
     @property
     def is_overlapped(self) -> NDArray[np.bool_]:
-        """Which events a rank is in beside its work: collectives and copies."""
+        """Which events run beside the work of their rank: collectives and copies."""
         return self.is_collective | self.instructions.is_copy
 
     @property
@@ -125,7 +126,7 @@ class Events(Sequence[Event]):
 
     @cached_property
     def _bounds(self) -> Ints:
-        """Where the events of each rank begin, and those of the last one end."""
+        """The first event of each rank, and the number of all."""
         num_ranks = int(self.ranks.max(initial=-1)) + 1
         return np.searchsorted(self.ranks, np.arange(num_ranks + 1, dtype=self.ranks.dtype))
 
@@ -163,8 +164,8 @@ class Events(Sequence[Event]):
 class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
-    ``events`` are ordered by rank, then as in its program. ``sync_spec`` tells what collectives carry, where
-    it is known. If there are ``representatives``, the ranks of the timeline stand for more.
+    ``events`` are ordered by rank, then as in its program. ``sync_spec`` describes the data of collectives,
+    if known. With ``representatives``, the ranks of the timeline represent more ranks.
     """
 
     events: Sequence[Event]
@@ -187,7 +188,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When everything is over and the last message has arrived."""
+        """The time when the last event ends."""
         return float(self.columns.ends.max(initial=0.0))
 
     @cached_property

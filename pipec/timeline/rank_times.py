@@ -1,4 +1,4 @@
-"""Where the time of each rank goes: into work, or into waiting for what and for whom."""
+"""The time of each rank: work, and waits for messages, collectives and copies."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from pipec.timeline.events import Events, Timeline
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """How long a rank waits for what a stage of another rank sends, in a collective of a stage or for a copy.
+    """The time that a rank waits for messages of another rank's stage, a collective of a stage, or a copy.
 
-    Of a collective, ``rank`` is the last rank to come while it has not come, and then the one that waits, as
-    of a copy. A norm is of no stage: of -1.
+    For a collective, ``rank`` is the last rank to reach it until that has reached it, and then the waiting
+    rank itself, as for a copy. A norm has stage -1.
     """
 
     rank: int
@@ -29,11 +29,11 @@ class RankWait:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Where the time of a rank goes; the fields add up to the makespan.
+    """The time of a rank; the fields add up to the makespan.
 
-    It is ``busy`` with computes and updates, or waits for messages, collectives and copies, ``waits``,
+    It is ``busy`` with computes and updates. ``waits`` are its waits for messages, collectives and copies,
     longest first. ``unattributed_idle`` is the idle time in which it had all its inputs. ``trailing_idle`` is
-    the time left once it has computed and updated everything, and its collectives are over.
+    the time after its last compute, update and collective.
     """
 
     busy: float
@@ -47,7 +47,7 @@ class RankTime:
 
 
 def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
-    """Where the time of each rank goes. ``found`` is what ``attribute_waits`` returned."""
+    """The time of each rank. ``found`` is the result of ``attribute_waits``."""
     events, num_ranks = timeline.columns, timeline.num_ranks
     busy = np.bincount(
         events.ranks, np.where(events.is_blocking, events.ends - events.starts, 0.0), num_ranks
@@ -74,7 +74,7 @@ def _latest_ends(events: Events, mask: NDArray[np.bool_], ends: Floats) -> Float
 
 
 def _awaited(events: Events, found: Attribution, worked: Floats, over: Floats) -> dict[int, list[RankWait]]:
-    """What each rank waits for, longest first. It has ``worked`` and its collectives are ``over`` then."""
+    """The waits of each rank, longest first. Its work ends at ``worked``, its collectives at ``over``."""
     times: dict[tuple[int, int, int, Payload | Op], float] = defaultdict(float)
     for event, message, time in _messages_awaited(events, found):
         link = events[message].instruction.link
@@ -109,30 +109,30 @@ def _messages_awaited(events: Events, found: Attribution) -> Iterator[tuple[int,
 def _collectives_awaited(
     events: Events, found: Attribution, worked: Floats, over: Floats
 ) -> Iterator[tuple[int, int, float]]:
-    """Collectives, each with a rank that was waited for and a time.
+    """Collectives, each with the rank that is waited for, and a time.
 
-    A rank waits before a compute or an update that needs a collective, and behind its work until its last
-    collective is over.
+    A rank waits before a compute or an update that needs a collective, and after its work until its last
+    collective ends.
     """
     before = events.latest_before(events.is_collective)
     late = np.flatnonzero((found.awaited >= 0) & events.is_collective[found.awaited])
     for event in late.tolist():
         start = float(events.starts[event])
         idle = start - float(found.idle[event]), start
-        yield from _apart(events, found.last, before, int(found.awaited[event]), *idle)
+        yield from _split_wait(events, found.last, before, int(found.awaited[event]), *idle)
     collectives = np.flatnonzero(events.is_collective)
     ranks, lasts = np.unique(events.ranks[collectives][::-1], return_index=True)
     for rank, event in zip(ranks.tolist(), collectives[::-1][lasts].tolist(), strict=True):
-        yield from _apart(events, found.last, before, event, float(worked[rank]), float(over[rank]))
+        yield from _split_wait(events, found.last, before, event, float(worked[rank]), float(over[rank]))
 
 
-def _apart(
+def _split_wait(
     events: Events, last: Ints, before: Ints, event: int, start: float, end: float
 ) -> Iterator[tuple[int, int, float]]:
-    """Take apart the time in which a rank waits for a collective, going back from its end.
+    """Split the time in which a rank waits for a collective, going back from its end.
 
-    A rank is in one collective after another: until the last rank comes to it, and then until it is over. If
-    it is the last one itself, it waits for nobody until it comes.
+    A rank is in one collective after another: first until the last rank reaches it, and then until it ends.
+    If it is the last rank itself, it waits for nobody before.
     """
     while event >= 0 and start < end:
         end = min(end, float(events.ends[event]))

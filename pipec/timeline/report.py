@@ -1,4 +1,4 @@
-"""A timeline as plain data for other programs: figures of merit, where time goes, and what happens when."""
+"""A timeline as plain data for other programs: figures of merit, waits, the critical path and events."""
 
 from pipec.timeline.attribution import attribute_waits, critical_path
 from pipec.timeline.events import Event, Timeline
@@ -6,13 +6,13 @@ from pipec.timeline.rank_times import RankTime, rank_times
 from pipec.timeline.steady_state import steady_state
 
 MOST_EVENTS = 100_000
-"""Events listed one by one; a step of more is told by its sums and its critical path."""
+"""The limit for listing all events; a larger step has only its sums and its critical path."""
 
 
 def timeline_report(timeline: Timeline) -> dict[str, object]:
-    """Figures of merit, what ranks wait for, the critical path, and every event of up to ``MOST_EVENTS``."""
+    """Figures of merit, waits of ranks, the critical path, and all events up to ``MOST_EVENTS``."""
     found = attribute_waits(timeline)
-    facts: dict[str, object] = {
+    report: dict[str, object] = {
         "unit": timeline.unit,
         "makespan": timeline.makespan,
         "span": timeline.span,
@@ -22,23 +22,23 @@ def timeline_report(timeline: Timeline) -> dict[str, object]:
             [timeline.global_rank(rank) for rank in timeline.replicas[stage]]
             for stage in sorted(timeline.replicas)
         ],
-        "waits": [_rank_facts(timeline, *each) for each in enumerate(rank_times(timeline, found))],
+        "waits": [_rank_data(timeline, *each) for each in enumerate(rank_times(timeline, found))],
         "critical_path": [
-            _event_facts(timeline, timeline.events[index]) for index in critical_path(timeline, found)
+            _event_data(timeline, timeline.events[index]) for index in critical_path(timeline, found)
         ],
         "num_events": len(timeline.events),
     }
     if steady := steady_state(timeline):
-        facts["steady"] = {"time": steady.batch_interval, "bubble_rate": steady.bubble_rate}
+        report["steady"] = {"time": steady.batch_interval, "bubble_rate": steady.bubble_rate}
     if len(timeline.events) <= MOST_EVENTS:
-        facts["events"] = [_event_facts(timeline, event) for event in timeline.events]
+        report["events"] = [_event_data(timeline, event) for event in timeline.events]
     if timeline.representatives:
         names = "ranks", "counts", "num_replicas"
-        facts["representatives"] = {name: getattr(timeline.representatives, name) for name in names}
-    return facts
+        report["representatives"] = {name: getattr(timeline.representatives, name) for name in names}
+    return report
 
 
-def _rank_facts(timeline: Timeline, rank: int, time: RankTime) -> dict[str, object]:
+def _rank_data(timeline: Timeline, rank: int, time: RankTime) -> dict[str, object]:
     return {
         "rank": timeline.global_rank(rank),
         "busy": time.busy,
@@ -57,7 +57,7 @@ def _rank_facts(timeline: Timeline, rank: int, time: RankTime) -> dict[str, obje
     }
 
 
-def _event_facts(timeline: Timeline, event: Event) -> dict[str, object]:
+def _event_data(timeline: Timeline, event: Event) -> dict[str, object]:
     instruction = event.instruction
     return {
         "rank": timeline.global_rank(event.rank),

@@ -1,13 +1,12 @@
-"""Simulation: the programs that will be executed, played against costs, give the timeline of one step.
+"""Simulation: the timeline of one step from its programs and costs.
 
-The model of time, which planner, search and simulator share: communication overlaps compute, and a directed
-channel carries one message at a time. A directed channel leads from a sending rank to a receiving rank. A
-message leaves when the program of its rank has reached the send and the channel has carried every message
-that was sent into it before; it arrives after the seconds of its link. A compute starts when its rank is free
-and everything it reads has arrived. A collective overlaps compute, too, and starts when all its ranks have
-come to it and are through with the collectives before. A copy to host memory overlaps compute as well, and so
-does one back; of each direction a rank makes one at a time. An update occupies its rank, once the collectives
-before it are over. docs/benchmarks.md compares this with steps that ran.
+Planner, search and simulator share one model of time. Communication overlaps compute. A directed channel
+leads from a sending rank to a receiving rank and carries one message at a time. A message leaves when the
+program of its rank has reached the send and the channel has carried all earlier messages; it arrives after
+the seconds of its link. A compute starts when its rank is free and all its inputs have arrived. A collective
+overlaps compute, too, and starts when all its ranks have reached it and finished earlier collectives. Copies
+to and from host memory also overlap compute; a rank makes one at a time in each direction. An update occupies
+its rank, after the collectives before it have ended. docs/benchmarks.md compares this with measured steps.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,13 +36,13 @@ from pipec.timeline.events import Events, Timeline
 
 @dataclass(frozen=True, slots=True)
 class SimulationCosts:
-    """How long things take: ``compute[stage, phase]``, and ``messages[link]`` between ranks.
+    """Times of computes, ``compute[stage, phase]``, and of messages between ranks, ``messages[link]``.
 
-    ``sync_times`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
-    ``sync_times`` lack takes no time. ``segments`` has the fractions of a phase's time that its functions
-    take, if it consists of several, and ``model_collectives[stage, number]`` the seconds of the collectives
-    between these. ``copy_times[stage]`` is what an offload takes, or a prefetch. The first instruction runs
-    at ``start_time``. ``unit`` is the unit of time, for those who show it.
+    ``sync_times`` are the times of collectives and updates by op, stage and bucket. Entries missing in
+    ``messages`` or ``sync_times`` take no time. ``segments`` has the fractions of a phase's time for its
+    functions, if it consists of several, and ``model_collectives[stage, number]`` the times of the
+    collectives between these. ``copy_times[stage]`` is the time of an offload, or of a prefetch. The first
+    instruction runs at ``start_time``. ``unit`` is the unit of time, for display.
     """
 
     compute: Mapping[tuple[int, Phase], float]
@@ -123,21 +122,21 @@ def simulate(
 
 
 class _Step:
-    """What is timed on all ranks, rank by rank: the events of the timeline.
+    """The events of the timeline on all ranks, rank by rank.
 
     Each occupies a resource while it lasts: computes and updates their rank, a message the channel from its
     rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's link
-    to the host. The cells of ``run_tasks`` are the events resource by resource, those of a rank in one of the
-    ``groups``. Here rank 0 has the events 0 to 4::
+    to the host. The tasks of ``run_tasks`` are the events resource by resource, and those of a rank form one
+    of the ``groups``. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
-        which it is       F0    send  F1    send  B0    F0    B0    send
+        instruction       F0    send  F1    send  B0    F0    B0    send
         resource          0     0->1  0     0->1  0     1     1     1->0
-        its cell          0     3     1     4     2     5     6     7
-        order, by cell    0     2     4     1     3     5     6     7
+        task              0     3     1     4     2     5     6     7
+        order, by task    0     2     4     1     3     5     6     7
 
-    A collective is an event on each of its ranks. For each there is also a cell without duration, numbered
-    after the events: the arrival of the rank. The arrivals of one collective follow each other.
+    A collective is an event on each of its ranks. Each has also a task without duration, numbered after the
+    events: the arrival of the rank. The arrivals of one collective follow each other.
     """
 
     def __init__(self, programs: Sequence[InstructionColumns]) -> None:
@@ -165,7 +164,7 @@ class _Step:
         return self.collectives.size
 
     def _lay_out(self) -> None:
-        """Number the cells: events rank by rank, and on each of them resource by resource; then arrivals."""
+        """Number the tasks: events rank by rank, and on each of them resource by resource; then arrivals."""
         num_ranks = len(self.programs)
         most = num_ranks + 4  # of a rank: itself, a channel to each rank, collectives, and copies both ways
         own = self.ranks.astype(np.int64) * most
@@ -230,7 +229,7 @@ def _keys(events: InstructionColumns, which: Ints) -> list[list[int]]:
 
 
 def _reads(step: _Step) -> TaskInputs:
-    """What cells wait for: messages and collectives for the compute before, computes for what they read."""
+    """The inputs of tasks: messages and collectives read the compute before them, computes their inputs."""
     pairs = [_message_reads(step), *_collective_reads(step), *_copy_reads(step)]
     return TaskInputs(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
 
@@ -260,10 +259,10 @@ def _message_reads(step: _Step) -> tuple[Ints, Ints]:
 
 
 def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
-    """An arrival reads what its rank did before, and a collective the last arrival of its ranks.
+    """An arrival reads the previous events of its rank, and a collective the last arrival of its ranks.
 
     An update reads the collective before it. A compute reads the last gathering of its stage's parameters,
-    and a segment behind another one the model collective between them.
+    and a later segment the model collective before it.
     """
     cells, events, own = np.append(step.cells, np.int32(AVAILABLE_AT_START)), step.events, step.collectives
     arrivals = step.cells[len(events) :]

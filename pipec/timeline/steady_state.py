@@ -1,4 +1,4 @@
-"""The steady state of mini-batches that follow each other: how fast they come out, and what is idle."""
+"""The steady state of an asynchronous schedule: the time of a mini-batch, and the idle time."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,10 @@ class SteadyState:
 
 
 def steady_state(timeline: Timeline) -> SteadyState | None:
-    """What holds once the pipeline is full. None where schedules are synchronous, or where it never is full.
+    """The steady state of a timeline; None if the schedule is synchronous, or the pipeline is never full.
 
-    The last stage does the same again after a period, until the last mini-batch; the second half of its
-    forwards is therefore as far apart as those of an endless stream.
+    The last stage repeats its computes with a period, until the last mini-batch; so the intervals of the
+    second half of its forwards are those of an endless stream.
     """
     stream, replicas = (
         timeline.sync_spec.stream,
@@ -44,7 +44,7 @@ def steady_state(timeline: Timeline) -> SteadyState | None:
 
 
 def _forward_ends(timeline: Timeline, stage: int) -> Floats:
-    """When the forwards of the first replica of a stage end."""
+    """The ends of the forwards of the first replica of a stage."""
     instructions, first = timeline.columns.instructions, timeline.replicas[stage][0]
     forwards = (instructions.ops == OP_CODE[Op.FORWARD]) & (timeline.columns.ranks == first)
     found: Floats = timeline.columns.ends[forwards]

@@ -1,4 +1,4 @@
-"""What was recorded of steps that ran: a timeline of each, beside the one that was planned."""
+"""Traces: the timelines of recorded steps, and the planned timeline to compare."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from pipec.timeline.events import Event, Timeline
 
 @dataclass
 class Trace:
-    """Timelines of the steps made while it was recorded, in order, and of the same step on paper."""
+    """Timelines of the recorded steps, in order, and the planned timeline of the same step."""
 
     simulated: Timeline | None = None
     steps: list[Timeline] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Trace:
         return sorted(self.steps, key=lambda step: step.makespan)[(len(self.steps) - 1) // 2]
 
     def timelines(self) -> dict[str, Timeline]:
-        """The planned step and the typical measured one, by those names, to be drawn on one axis."""
+        """The planned step and the typical measured one, by name, to be drawn on one axis."""
         planned = {"planned": self.simulated} if self.simulated else {}
         return {**planned, "measured": self.median_step()}
 
@@ -34,8 +34,8 @@ def measured_timeline(
     """The timeline of a step from three timestamps per instruction, in ns: begun, inputs arrived, ended.
 
     A compute, an update or a collective lasts from the arrival of its inputs; a collective until its rank
-    found it over. A message is known to have arrived only when its reader
-    had it, and lasts until then; one that is read when the program is over lasts as long as its send.
+    observed its end. The arrival of a message is only known when its reader has it, so it lasts until then;
+    a message that is read after the program lasts as long as its send.
     """
     start = min(min(times) for times in timestamps.values())
     runs = {

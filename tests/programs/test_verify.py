@@ -121,9 +121,9 @@ FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
         ),
         (
             change(Op.RECV, 1, "hidden_1", slot=-1),
-            "1: recv names slot -1; only what arrives for a microbatch",
+            "1: recv names slot -1; only messages of a microbatch",
         ),
-        (change(Op.SEND, 1, "hidden_2", slot=0), "7: send names slot 0; only what arrives for a microbatch"),
+        (change(Op.SEND, 1, "hidden_2", slot=0), "7: send names slot 0; only messages of a microbatch"),
         (change(Op.RECV, 1, "hidden_1", microbatch=4), "1: recv names microbatch 4; expected 0 to 3"),
         (change(Op.RECV, -1, "loss", microbatch=0), "recv names microbatch 0; expected -1 to -1"),
         (change(Op.RECV, -1, "loss", stage=1), "recv of result loss (2 -> all) names stage 1; expected -1"),

@@ -284,18 +284,18 @@ def receive_after(op: Op) -> Edit:
         (
             TIED_TO_TWO,
             receive_last,
-            "bucket 1 runs before the gradients that another stage brings",
+            "bucket 1 runs before the gradients that another stage sends back",
         ),
         (
             TIED_TO_ONE,
             receive_after(Op.GRAD_NORM),
-            "grad_norm runs before the gradients that another stage brings",
+            "grad_norm runs before the gradients that another stage sends back",
         ),
-        (TIED_TO_ONE, receive_last, "runs before the gradients that another stage brings home at 20"),
+        (TIED_TO_ONE, receive_last, "runs before the gradients that another stage sends back at 20"),
         (
             make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True),
             receive_last,
-            "update of stage 0 runs before the gradients that another stage brings home at 19",
+            "update of stage 0 runs before the gradients that another stage sends back at 19",
         ),
     ],
 )
@@ -313,7 +313,7 @@ def test_what_is_brought_home_on_one_rank_comes_before_the_update() -> None:
         if each.op is Op.MOVE and each.link and each.link.payload is Payload.WEIGHT_GRADIENT
     ]
     message = fault(step, {0: lambda instructions: instructions.append(instructions.pop(moved[0]))})
-    assert "update of stage 0 runs before the gradients that another stage brings home" in message
+    assert "update of stage 0 runs before the gradients that another stage sends back" in message
 
 
 TWO_BUCKETS = replace(

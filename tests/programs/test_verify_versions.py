@@ -260,9 +260,7 @@ def test_a_script_that_would_wait_for_ever_is_found() -> None:
         own.insert(numbers_of(own, Op.UPDATE)[0] + 1, moved)
 
     found = replicated({1: receive_late})
-    told = (
-        "what waits until mini-batch 1 is asked for comes before the results of mini-batch 0 are on their way"
-    )
+    told = "this waits until mini-batch 1 is requested, but comes before the results of mini-batch 0 are sent"
     assert told in found
 
 
