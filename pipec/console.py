@@ -1,4 +1,4 @@
-"""What a script shows a person, once, however many processes run the script.
+"""Output of a script, printed once, however many processes run the script.
 
 ``torchrun`` starts the same script on every rank. These helpers act on rank 0 and are silent on the
 others, so that a training script needs no rank branches.
@@ -81,14 +81,14 @@ class progress(Generic[T]):
 
 
 STATUS_DELAY_SECONDS = 2.0
-"""So many seconds a person waits without being told for what."""
+"""Blocks that take no longer than this print nothing."""
 
 
 class delayed_status:
     """Prints what a ``with`` block does, and why, if it takes more than ``STATUS_DELAY_SECONDS``.
 
-    In a terminal a line shows what is done at the time, and goes away in the end. Where the output is no
-    terminal, stderr gets one line.
+    In a terminal, a line shows the current activity and disappears at the end. Elsewhere, stderr gets one
+    line.
 
     >>> with delayed_status("pipec: compiling, for the first time") as status:
     ...     status.now("search")

@@ -4,7 +4,7 @@ DAMAGED_DATA_ERRORS = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
     *(RecursionError, MemoryError),
 )
-"""What Python raises where data are damaged, of other types than expected, or nested too deeply."""
+"""Python's errors for data that are damaged, of unexpected types, or nested too deeply."""
 
 
 class PipecError(Exception):
@@ -16,11 +16,11 @@ class CaptureError(PipecError):
 
 
 class InputError(PipecError, ValueError):
-    """A call's arguments do not fit: wrong shape, dtype, batch size, device count or name."""
+    """The arguments of a call are wrong: wrong shape, dtype, batch size, device count or name."""
 
 
 class MixedRowsError(InputError):
-    """Rows of the batch depend on one another, so that microbatches do not make what the batch would."""
+    """Rows of the batch depend on each other, so microbatches would not give the batch's results."""
 
 
 class TargetRowsError(InputError):
@@ -52,7 +52,7 @@ class ExecutionError(PipecError):
 
 
 class BranchError(PipecError):
-    """A branch of the model asks for values of tensors, and goes another way than when it was captured."""
+    """A branch on values of tensors goes another way than when the model was captured."""
 
 
 class NonFiniteError(ExecutionError):

@@ -10,8 +10,8 @@ which then is the whole mini-batch::
         positive = (images * texts).sum(1)
         return (logits.logsumexp(1) - positive).mean()
 
-With one replica, and in a script without pipec, they return a copy. They are differentiable. As the losses of
-microbatches add up, so do the gradients that replicas have of what they share.
+With one replica, and in a script without pipec, they return a copy. They are differentiable. The gradients
+that replicas have of shared values add up, as the losses of microbatches do.
 """
 
 from collections.abc import Iterator
@@ -30,17 +30,17 @@ def all_reduce(x: Tensor) -> Tensor:
     ``x`` has the same shape on all replicas. Its gradient is the sum of every replica's gradient.
 
     Raises:
-        TypeError: ``x`` has no numbers.
+        TypeError: ``x`` is boolean.
     """
     if x.dtype is torch.bool:
-        raise TypeError("all_reduce adds numbers, but x is of truth values; pass x.int()")
+        raise TypeError("all_reduce adds numbers, but x is boolean; pass x.int()")
     return torch.ops.pipec.all_reduce(x)  # type: ignore[no-any-return]
 
 
 def all_gather(x: Tensor) -> Tensor:
     """Every replica's ``x``, one after the other along dimension 0.
 
-    ``x`` has the same shape on all replicas. Its gradient is the sum of what every replica has for its part.
+    ``x`` has the same shape on all replicas. Its gradient is the sum of the gradients for this part.
 
     Raises:
         IndexError: ``x`` has no dimension.
@@ -61,7 +61,7 @@ def broadcast(x: Tensor) -> Tensor:
 
 @contextmanager
 def tracing_with_replicas(num_replicas: int) -> Iterator[None]:
-    """Let what is traced meanwhile join so many replicas."""
+    """Trace collectives as if over this many replicas, inside a ``with``."""
     token = _num_replicas.set(num_replicas)
     try:
         yield
@@ -83,10 +83,10 @@ REDUCE_SCATTER = torch.ops.pipec.reduce_scatter.default
 """Each replica's ``rows`` of the sum of every replica's tensor: the gradient of ``all_gather``."""
 
 BROADCAST = torch.ops.pipec.broadcast.default
-"""Differentiation takes it apart: it is the first of what ``all_gather`` brings together."""
+"""Differentiation decomposes it: it is the first part of an ``all_gather``."""
 
 COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
-"""What is left of collectives in a differentiated graph."""
+"""The collectives that a differentiated graph may contain."""
 
 _library.impl("all_reduce", torch.clone, "CompositeExplicitAutograd")
 _library.impl("all_gather", torch.clone, "CompositeExplicitAutograd")

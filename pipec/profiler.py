@@ -1,8 +1,8 @@
 """Measure a training step of a model on one device: the time of every node of its graph.
 
 Two measurements are combined. The generated code of the whole model, run as one stage, gives the time of a
-forward and of a backward as they will run. The nodes, run one by one, give the share of each. Their own times
-would be too long, because each includes the call and a look at the clock.
+forward and of a backward in training. The nodes, run one by one, give the fraction of each. Their own times
+would be too long, because each includes the call and reading the clock.
 """
 
 import platform
@@ -51,16 +51,16 @@ from pipec.timeline.trace import measured_timeline
 T = TypeVar("T")
 
 NUM_WARMUP_RUNS = 2
-"""Runs that are not counted: they allocate memory and let kernels choose their algorithms."""
+"""Runs that are not measured: they allocate memory and let kernels choose their algorithms."""
 
 _MICROBATCHES = 3
 """In a step of the whole model: the first sets gradients, the others add to them.
 
-A backward follows each forward, as it does in most of a step: what finds its memory in the cache is faster.
+A backward follows each forward, as in most of a step: it is faster with its memory in the cache.
 """
 
 ProgressWrapper = Callable[[range], Iterable[int]]
-"""Iterates over the numbers of the runs, showing a person how far it has come."""
+"""Iterates over the numbers of the runs, and shows the progress."""
 
 
 def profile_graph(
@@ -72,10 +72,10 @@ def profile_graph(
     ranks: int = 1,
     progress: ProgressWrapper = iter,
 ) -> Profile:
-    """Run ``graph``, as it was captured, on the microbatch ``call``, in ``ranks`` copies at a time.
+    """Measure ``graph``, as captured, on the microbatch ``call``, in ``ranks`` copies at a time.
 
-    The model's tensors are used as they are, or copied to ``device``; those on meta are made there, of small
-    random values. Their gradients are not touched.
+    The model's tensors are used as they are, or copied to ``device``; for those on meta, small random values
+    are used. Their gradients are not touched.
     """
     if device.type == "meta":
         raise InputError("the meta device computes nothing: profile on a device like those that will train")
@@ -101,7 +101,7 @@ def profile_graph(
 
 
 class _ModelTimer:
-    """The model as one stage, run by the interpreter that will run its parts, in some copies at a time."""
+    """The model as one stage, run by the interpreter of training, in several copies at a time."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _ModelTimer:
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph and notes how long each node takes; values are dropped after their last use."""
+    """Runs a graph and measures the time of each node; values are dropped after their last use."""
 
     def __init__(self, graph: TrainingGraph, size: int, device: torch.device) -> None:
         super().__init__(graph.module)
@@ -162,7 +162,7 @@ class _Timer(fx.Interpreter):
         self._marks: list[Moment] = []
 
     def measure(self, *arguments: Any) -> None:
-        """Run the graph, and note the seconds of each node."""
+        """Run the graph, and append the seconds of each node."""
         self._marks.clear()
         with current_device(self._device), self._clock.recording():
             self.run(*arguments)
@@ -179,21 +179,21 @@ class _Timer(fx.Interpreter):
         return value
 
     def medians(self) -> dict[fx.Node, float]:
-        """Of the nodes that run once per microbatch."""
+        """The median seconds of the nodes that run once per microbatch."""
         return {node: statistics.median(self.seconds[node]) for node in profiled_nodes(self._graph)}
 
     def _resolved(self, argument: Any) -> Any:
-        """Sizes as numbers, devices as the one that is measured."""
+        """The argument with sizes as numbers, and every device as the measured one."""
         if isinstance(argument, sympy.Basic):
             number = argument.subs(self._sizes)
             if not number.is_number:
-                return number  # values tell the rest of it
+                return number  # the rest depends on values
             return int(number) if number.is_integer else float(number)
         return self._device if isinstance(argument, torch.device) else argument
 
 
 def _scaled(nodes: Mapping[fx.Node, float], whole: Mapping[Phase, float]) -> dict[fx.Node, float]:
-    """The times of nodes, those of each phase scaled to add up to what the phase takes."""
+    """The times of nodes, scaled such that those of each phase add up to the phase's time."""
     alone: dict[Phase, float] = defaultdict(float)
     for node, seconds in nodes.items():
         alone[node.meta["phase"]] += seconds
@@ -204,7 +204,7 @@ def _scaled(nodes: Mapping[fx.Node, float], whole: Mapping[Phase, float]) -> dic
 
 
 def _tensors(graph: TrainingGraph, model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Parameters, buffers and constants on ``device``, in the model's memory if they are there."""
+    """Parameters, buffers and constants on ``device``, sharing the model's memory if possible."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
     return {fqn: _on(tensor.detach(), device) for fqn, tensor in named.items()}
 
@@ -233,7 +233,7 @@ def _arguments(
                 leaf = call.leaves[position]
                 yield _on(leaf, device) if isinstance(leaf, Tensor) else leaf
             case LossGradient() | BatchFraction() | FirstRow() | BatchCount():
-                val = node.meta["val"]  # fake, and what is made like it is fake as well
+                val = node.meta["val"]  # fake, so tensors made like it are fake, too
                 yield torch.ones([int(size) for size in val.shape], dtype=val.dtype, device=device)
 
 

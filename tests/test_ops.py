@@ -430,7 +430,10 @@ def test_code_that_does_not_join_what_the_plan_says_is_refused(saved: Path, foun
     ("change", "message"),
     [
         ({"segment": 9}, "the model collective 'all_gather' is before segment 9 of forward, of 4 segments"),
-        ({"op": Op.GRAD_NORM}, "the model collective 'all_gather' is a grad_norm, which no model has"),
+        (
+            {"op": Op.GRAD_NORM},
+            "the model collective 'all_gather' is a grad_norm, which models cannot contain",
+        ),
         ({"value": Value("all_gather", "float33", ())}, "dtype 'float33'"),
     ],
 )

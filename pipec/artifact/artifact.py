@@ -6,12 +6,12 @@ A saved artifact is a folder::
     plan.json             format and plan
     stage_0.py ...        generated code
     rank_0.txt ...        programs
-    constants.safetensors tensors the model made outside its parameters and buffers, if there are any
-    tensors.safetensors   parameters and buffers, if asked for
+    constants.safetensors tensors that the model created outside its parameters and buffers, if any
+    tensors.safetensors   parameters and buffers, if requested
 
-Reading one unpickles nothing. A file that is missing, changed or of another format, and a plan that
-contradicts itself or the files beside it, is refused before any code of the artifact runs. That is no
-protection from those who can write the folder: docs/artifacts.md says what is.
+Reading an artifact unpickles nothing. Before any of its code runs, a missing or changed file, another
+format, and a plan that contradicts itself or its files are refused. This does not protect against people who
+can write to the folder; docs/artifacts.md describes what does.
 """
 
 import functools
@@ -47,9 +47,9 @@ CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """``sources[stage]`` and ``programs[rank]``; ``constants`` by their name among the buffers.
+    """``sources[stage]`` and ``programs[rank]``; ``constants`` are named as buffers are.
 
-    An artifact equals itself alone, so that what is made of one can be found by it.
+    An artifact equals only itself, so that it can be the key of a cache.
     """
 
     plan: Plan
@@ -59,11 +59,11 @@ class Artifact:
 
     @functools.cached_property
     def has_random_operators(self) -> bool:
-        """Whether any stage has random operators, whose functions take ``rng``."""
+        """Whether the functions of any stage take ``rng``, for random operators."""
         return any(re.search(r"^def .*\brng\b.*:$", source, re.MULTILINE) for source in self.sources)
 
     def canonical_text(self) -> str:
-        """Everything ranks must agree on, as one text."""
+        """All that ranks must agree on, as one text."""
         programs = map(format_program, self.programs)
         return "\n".join([_PLAN.dump_json(self.plan).decode(), *self.sources, *programs])
 
@@ -79,12 +79,10 @@ _HEADER = pydantic.TypeAdapter(_Header)
 
 
 def load_stage_module(stage: int, source: str) -> types.ModuleType:
-    """The module that the source of a stage defines.
-
-    Tracebacks and debuggers show its lines under the name ``stage_N.py``.
+    """The module defined by the source of a stage; tracebacks show its lines as ``stage_N.py``.
 
     Raises:
-        ArtifactError: it fails as it is loaded, as code that somebody edited may.
+        ArtifactError: the code cannot be loaded, for example after it was edited.
     """
     filename = f"<pipec {_digest(source.encode())[:12]}>/stage_{stage}.py"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -97,10 +95,10 @@ def load_stage_module(stage: int, source: str) -> types.ModuleType:
 
 
 def write_artifact(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write the artifact, whole or not at all. An artifact that is there already is replaced.
+    """Write the artifact, whole or not at all. It replaces an artifact at the same place.
 
     Raises:
-        ArtifactError: the directory holds something else, or cannot be written.
+        ArtifactError: the directory has other contents, or cannot be written.
     """
     try:
         _replace(artifact, directory, tensors)
@@ -111,7 +109,7 @@ def write_artifact(artifact: Artifact, directory: Path, tensors: Mapping[str, Te
 def _replace(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
     if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
         raise ArtifactError(
-            f"{directory} is not empty and holds no {PLAN}, so it is no artifact of pipec to replace; "
+            f"{directory} is not empty and has no {PLAN}, so it is not an artifact of pipec; "
             "choose another directory"
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +142,7 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
 
     Raises:
         ArtifactError: a file is missing, changed, unreadable or of another format, or the plan contradicts
-            itself; what is wrong is named.
+            itself.
     """
     path = directory / PLAN
     if not path.is_file():
@@ -171,7 +169,7 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
 
 
 def _check_sums(directory: Path) -> set[str]:
-    """The names of the files that are what was saved. Raises ArtifactError if one is not."""
+    """Check all files against their checksums; returns their names. Raises ArtifactError."""
     names = set()
     for line in _read_text(directory / CHECKSUMS).splitlines():
         match = _SUM.fullmatch(line)
@@ -197,11 +195,11 @@ def _read_plan(path: Path) -> Plan:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ArtifactError(
             f"{path} is not a plan of this format ({FORMAT!r}): {where}: {first['msg']}. "
-            "Save the pipeline anew."
+            "Save the pipeline again."
         ) from error
     if header.format != FORMAT:
         raise ArtifactError(
-            f"{path} has format {header.format!r}, this version reads {FORMAT!r}. Save the pipeline anew."
+            f"{path} has format {header.format!r}, this version reads {FORMAT!r}. Save the pipeline again."
         )
     return header.plan
 
@@ -220,9 +218,9 @@ def _check_file(directory: Path, name: str, digest: str) -> None:
         raise ArtifactError(f"{path}, which {CHECKSUMS} lists, cannot be read: {error}") from error
     if found != digest:
         raise ArtifactError(
-            f"{path} is not what was saved: its SHA-256 differs from the one in {CHECKSUMS}. Restore the "
-            "file, "
-            f"save the pipeline anew, or if you mean the change: `sha256sum *.* > {CHECKSUMS}` in that folder"
+            f"{path} is not what was saved: its SHA-256 differs from the one in {CHECKSUMS}. Restore "
+            f"the file, save the pipeline again, or if you meant to change it: "
+            f"`sha256sum *.* > {CHECKSUMS}` in that folder"
         )
 
 
@@ -239,7 +237,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
-        raise ArtifactError(f"{path} is no safetensors file: {error}") from error
+        raise ArtifactError(f"{path} is not a safetensors file: {error}") from error
 
 
 def _digest(data: bytes) -> str:

@@ -1,8 +1,8 @@
-"""What must hold in a plan that was read from a file, before anything is made of it.
+"""The rules for a plan that was read from a file, checked before the plan is used.
 
-A plan that pipec made holds to all of it. One that was written or edited by others may not, and what reads a
-plan relies on it. ``RULES`` lists one small function per rule, which yields the faults that it finds; a rule
-may rely on the rules before it.
+Plans of pipec obey them; a plan that was written or edited by others may not, and the readers of a plan rely
+on them. ``RULES`` lists one function per rule, which yields the faults that it finds. A rule may rely on the
+rules before it.
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ def check_plan(plan: Plan, path: Path) -> None:
     """Raise ArtifactError if the plan in the file ``path`` breaks a rule."""
     for rule in RULES:
         for fault in rule(plan):
-            raise ArtifactError(f"{path}: {fault}. Save the pipeline anew.")
+            raise ArtifactError(f"{path}: {fault}. Save the pipeline again.")
 
 
 def check_tensors(plan: Plan, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Raise ArtifactError unless the tensors in the folder are as the plan describes them."""
+    """Raise ArtifactError unless the tensors of the folder have the types and shapes of the plan."""
     for value in plan.parameters + plan.buffers:
         tensor = tensors.get(value.name)
         if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (_dtype(value), value.shape):
@@ -47,20 +47,20 @@ def _stages_and_ranks(plan: Plan) -> Iterator[str]:
 def _sizes(plan: Plan) -> Iterator[str]:
     for name in ("num_microbatches", "microbatch_size"):
         number = getattr(plan, name)
-        if not 1 <= number <= _MOST:
-            yield f"its {name} is {number}, expected 1 to {_MOST}"
+        if not 1 <= number <= _MAX_COUNT:
+            yield f"its {name} is {number}, expected 1 to {_MAX_COUNT}"
     if plan.link_seconds and len(plan.link_seconds) != len(plan.links):
         yield f"it has the seconds of {len(plan.link_seconds)} links, but {len(plan.links)} links"
 
 
-_MOST = 2**20
-"""Above it, only the tables of a plan would take minutes and gigabytes."""
+_MAX_COUNT = 2**20
+"""With more, the tables of a plan alone would take minutes and gigabytes."""
 
 
 def _segments(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         for phase, shares in stage.segments.items():
-            if not 2 <= len(shares) <= _MOST or not all(0 <= share <= 1 for share in shares):
+            if not 2 <= len(shares) <= _MAX_COUNT or not all(0 <= share <= 1 for share in shares):
                 yield f"stage {stage.index} has shares {shares} for segments of {phase}, expected 0 to 1 each"
 
 
@@ -70,7 +70,7 @@ def _model_collectives(plan: Plan) -> Iterator[str]:
             what = f"stage {stage.index}: the model collective {collective.value.name!r}"
             num_segments, traits = len(stage.segments.get(collective.phase, (1.0,))), collective.op.traits
             if traits.kind is not OpKind.COLLECTIVE or not traits.per_microbatch:
-                yield f"{what} is a {collective.op}, which no model has"
+                yield f"{what} is a {collective.op}, which models cannot contain"
             if not 0 < collective.segment < num_segments:
                 at = f"before segment {collective.segment} of {collective.phase}"
                 yield f"{what} is {at}, of {num_segments} segments"
@@ -111,8 +111,8 @@ def _values(plan: Plan) -> Iterator[str]:
 
 
 def _tensors(plan: Plan) -> Iterator[str]:
-    """Each tensor of a stage is one of the plan's, and each of the plan's has a stage that owns it."""
-    held: dict[str, list[str]] = {"parameters": [], "buffers": []}
+    """Each tensor of a stage is in the plan, and each tensor of the plan has a stage that owns it."""
+    owned: dict[str, list[str]] = {"parameters": [], "buffers": []}
     for stage in plan.stages:
         where = f"stage {stage.index}"
         yield from _duplicates(stage.parameters + stage.buffers, f"the tensors of {where}")
@@ -120,15 +120,15 @@ def _tensors(plan: Plan) -> Iterator[str]:
             stage.borrowed_parameters, stage.parameters, f"{where} borrows", "its parameters"
         )
         yield from _unknown_names(stage.updated_buffers, stage.buffers, f"{where} changes", "its buffers")
-        held["parameters"] += [fqn for fqn in stage.parameters if fqn not in stage.borrowed_parameters]
-        held["buffers"] += stage.buffers
+        owned["parameters"] += [fqn for fqn in stage.parameters if fqn not in stage.borrowed_parameters]
+        owned["buffers"] += stage.buffers
         yield from _unknown_names(
             stage.borrowed_parameters, _names(plan.parameters), f"{where} borrows", "the plan's"
         )
     for table, values in (("parameters", plan.parameters), ("buffers", plan.buffers)):
         yield from _duplicates(_names(values), f"its {table}")
-        yield from _unknown_names(held[table], _names(values), "a stage has", f"the plan's {table}")
-        yield from _unknown_names(_names(values), held[table], "the plan has", f"the {table} of any stage")
+        yield from _unknown_names(owned[table], _names(values), "a stage has", f"the plan's {table}")
+        yield from _unknown_names(_names(values), owned[table], "the plan has", f"the {table} of any stage")
 
 
 def _links(plan: Plan) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _links(plan: Plan) -> Iterator[str]:
     for link in plan.links:
         targets = (-1,) if link.payload.is_result else stages
         if link.source not in stages or link.target not in targets:
-            yield f"{format_link(link)} leads from or to a stage that is not there"
+            yield f"{format_link(link)} leads from or to a stage that does not exist"
     yield from _duplicates(map(format_link, plan.links), "its links")
     produced = [value.name for link in plan.links if link.payload.is_result for value in link.values]
     yield from _unknown_names(plan.outputs, produced, "it returns", "what its stages send as results")
@@ -146,29 +146,29 @@ def _arguments(plan: Plan) -> Iterator[str]:
     yield from _duplicates(plan.arguments, "its arguments")
     yield from _duplicates((entry.value.name for entry in plan.inputs), "its inputs")
     if len(plan.batch_axes) != len(plan.arguments):
-        yield f"it says of {len(plan.batch_axes)} arguments how they are split, and has {len(plan.arguments)}"
+        yield f"it has {len(plan.batch_axes)} batch axes for {len(plan.arguments)} arguments"
         return
     for path, axis in zip(plan.arguments, plan.batch_axes, strict=True):
         if axis and (min(axis.dim, axis.outer, axis.inner) < 0 or axis.outer == axis.inner == 0):
-            yield f"argument {path!r} has its rows in {axis}, which is no place"
+            yield f"argument {path!r} has the batch axis {axis}, which is not a dimension"
     for entry in plan.inputs:
         if not 0 <= entry.position < len(plan.arguments) or plan.arguments[entry.position] != entry.path:
             yield f"input {entry.path!r} is not argument {entry.position}"
             continue
         axis = plan.batch_axes[entry.position]
         if entry.batched != (axis is not None):
-            yield f"input {entry.path!r} is split or whole, and its argument is not"
+            yield f"input {entry.path!r} and its argument disagree on whether they are split along the batch"
         if axis and len(entry.value.shape) <= axis.dim + axis.num_merged:
-            yield f"input {entry.path!r} is split along the batch, but has no dimension for that"
+            yield f"input {entry.path!r} is split along the batch, but lacks the dimension for it"
 
 
 def _variables(plan: Plan) -> Iterator[str]:
     arguments = dict(enumerate(plan.arguments))
     for variable in plan.variables:
         if arguments.get(variable.position) != variable.path:
-            yield f"variable {variable.name!r} is not that of argument {variable.position}"
+            yield f"variable {variable.name!r} does not belong to argument {variable.position}"
         if variable.name in ("b", "device") or not variable.name.isidentifier():
-            yield f"it has {variable.name!r} as the name of a variable"
+            yield f"it names a variable {variable.name!r}, which is reserved or not an identifier"
     names = {variable.name for variable in plan.variables}
     yield from _unknown_names(names, plan.planned_sizes, "it has a variable", "the planned sizes")
     yield from _unknown_names(plan.planned_sizes, names, "it plans for a size", "the names of its variables")

@@ -1,4 +1,4 @@
-"""Static verification of an artifact: its programs, and that the code of each stage is what they call."""
+"""Static verification of an artifact: its programs, and the code of the stages that they call."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from pipec.programs.verify import verify_plan
 
 
 def read_verified(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
-    """Read an artifact and the tensors saved with it, by FQN, and check it.
+    """Read and verify an artifact; returns it with the tensors saved with it, by FQN.
 
     Raises:
-        ArtifactError, VerifyError: as ``read_artifact`` and ``verify_artifact``.
+        ArtifactError, VerifyError: see ``read_artifact`` and ``verify_artifact``.
     """
     artifact, tensors = read_artifact(directory)
     verify_artifact(artifact)
@@ -25,7 +25,7 @@ def read_verified(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
 
 
 def verify_artifact(artifact: Artifact) -> None:
-    """Check everything that can be checked without running any code of the artifact.
+    """Check all that can be checked without running code of the artifact.
 
     Raises:
         VerifyError: a program breaks a rule, or the code of a stage does not compile, lacks a function that
@@ -33,16 +33,16 @@ def verify_artifact(artifact: Artifact) -> None:
     """
     plan = artifact.plan
     num_computes = sum(bool(each.op.phase) for each in chain(*(p.instructions for p in artifact.programs)))
-    if num_computes < plan.num_microbatches * len(plan.stages):  # too few for the verifier's tables
+    if num_computes < plan.num_microbatches * len(plan.stages):  # the verifier's tables need them
         raise VerifyError(
             f"the programs run {num_computes} phases of stages, fewer than {plan.num_microbatches} "
-            f"microbatches on {len(plan.stages)} stages need; save the pipeline anew"
+            f"microbatches on {len(plan.stages)} stages need; save the pipeline again"
         )
     verify_plan(plan, artifact.programs)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
         programs = [artifact.programs[rank] for rank in plan.placement[stage.index]]
         for fault in _faults(plan, stage, source, programs):
-            raise VerifyError(f"stage_{stage.index}.py {fault}; save the pipeline anew")
+            raise VerifyError(f"stage_{stage.index}.py {fault}; save the pipeline again")
 
 
 def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) -> Iterator[str]:
@@ -63,7 +63,7 @@ def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) 
         if missing := sorted(called - functions.keys()):
             yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
     if stage.batch_counts and "batch_counts" not in functions:
-        yield f"has no function batch_counts, which makes {', '.join(stage.batch_counts)}"
+        yield f"has no function batch_counts, which computes {', '.join(stage.batch_counts)}"
     yield from _gradients_after_reduction(plan, stage, functions)
     yield from _missing_collective_values(stage, functions)
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
@@ -75,7 +75,7 @@ def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) 
 def _gradients_after_reduction(
     plan: Plan, stage: Stage, functions: Mapping[str, ast.FunctionDef]
 ) -> Iterator[str]:
-    """What would be summed too early: a part behind the one that the plan names makes gradients of it."""
+    """Gradients that a segment computes after the one behind which the plan reduces their bucket."""
     buckets = [plan.sync_spec.buckets[number] for number in plan.sync_spec.buckets_of(stage.index)]
     for phase in GRADIENT_PHASES:
         names = stage.functions(phase)
@@ -96,11 +96,11 @@ def _gradients_after_reduction(
                 return
             for fqn, gradient in zip(stage.parameters, gradients, strict=True):
                 if fqn in summed and not (isinstance(gradient, ast.Constant) and gradient.value is None):
-                    yield f"makes a gradient of {fqn} in {name}, when it is summed already"
+                    yield f"computes a gradient of {fqn} in {name}, after it was reduced"
 
 
 def _missing_collective_values(stage: Stage, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
-    """Model collectives that cannot run: no function hands over the input, or none takes the result."""
+    """Model collectives without a function that returns the input, or without one that takes the result."""
     for collective in stage.model_collectives:
         name, (makes, reads) = (
             collective.value.name,
@@ -113,7 +113,7 @@ def _missing_collective_values(stage: Stage, functions: Mapping[str, ast.Functio
 
 
 def _sent_names(function: ast.FunctionDef) -> set[object]:
-    """The names of what a function returns in a dict, before anything else."""
+    """The keys of the dict that a function returns first."""
     match function.body[-1]:
         case ast.Return(value=ast.Tuple(elts=[ast.Dict(keys=keys), *_])):
             return {key.value for key in keys if isinstance(key, ast.Constant)}
@@ -121,7 +121,7 @@ def _sent_names(function: ast.FunctionDef) -> set[object]:
 
 
 def _gradients(function: ast.FunctionDef, alone: bool) -> list[ast.expr] | None:
-    """The gradients that a function returns, ``alone`` or behind something else."""
+    """The gradients that a function returns, ``alone`` or as the last of several values."""
     match function.body[-1]:
         case ast.Return(value=ast.Tuple(elts=gradients)) if alone:
             return gradients

@@ -1,15 +1,15 @@
-"""Checkpoints: a folder with all that a training needs to go on, in any layout. See docs/checkpoints.md.
+"""Checkpoints: folders with all that is needed to resume a training, in any layout. See docs/checkpoints.md.
 
-* ``training_state`` is what a checkpoint holds; ``optimizer_state`` has an optimizer's state by parameter.
+* ``training_state`` is the content of a checkpoint; ``optimizer_state`` an optimizer's state by parameter.
 * ``shards`` says which process holds and writes which part of each tensor; ``safetensors_files`` writes and
   reads the files of tensors, and ``file_layout`` says which tensor is in which file.
-* ``metadata`` is ``checkpoint.json``; ``json_values`` brings plain values through JSON, ``stream_positions``
-  the positions of streams. ``torch_checkpoint`` and ``convert`` read and write the folders of
-  ``torch.distributed.checkpoint``, ``hugging_face`` those of transformers and diffusers.
+* ``metadata`` is ``checkpoint.json``; ``json_values`` encodes plain values as JSON, ``stream_positions`` the
+  positions of streams. ``torch_checkpoint`` and ``convert`` read and write the folders of
+  ``torch.distributed.checkpoint``, ``hugging_face`` the folders of transformers and diffusers.
 * ``manifest`` has the checksums of the files, ``staging_directory`` replaces a folder in one step, and
-  ``all_ranks`` lets all processes succeed or fail together.
+  ``all_ranks`` makes all processes succeed or fail together.
 * ``async_save`` writes a checkpoint while the training goes on.
-* ``write`` and ``read`` bring these together.
+* ``write`` and ``read`` combine these.
 """
 
 from pipec.checkpoint.async_save import AsyncSave

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while the training goes on, and whose failure nobody can miss."""
+"""A checkpoint that is written while the training goes on, and whose failure is always reported."""
 
 import contextlib
 import logging
@@ -11,11 +11,11 @@ from concurrent.futures import Future
 
 
 class AsyncSave(Future[None]):
-    """A checkpoint that is being written: ``result()`` waits until it is at its place.
+    """A checkpoint that is being written: ``result()`` waits until it is complete.
 
-    What went wrong is raised there. If nobody asks, it is raised by the next save or load of the pipeline. If
-    there is none, the process waits for the checkpoint before it ends, says what went wrong, and exits
-    with 1.
+    ``result()`` raises the error, if there was one. If it is not called, the next save or load of the
+    pipeline raises the error. If there is none, the process waits for the checkpoint before it ends, prints
+    the error, and exits with 1.
     """
 
     def __init__(self, write: Callable[[], object]) -> None:
@@ -35,7 +35,7 @@ class AsyncSave(Future[None]):
 
     @property
     def is_unobserved(self) -> bool:
-        """Whether nobody knows yet how it ended."""
+        """Whether nobody has seen yet how it ended."""
         return self._at_exit.still_active()
 
     def _run(self, write: Callable[[], object]) -> None:
@@ -47,7 +47,7 @@ class AsyncSave(Future[None]):
             self.set_result(None)
 
     def _before_exit(self) -> None:
-        """Wait, for other processes do. An error at this time would not change the status of this one."""
+        """Wait, since other processes depend on this one. Raising here would not change the exit status."""
         if (error := self.exception()) is not None:
             print(f"pipec: {error}", file=sys.stderr, flush=True)
             multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=_AFTER_OTHERS)
@@ -62,4 +62,4 @@ def _exit_with_failure() -> None:
 
 
 _BEFORE_OTHERS, _AFTER_OTHERS = 10, -100
-"""When the process ends, connections to others are closed in between."""
+"""Priorities at exit: connections to other processes are closed in between."""

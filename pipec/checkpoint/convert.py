@@ -1,8 +1,8 @@
 """Checkpoints to and from folders of ``torch.distributed.checkpoint``, by one process, tensor by tensor.
 
-There a model's tensors are under ``model``, and what ``get_state_dict`` of that library gives of an optimizer
-is under ``optim``. The rest of a checkpoint of pipec is one text there, ``pipec.metadata``, so that it comes
-back.
+Such a folder has a model's tensors under ``model``, and an optimizer's, as that library's ``get_state_dict``
+returns them, under ``optim``. The rest of a checkpoint of pipec is stored as one text, ``pipec.metadata``, so
+that it can be converted back.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ from pipec.errors import CheckpointError, InputError, PipecError
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was made. ``skipped_entries`` are entries of a folder that a checkpoint has no place for."""
+    """A folder that was written. ``skipped_entries`` of the source have no place in a checkpoint."""
 
-    made: str
+    kind: str
     metadata: CheckpointMetadata
     num_tensors: int
     num_bytes: int
@@ -54,14 +54,14 @@ class Conversion:
 
 
 def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | None) -> Conversion:
-    """Make a checkpoint of a folder of ``torch.distributed.checkpoint``, or such a folder of a checkpoint.
+    """Convert a folder of ``torch.distributed.checkpoint`` to a checkpoint, or a checkpoint to a folder.
 
-    ``optimizer`` is the class of the optimizer, which such a folder does not tell; ``num_steps`` the number
-    of steps that were made. A folder that was made of a checkpoint tells both.
+    ``optimizer`` is the name of the optimizer's class and ``num_steps`` the number of steps so far. A folder
+    contains neither, unless it was converted from a checkpoint.
 
     Raises:
-        CheckpointError: the source is damaged or neither of the two, or the target is there.
-        InputError: the optimizer's class is missing, or given where nothing needs it.
+        CheckpointError: the source is damaged or neither of the two, or the target exists.
+        InputError: the optimizer's class is missing, or is passed although it is known.
     """
     require_replaceable(target, None)
     is_torch_folder = (source / METADATA).is_file()
@@ -78,10 +78,10 @@ def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | 
 
 
 def open_checkpoint(place: Path) -> tuple[CheckpointMetadata, TensorFiles, TensorFiles]:
-    """A checkpoint, its weights and its optimizer's state, once every file was checked.
+    """The metadata, weights and optimizer's state of a checkpoint, after all of its files were checked.
 
     Raises:
-        CheckpointError: it is damaged, or none.
+        CheckpointError: it is damaged, or not a checkpoint.
     """
     if not (place / METADATA_FILE).is_file():
         raise CheckpointError(
@@ -113,8 +113,8 @@ def _exported(source: Path, target: Path) -> Conversion:
                 for group in metadata.optimizer.groups
             ],
         }
-    with _coming_to(target) as partial, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of which this makes no use
+    with _staged(target) as partial, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # not needed here
         dcp.save(nested, checkpoint_id=partial, no_dist=True)
     return _summary("a folder of torch.distributed.checkpoint", metadata, weights, state, [])
 
@@ -133,7 +133,9 @@ def _imported(
         if entry in folder.specs
     }
     if metadata.optimizer is not None and {*tensor_names(metadata.optimizer)} != state.keys():
-        raise CheckpointError(f"{folder.directory} has another state of the optimizer than it says itself")
+        raise CheckpointError(
+            f"{folder.directory} has other tensors of the optimizer's state than its metadata lists"
+        )
     families: dict[str, dict[str, str]] = {"model": weights, "optimizer": state}
     files = {family: assign_files(family, _stored(folder, names)) for family, names in families.items()}
 
@@ -144,7 +146,7 @@ def _imported(
                     yield file, each, folder.tensor(names[each.name])
 
     texts = {METADATA_FILE: metadata.text(), INDEX: weight_index(files["model"])}
-    with _coming_to(target) as partial:
+    with _staged(target) as partial:
         writers = open_writers(partial, files["model"] | files["optimizer"])
         try:
             write_small_files(partial, write_tensors(writers, tensors()), texts)
@@ -159,7 +161,7 @@ def _imported(
 
 
 def _stored(folder: TorchCheckpoint, names: Mapping[str, str]) -> list[SavedTensor]:
-    """The tensors, in an order in which each lies at a multiple of its elements."""
+    """The tensors, ordered such that each is aligned to the size of its elements."""
     kinds = {name: folder.specs[entry] for name, entry in names.items()}
     aligned = sorted(kinds.items(), key=lambda item: -item[1].torch_dtype.itemsize)
     return [SavedTensor(name, kind, ((0, 0, kind.num_elements),), 0) for name, kind in aligned]
@@ -178,7 +180,7 @@ class _Contents:
 
     @classmethod
     def of(cls, folder: TorchCheckpoint) -> "_Contents":
-        """Raises CheckpointError if it holds no weights, or a state of an optimizer in another form."""
+        """Raises CheckpointError without weights, or if the optimizer's state has another form."""
         made = cls(folder, {}, defaultdict(dict), defaultdict(dict), None, [])
         for entry, path in model_and_optimizer_entries(folder):
             match path:
@@ -190,8 +192,8 @@ class _Contents:
                     made.groups[number][key] = entry
                 case "optimizer", *_:
                     raise CheckpointError(
-                        f"{folder.directory} has {entry}, which is not what get_state_dict(model, optimizer) "
-                        "gives; save the state of the optimizer by that, and do not flatten it"
+                        f"{folder.directory} has {entry}, which get_state_dict(model, optimizer) does not "
+                        "return; save the optimizer's state with it, and do not flatten it"
                     )
                 case "pipec", "metadata":
                     made = replace(made, text=folder.value(entry))
@@ -208,12 +210,14 @@ class _Contents:
     def metadata(self, optimizer: str | None, num_steps: int | None) -> CheckpointMetadata:
         if self.text is not None:
             if optimizer is not None or num_steps is not None:
-                raise InputError("the folder was made of a checkpoint, and has its optimizer and its steps")
+                raise InputError(
+                    "the folder was converted from a checkpoint, and has its optimizer and steps"
+                )
             return parse_metadata(self.text.encode(), self.folder.directory)
         if self.groups and optimizer is None:
             raise InputError(
-                f"{self.folder.directory} has the state of an optimizer, and does not tell of which; pass "
-                "its class, such as --optimizer AdamW"
+                f"{self.folder.directory} has the state of an optimizer, but not the optimizer's class; pass "
+                "it, such as --optimizer AdamW"
             )
         if optimizer is not None and not self.groups:
             raise InputError(f"{self.folder.directory} has no state of an optimizer; leave out --optimizer")
@@ -243,8 +247,8 @@ class _Contents:
 
 
 @contextlib.contextmanager
-def _coming_to(target: Path) -> Iterator[Path]:
-    """The folder to write to, which comes to its place at the end of a ``with``."""
+def _staged(target: Path) -> Iterator[Path]:
+    """A folder to write to, which is renamed to ``target`` at the end of the ``with`` block."""
     place = StagingDirectory(target)
     try:
         yield Path(place.make())
@@ -256,11 +260,11 @@ def _coming_to(target: Path) -> Iterator[Path]:
 
 
 def _summary(
-    made: str,
+    kind: str,
     metadata: CheckpointMetadata,
     weights: TensorFiles,
     state: TensorFiles,
     skipped_entries: list[str],
 ) -> Conversion:
-    kinds = [*weights.specs.values(), *state.specs.values()]
-    return Conversion(made, metadata, len(kinds), sum(kind.num_bytes for kind in kinds), skipped_entries)
+    specs = [*weights.specs.values(), *state.specs.values()]
+    return Conversion(kind, metadata, len(specs), sum(spec.num_bytes for spec in specs), skipped_entries)

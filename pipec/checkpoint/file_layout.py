@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which tensors each holds, and how all of them are written and summed up."""
+"""The files of a checkpoint: which tensors each contains, and how they are written and hashed."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ from pipec.checkpoint.shards import SavedTensor
 Checksums = dict[str, FileChecksum]
 
 TensorWrite = tuple[str, SavedTensor, Tensor]
-"""The file of a tensor, what it is, and its values."""
+"""The file of a tensor, its description, and its values."""
 
 
 def assign_files(family: str, stored: Sequence[SavedTensor]) -> dict[str, list[SavedTensor]]:
-    """What each file holds. Several of a process are summed up at the same time, a large one is not."""
+    """The tensors of each file. A process writes several files, so that they are hashed in parallel."""
     writers = sorted({each.writer for each in stored})
     own = [_spread([each for each in stored if each.writer == writer]) for writer in writers]
     files = [file for each in own for file in each]
@@ -29,7 +29,7 @@ def assign_files(family: str, stored: Sequence[SavedTensor]) -> dict[str, list[S
 def _spread(stored: Sequence[SavedTensor]) -> list[list[SavedTensor]]:
     """The tensors of one process, in files of about the same size."""
     size = sum(each.spec.num_bytes for each in stored)
-    files: list[list[SavedTensor]] = [[] for _ in range(min(_MOST_FILES, 1 + size // _FILE_BYTES))]
+    files: list[list[SavedTensor]] = [[] for _ in range(min(_MAX_FILES, 1 + size // _FILE_BYTES))]
     sizes = [0] * len(files)
     for each in stored:
         least = sizes.index(min(sizes))
@@ -38,25 +38,25 @@ def _spread(stored: Sequence[SavedTensor]) -> list[list[SavedTensor]]:
     return [file for file in files if file]
 
 
-_FILE_BYTES, _MOST_FILES = 2**27, 4
-"""A process begins another file for so many bytes of a family, up to so many files."""
+_FILE_BYTES, _MAX_FILES = 2**27, 4
+"""A process begins another file after so many bytes of a family, up to so many files."""
 
 
 def weight_index(weights: Mapping[str, Sequence[SavedTensor]]) -> bytes:
-    """Which weight is in which file, for the libraries of Hugging Face."""
+    """The JSON that says which weight is in which file, for the libraries of Hugging Face."""
     files = {each.name: file for file, stored in weights.items() for each in stored}
     size = sum(each.spec.num_bytes for stored in weights.values() for each in stored)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1).encode()
 
 
 def open_writers(directory: Path, files: Mapping[str, Sequence[SavedTensor]]) -> dict[str, TensorWriter]:
-    """What writes each file, tensor by tensor. Abandon all if not all are written."""
+    """The writer of each file. If not all files are written, abandon all writers."""
     kinds = {file: {each.name: each.spec for each in stored} for file, stored in files.items()}
     return {file: TensorWriter(directory / file, own) for file, own in kinds.items()}
 
 
 def write_tensors(writers: Mapping[str, TensorWriter], tensors: Iterable[TensorWrite]) -> Checksums:
-    """Write tensors, those of a file in its order; the sums of the files, once the disk has all."""
+    """Write tensors, in the order of their file; returns the files' checksums after all were synced."""
     for file, _, tensor in tensors:
         writers[file].write(tensor)
     for writer in writers.values():
@@ -65,7 +65,7 @@ def write_tensors(writers: Mapping[str, TensorWriter], tensors: Iterable[TensorW
 
 
 def write_small_files(directory: Path, sums: Checksums, texts: Mapping[str, bytes]) -> str:
-    """Write these small files, and the sums of all that are there; returns the digest of the checkpoint."""
+    """Write these small files and the checksums of all files; returns the digest of the checkpoint."""
     every = {file.name: checksum_of(file) for file in directory.glob("*.json")} | sums
     for name, text in texts.items():
         every[name] = write_file(directory / name, text)

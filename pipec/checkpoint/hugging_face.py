@@ -1,4 +1,4 @@
-"""What the libraries of Hugging Face look for in a folder: the index of weights, and the model's config."""
+"""Files for the libraries of Hugging Face: the index of weights, and the model's configuration."""
 
 import copy
 import json
@@ -21,12 +21,12 @@ def _is_of(library: str, model: nn.Module) -> bool:
 
 
 def index_name(model: nn.Module) -> str:
-    """The name under which the library of a model looks for the index: that of diffusers has its own."""
+    """The name of the index for the library of a model; diffusers has its own."""
     return DIFFUSERS_INDEX if _is_of("diffusers", model) else INDEX
 
 
 def write_config(model: Any, directory: Path) -> None:
-    """Write the configuration of a model that has one, for ``from_pretrained``."""
+    """Write the model's configuration, if it has one, for ``from_pretrained``."""
     if _is_of("diffusers", model):
         model.save_config(directory)
     if _is_of("transformers", model) and hasattr(model, "config"):
@@ -39,23 +39,23 @@ def write_config(model: Any, directory: Path) -> None:
 
 
 def weight_files(directory: Path) -> dict[str, set[str]]:
-    """The files of weights in a folder, and the names that an index says are in each; none without an index.
+    """The files of weights in a folder, each with its tensors' names by the index; none without an index.
 
     Raises:
         CheckpointError: there are none, or the index is damaged.
     """
     for index, single in ((INDEX, SINGLE), (DIFFUSERS_INDEX, DIFFUSERS_SINGLE)):
         if (directory / index).is_file():
-            return _of_index(directory / index)
+            return _indexed_files(directory / index)
         if (directory / single).is_file():
             return {single: set()}
     raise CheckpointError(
-        f"{directory} holds neither {INDEX} nor {SINGLE}; expected a checkpoint, or a folder that "
+        f"{directory} has neither {INDEX} nor {SINGLE}; expected a checkpoint, or a folder that "
         "save_pretrained(...) wrote with safetensors"
     )
 
 
-def _of_index(path: Path) -> dict[str, set[str]]:
+def _indexed_files(path: Path) -> dict[str, set[str]]:
     try:
         found = json.loads(path.read_bytes())["weight_map"]
         files: dict[str, set[str]] = {}
@@ -63,7 +63,7 @@ def _of_index(path: Path) -> dict[str, set[str]]:
             files.setdefault(file, set()).add(name)
         strange = [file for file in files if Path(file).name != file]
     except DAMAGED_DATA_ERRORS as error:
-        raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
+        raise CheckpointError(f"{path} is not an index of weights: {error!r}") from error
     if strange:
         raise CheckpointError(f"{path} names a file outside its folder: {strange[0]!r}")
     return files

@@ -1,4 +1,4 @@
-"""Plain values as JSON, and back as what they were: a tuple stays a tuple, and 1.0 and 1 two things.
+"""Encodes plain values as JSON and decodes them unchanged: a tuple stays a tuple, and 1.0 stays a float.
 
 JSON has numbers, text, lists and dicts with text as keys. Everything else is a dict with one key that starts
 with ``$``, such as ``{"$tuple": [0.9, 0.999]}``.
@@ -20,10 +20,10 @@ _MARK = "$"
 
 
 def encode_value(value: object, where: str) -> Any:
-    """The value as JSON has it. ``where`` is what a person would call it.
+    """The value as JSON. ``where`` describes it in errors, for a person.
 
     Raises:
-        InputError: it holds something that would not come back as it is.
+        InputError: it contains something that could not be decoded unchanged.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -37,14 +37,14 @@ def encode_value(value: object, where: str) -> Any:
         return _encode_mapping(value, where)  # type: ignore[arg-type]
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return {"$tensor": [_type_name(value), encode_value(value.item(), where)]}
-    if isinstance(value, Tensor) and value.nbytes <= _MOST_BYTES:
+    if isinstance(value, Tensor) and value.nbytes <= _MAX_BYTES:
         return {"$array": [_type_name(value), list(value.shape), _text(_bytes_of(value))]}
-    if isinstance(value, bytes) and len(value) <= _MOST_BYTES:
+    if isinstance(value, bytes) and len(value) <= _MAX_BYTES:
         return {"$bytes": _text(value)}
     raise InputError(
-        f"{where} is {short_repr(value)}, a {type(value).__name__}; a checkpoint keeps None, numbers, text, "
-        "bytes, lists, tuples, dicts and tensors of at most 1 MiB. Turn it into these; a tensor that belongs "
-        "to the model can be a buffer of it"
+        f"{where} is {short_repr(value)}, a {type(value).__name__}; a checkpoint stores None, numbers, text, "
+        "bytes, lists, tuples, dicts and tensors of at most 1 MiB. Convert it to these; a tensor that "
+        "belongs to the model can be a buffer of it"
     )
 
 
@@ -71,11 +71,11 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 
 
 def decode_value(value: Any) -> Any:
-    """What ``encode_value`` was given. Raises CheckpointError for what it never returns."""
+    """The value that ``encode_value`` encoded. Raises CheckpointError for a damaged encoding."""
     if isinstance(value, list):
         return [decode_value(each) for each in value]
     if not isinstance(value, dict):
@@ -87,12 +87,12 @@ def decode_value(value: Any) -> Any:
         assert not others
         return _KINDS[kind](value[kind])
     except (KeyError, ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        raise CheckpointError(f"found {short_repr(value)}, which stands for no value") from error
+        raise CheckpointError(f"found {short_repr(value)}, which does not encode a value") from error
 
 
 def _array(type_name: str, shape: list[int], data: str) -> Tensor:
-    dtype, made = getattr(torch, type_name), bytearray(base64.b64decode(data))
-    return (torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype)).reshape(shape)
+    dtype, decoded = getattr(torch, type_name), bytearray(base64.b64decode(data))
+    return (torch.frombuffer(decoded, dtype=dtype) if decoded else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {

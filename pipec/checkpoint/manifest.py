@@ -1,4 +1,4 @@
-"""The size and the SHA-256 of every file of a checkpoint: taken as it is written, checked as it is read."""
+"""The size and SHA-256 of every file of a checkpoint, computed on writing and checked on reading."""
 
 import contextlib
 import hashlib
@@ -16,23 +16,23 @@ from pipec.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _CHUNK = 2**24
-_MOST_WAITING = 4
-"""Parts of a file that are written and not yet summed up."""
+_MAX_QUEUED = 4
+"""Parts of a file that are written and not yet hashed."""
 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What a file must be."""
+    """The expected size and hash of a file."""
 
     bytes: int
     sha256: str
 
 
 class ChecksummedFile:
-    """A new file that is summed up while it is written, on a thread of its own.
+    """A new file, hashed while it is written, on a thread of its own.
 
-    What is written must not change until ``sync``. ``end`` lets the thread come to its end, which takes as
-    long as the disk does; so end all files before the first is waited for.
+    Data passed to ``write`` must not change until ``sync``. After ``end``, the thread waits for the disk; so
+    end all files before calling ``sync`` on the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,26 +41,26 @@ class ChecksummedFile:
         self._sum = hashlib.sha256()
         self._size = 0
         self._failure: OSError | None = None
-        self._parts: Queue[memoryview | bytes | None] = Queue(_MOST_WAITING)
-        self._thread = threading.Thread(target=self._add_up, name="pipec checkpoint", daemon=True)
+        self._parts: Queue[memoryview | bytes | None] = Queue(_MAX_QUEUED)
+        self._thread = threading.Thread(target=self._hash_parts, name="pipec checkpoint", daemon=True)
         self._thread.start()
 
     def write(self, data: memoryview | bytes) -> None:
         for start in range(0, len(data), _CHUNK):
             part = data[start : start + _CHUNK]
             self._parts.put(part)
-            with _naming(self._path):
+            with _naming_file(self._path):
                 self._file.write(part)
         self._size += len(data)
 
     def end(self) -> None:
-        """Nothing more will be written."""
-        with _naming(self._path):
+        """Flush the file; nothing more will be written."""
+        with _naming_file(self._path):
             self._file.flush()
         self._parts.put(None)
 
     def sync(self) -> FileChecksum:
-        """Wait until the disk has it; returns what it must be from now on."""
+        """Wait until the file is on the disk; returns its checksum."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -68,25 +68,25 @@ class ChecksummedFile:
         return FileChecksum(self._size, self._sum.hexdigest())
 
     def abandon(self) -> None:
-        """Let go of a file that could not be written."""
+        """Close a file that could not be written."""
         self._parts.put(None)
         self._thread.join()
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _add_up(self) -> None:
+    def _hash_parts(self) -> None:
         while (part := self._parts.get()) is not None:
             self._sum.update(part)
         try:
-            with _naming(self._path):
+            with _naming_file(self._path):
                 os.fsync(self._file.fileno())
         except OSError as error:
             self._failure = error
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an error say which file it is of."""
+def _naming_file(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError."""
     try:
         yield
     except OSError as error:
@@ -94,7 +94,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def checksum_of(path: Path) -> FileChecksum:
-    """What a file that something else has written must be from now on. It is on the disk then."""
+    """Sync a file that another library wrote; returns its checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return FileChecksum(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
@@ -102,7 +102,7 @@ def checksum_of(path: Path) -> FileChecksum:
 
 def write_file(path: Path, data: bytes) -> FileChecksum:
     """Write a new file to the disk."""
-    with _naming(path), path.open("xb") as file:
+    with _naming_file(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -119,7 +119,7 @@ _MANIFEST = pydantic.TypeAdapter(_Manifest)
 
 
 def write_manifest(directory: Path, files: Mapping[str, FileChecksum]) -> str:
-    """Write the manifest of these files; returns the digest that tells a checkpoint from all others."""
+    """Write the manifest of these files; returns the digest that identifies the checkpoint."""
     sums = {name: asdict(files[name]) for name in sorted(files)}
     digest = _digest(sums)
     text = json.dumps({"files": sums, "sha256_of_files": digest}, indent=1)
@@ -129,14 +129,14 @@ def write_manifest(directory: Path, files: Mapping[str, FileChecksum]) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the files of a directory must be, and the digest of all of that."""
+    """The checksums of the files of a checkpoint, and the digest that identifies it."""
 
     files: Mapping[str, FileChecksum]
     digest: str
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """What the files of a checkpoint must be.
+    """The manifest of a checkpoint.
 
     Raises:
         CheckpointError: there is no manifest, or it is damaged.
@@ -156,7 +156,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_file(directory: Path, name: str, expected: FileChecksum) -> None:
-    """Raise CheckpointError unless a file is what was written."""
+    """Raise CheckpointError unless a file has the expected size and hash."""
     path = directory / name
     try:
         size = path.stat().st_size
@@ -180,6 +180,6 @@ def _digest(sums: object) -> str:
 
 
 def describe(error: pydantic.ValidationError) -> str:
-    """The first thing that is wrong, in one line."""
+    """The first problem, in one line."""
     found = error.errors()[0]
     return f"{'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}"

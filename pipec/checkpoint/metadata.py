@@ -1,4 +1,4 @@
-"""What a checkpoint says besides its tensors: ``checkpoint.json``."""
+"""The content of a checkpoint besides its tensors: ``checkpoint.json``."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ FORMAT, METADATA_FILE = "pipec checkpoint 2", "checkpoint.json"
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """The class of an LR scheduler, with those that it has inside, and its state as ``encode_value``."""
+    """The class of an LR scheduler, as ``scheduler_class_name``, and its state, as ``encode_value``."""
 
     class_name: str
     state: Any
@@ -37,7 +37,7 @@ class SchedulerState:
 
 
 def scheduler_class_name(scheduler: Any) -> str:
-    """Its class; of a scheduler of schedulers, such as SequentialLR, those, too."""
+    """The class's name; for a scheduler of schedulers, such as SequentialLR, with theirs in brackets."""
     inner = getattr(scheduler, "_schedulers", ())
     name = type(scheduler).__name__
     return f"{name}({', '.join(map(scheduler_class_name, inner))})" if inner else name
@@ -45,7 +45,7 @@ def scheduler_class_name(scheduler: Any) -> str:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of torch's default generator, each once, and which of them each rank had. Or none."""
+    """The distinct states of torch's default generator, and which of them each rank had. May be empty."""
 
     states: list[str]
     of_rank: list[int]
@@ -56,21 +56,21 @@ class RandomStates:
         return cls(states, [states.index(each) for each in every])
 
     def check(self) -> None:
-        """Raise ValueError or RuntimeError for states that are none, or ranks without one."""
+        """Raise ValueError or RuntimeError for invalid states, or ranks without one."""
         for state in self.states:
             torch.Generator().set_state(_state(state))
         if (self.states and not self.of_rank) or not {*self.of_rank} <= {*range(len(self.states))}:
             raise ValueError(f"ranks have the random states {self.of_rank}, of {len(self.states)}")
 
     def restore(self, rank: int, num_ranks: int) -> None:
-        """Let torch draw what a rank would have drawn next. Ranks that were not there go on as rank 0."""
+        """Set the state of torch's generator for a rank. Ranks that did not exist then get rank 0's state."""
         if not self.states:
-            log("pipec: the checkpoint has no random state, so that torch draws on from where it is")
+            log("pipec: the checkpoint has no random state: torch's generator stays as it is")
             return
         if len(self.states) > 1 and num_ranks != len(self.of_rank):
             log(
-                f"pipec: the {len(self.of_rank)} ranks that wrote the checkpoint had random states of their "
-                f"own, and there are {num_ranks} now: new ones go on with that of rank 0"
+                f"pipec: the {len(self.of_rank)} ranks that wrote the checkpoint each had a random state, "
+                f"and there are {num_ranks} now: new ranks get the state of rank 0"
             )
         torch.set_rng_state(_state(self.states[self.of_rank[rank if rank < len(self.of_rank) else 0]]))
 
@@ -86,11 +86,11 @@ def _state(text: str) -> Tensor:
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients.
-    Both are None where nobody knows, as in what another library wrote.
+    """``ties`` maps the other names of a tied tensor to its first. ``frozen`` parameters had no gradients.
+    Both are None if unknown, as in a checkpoint that another library wrote.
 
-    ``positions`` are those of the stream, as ``encode_position``: one for each part of the data.
-    ``loss_scale`` is that of the next step, if the loss is scaled.
+    ``positions`` in the stream, as ``encode_position``: one for each part of the data. ``loss_scale`` is for
+    the next step, if the loss is scaled.
     """
 
     num_steps: int
@@ -105,11 +105,11 @@ class CheckpointMetadata:
     format: str = FORMAT
 
     def value_of_extra(self) -> Any:
-        """What the script had passed."""
+        """The value that the script passed as ``extra``."""
         return decode_value(self.extra)
 
     def stream_positions(self) -> list[StreamPosition]:
-        """Where the stream was, for each part of the data; none if there was none."""
+        """The position in each part of the data; none without a stream."""
         return [each for each in map(decode_position, self.positions) if each is not None]
 
     def text(self) -> bytes:
@@ -120,7 +120,7 @@ _DOCUMENT = pydantic.TypeAdapter(CheckpointMetadata)
 
 
 def read_metadata(path: Path) -> CheckpointMetadata:
-    """Raises CheckpointError for a file that is none, or of another format."""
+    """Raises CheckpointError for a file that is damaged, or of another format."""
     try:
         return parse_metadata(path.read_bytes(), path)
     except OSError as error:
@@ -128,7 +128,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
 
 
 def parse_metadata(text: bytes, path: Path) -> CheckpointMetadata:
-    """Parse what ``CheckpointMetadata.text`` returned. Raises CheckpointError as ``read_metadata`` does."""
+    """Parse the text of ``CheckpointMetadata.text``. Raises CheckpointError as ``read_metadata`` does."""
     try:
         found = json.loads(text)
         if isinstance(found, dict) and found.get("format") != FORMAT:
@@ -141,6 +141,6 @@ def parse_metadata(text: bytes, path: Path) -> CheckpointMetadata:
         metadata.stream_positions()
         return metadata
     except pydantic.ValidationError as error:
-        raise CheckpointError(f"{path} is no such file of a checkpoint: {describe(error)}") from error
+        raise CheckpointError(f"{path} is not the metadata of a checkpoint: {describe(error)}") from error
     except (*DAMAGED_DATA_ERRORS, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""The state of optimizers by parameter name, whether a program makes their updates or the script does."""
+"""The state of optimizers by parameter name, whether a program or the script updates the weights."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from pipec.runtime.optimizers.factory import hyperparameters
 from pipec.runtime.optimizers.state_shards import ParameterState, restore_types
 
 Optimizers = PipelineOptimizer | Sequence[Optimizer]
-"""That of the programs, or those of the script."""
+"""The optimizer of the programs, or the optimizers of the script."""
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """A parameter group: the class of its optimizer, its parameters, its numbers as ``encode_value``."""
+    """A parameter group: the class of its optimizer, its parameters, and the encoded hyperparameters."""
 
     optimizer: str
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What is written of optimizers. ``state`` has by parameter and entry ``[value]``, or a tensor's name."""
+    """The saved optimizers. ``state`` has, by parameter and entry, ``[value]`` or a tensor's name."""
 
     groups: list[ParamGroup]
     state: dict[str, dict[str, list[Any] | str]] = field(default_factory=dict)
@@ -45,16 +45,16 @@ _STATE = pydantic.TypeAdapter(OptimizerState)
 
 
 def parse_state(found: Any) -> OptimizerState:
-    """What ``dataclasses.asdict`` made of it."""
+    """The state that ``dataclasses.asdict`` converted."""
     return _STATE.validate_python(found)
 
 
 def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[ParamGroup]:
-    """The groups with the names of their parameters. ``names`` has, by ``id``, those of the model.
+    """The groups with the names of their parameters. ``names`` has the model's parameters by ``id``.
 
     Raises:
-        InputError: an optimizer has a parameter that is none of the model, or a group holds what is no plain
-            value.
+        InputError: an optimizer has a parameter that is not in the model, or a group has a value that is not
+            plain.
     """
     if isinstance(optimizers, PipelineOptimizer):
         kinds = optimizers.kinds
@@ -66,8 +66,8 @@ def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[Pa
         found = [[names.get(id(each), "") for each in group["params"]] for group in groups]
     if any("" in each for each in found):
         raise InputError(
-            "the optimizer has a parameter that the model does not have; make it of pipe.parameters() or of "
-            "the parameters of the model that was compiled, as they are now"
+            "the optimizer has a parameter that is not in the model; create it from pipe.parameters(), or "
+            "from the current parameters of the model that was compiled"
         )
     return [
         ParamGroup(kind, tuple(own), encode_value(hyperparameters(group), f"group {index} of the optimizer"))
@@ -78,14 +78,14 @@ def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[Pa
 def state_shards(
     optimizers: Optimizers, names: Mapping[int, str], shapes: Mapping[str, torch.Size]
 ) -> tuple[OptimizerState, list[TensorShard]]:
-    """What this process has of the state: a description, and its tensors."""
+    """This process's part of the state: a description, and its tensors."""
     made = OptimizerState(param_groups_of(optimizers, names))
     tensors: list[TensorShard] = []
     for part in _state_parts(optimizers, names, shapes):
         name, entries = part.piece.name, made.state.setdefault(part.piece.name, {})
         for key, value in part.entries.items():
             if type(key) is not str:
-                raise InputError(f"the optimizer keeps {key!r} of {name}; expected a name that is text")
+                raise InputError(f"the optimizer's state of {name} has the key {key!r}; expected text")
             if not isinstance(value, Tensor):
                 entries[key] = [encode_value(value, f"{key} of {name} in the optimizer")]
                 continue
@@ -95,7 +95,7 @@ def state_shards(
 
 
 def _part(stored: str, value: Tensor, piece: ParameterShard, shape: torch.Size) -> TensorShard:
-    """A slice of what has the shape of its parameter, else all of a tensor of its own shape."""
+    """A shard of a tensor of its parameter's shape, or the whole of a tensor of another shape."""
     is_slice = piece.size != shape.numel() and value.shape == (piece.size,)
     kind = tensor_spec(stored, value.dtype, shape if is_slice else value.shape)
     return (
@@ -114,12 +114,12 @@ def _state_parts(
         StateShard(ParameterShard(names[id(parameter)], 0, parameter.numel()), entries)
         for each in optimizers
         for parameter, entries in each.state.items()
-        if parameter.shape == shapes[names[id(parameter)]]  # those of other processes were emptied here
+        if parameter.shape == shapes[names[id(parameter)]]  # the parameters of other processes are empty here
     ]
 
 
 def merge_states(every: Sequence[OptimizerState], order: Sequence[str]) -> OptimizerState:
-    """The state of the whole, of what each process has. Each may have that of its own stages alone.
+    """The state of the whole model, merged from the processes; each may have its own stages' alone.
 
     Raises:
         InputError: the optimizers of the ranks differ in more than their parameters, or two entries of the
@@ -130,9 +130,9 @@ def merge_states(every: Sequence[OptimizerState], order: Sequence[str]) -> Optim
         ours, theirs = ([(g.optimizer, g.hyperparameters) for g in x.groups] for x in (first, each))
         if ours != theirs:
             raise InputError(
-                f"the optimizer of rank {rank} has other groups than that of rank 0: {_listed(each.groups)} "
-                f"instead of {_listed(first.groups)}. Make the same groups on every rank, with the same "
-                "numbers; a group may be empty"
+                f"the optimizer of rank {rank} has other groups than rank 0's: {_format_groups(each.groups)} "
+                f"instead of {_format_groups(first.groups)}. Make the same groups on every rank, with "
+                "the same hyperparameters; a group may be empty"
             )
     position = {name: index for index, name in enumerate(order)}
     groups = []
@@ -154,27 +154,27 @@ def require_same_groups(saved: Sequence[ParamGroup], found: Sequence[ParamGroup]
     kinds, expected = ([group.optimizer for group in groups] for groups in (found, saved))
     if kinds != expected:
         raise CheckpointError(
-            f"the checkpoint has the state of {_listed(saved)}, and the optimizer to load it is "
-            f"{_listed(found)}; make the same optimizer with the same groups"
+            f"the checkpoint has the state of {_format_groups(saved)}, and the optimizer to load it is "
+            f"{_format_groups(found)}; make the same optimizer with the same groups"
         )
     for index, (own, theirs) in enumerate(zip(found, saved, strict=True)):
         if other := sorted({*own.names} ^ {*theirs.names}):
             raise CheckpointError(
                 f"{format_names(other)} {'is' if len(other) == 1 else 'are'} in group {index} of the "
-                "optimizer "
-                "in the checkpoint or here alone; give each parameter to the group that it was in. Whoever "
-                "freezes parameters before the optimizer is made does so here as there"
+                "optimizer either in the checkpoint or here, not in both; put each parameter into the group "
+                "that it was in. Parameters that were frozen before the optimizer was created must be frozen "
+                "here, too"
             )
 
 
-def _listed(groups: Sequence[ParamGroup]) -> str:
+def _format_groups(groups: Sequence[ParamGroup]) -> str:
     return ", ".join(f"{g.optimizer} ({len(g.names)} parameters)" for g in groups) or "no group"
 
 
 def load_state(
     optimizers: Optimizers, saved: OptimizerState, tensors: Mapping[str, Tensor], names: Mapping[int, str]
 ) -> None:
-    """Let the optimizers go on from what was saved. The groups are known to be the same."""
+    """Load the saved state. The groups were checked to be the same."""
     if isinstance(optimizers, PipelineOptimizer):
         optimizers.load_state_dict(_state_dict(saved, tensors))
         return
@@ -186,7 +186,7 @@ def load_state(
 
 
 def _state_dict(saved: OptimizerState, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state as torch has it, with names. Its tensors are read where they are touched."""
+    """The state as torch's ``state_dict``, with names. Tensors are read from the files on first access."""
     every = [name for group in saved.groups for name in group.names]
     numbers = {name: number for number, name in enumerate(every)}
     return {
@@ -216,19 +216,19 @@ def _load_one(
     tensors: Mapping[str, Tensor],
     names: Mapping[int, str],
 ) -> None:
-    """The state of those parameters that this process has; emptied ones need none."""
+    """Load the state of this process's parameters; the empty parameters of others need none."""
     state: dict[int, ParameterState] = {}
     own = optimizer.state_dict()["param_groups"]
-    optimizer.state.clear()  # before there is another: two may not fit
+    optimizer.state.clear()  # first, since two states may not fit into memory
     for group, numbered in zip(optimizer.param_groups, own, strict=True):
         for parameter, number in zip(group["params"], numbered["params"], strict=True):
             name = names[id(parameter)]
             if name in saved.state and parameter.numel():
                 entries = _entries(saved, name, tensors).items()
                 state[number] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
-    kept = ("params", "param_names")
+    keys = ("params", "param_names")
     written = [
-        {**{key: numbered[key] for key in kept if key in numbered}, **decode_value(group.hyperparameters)}
+        {**{key: numbered[key] for key in keys if key in numbered}, **decode_value(group.hyperparameters)}
         for group, numbered in zip(groups, own, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": written})
@@ -237,7 +237,7 @@ def _load_one(
 
 def tensor_names(saved: OptimizerState) -> list[str]:
     """The names of the tensors that the state refers to."""
-    return [found for entries in saved.state.values() for found in entries.values() if isinstance(found, str)]
+    return [entry for entries in saved.state.values() for entry in entries.values() if isinstance(entry, str)]
 
 
 def _require_unique(saved: OptimizerState) -> None:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: everything is checked in every process before anything is changed in any."""
+"""Reading a checkpoint: every process checks everything before any process changes anything."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ from pipec.runtime.messages.call_description import format_names
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A checkpoint whose files are known to be what was written. They stay open."""
+    """A checkpoint whose files were checked and stay open."""
 
     metadata: CheckpointMetadata
     digest: str
@@ -42,10 +42,10 @@ class OpenedCheckpoint:
 
 
 def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, str]:
-    """Let a training go on from a checkpoint; returns what it says, and its digest. Every process calls it.
+    """Resume a training from a checkpoint; returns its metadata and digest. Every process calls it.
 
     Raises:
-        CheckpointError: it is damaged or incomplete, or it is of another training. Nothing was changed then.
+        CheckpointError: it is damaged, incomplete, or of another training. Nothing was changed.
         InputError: the optimizer or the scheduler is missing.
     """
     ranks, place = training.ranks, find_checkpoint(directory)
@@ -64,7 +64,7 @@ def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, 
     if metadata.optimizer is not None:
         groups = merge_states(every, list(training.shapes)).groups
         require_same_groups(metadata.optimizer.groups, groups)
-    _tell_of_frozen(metadata, training)
+    _log_frozen_changes(metadata, training)
 
     def change() -> None:
         _fill(training, checkpoint.weights)
@@ -75,12 +75,12 @@ def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, 
             scheduler.load_state_dict(decode_value(saved.state))
         metadata.random.restore(ranks.world.rank, ranks.world.size)
 
-    call_on_all_ranks(ranks, f"{activity}, of which a part may have been loaded,", change)
+    call_on_all_ranks(ranks, f"{activity}, part of which may have been loaded,", change)
     return metadata, checkpoint.digest
 
 
 def load_saved_profile(directory: Path) -> Profile | None:
-    """The profile that the stages of a training were cut by, if there was one. A process calls it alone.
+    """The profile by which the stages were cut, if there was one. One process may call it alone.
 
     Raises:
         CheckpointError: it is damaged.
@@ -94,10 +94,10 @@ def load_saved_profile(directory: Path) -> Profile | None:
 
 
 def load_weights(directory: Path, training: TrainingState) -> None:
-    """Take the weights alone, of a checkpoint or of a folder that ``save_pretrained`` wrote.
+    """Load only the weights, from a checkpoint or from a folder that ``save_pretrained`` wrote.
 
     Raises:
-        CheckpointError: they are not those of this model. Nothing was changed then.
+        CheckpointError: the weights do not fit this model. Nothing was changed.
     """
     ranks, place = training.ranks, find_checkpoint(directory)
     activity = f"loading the weights of {directory}"
@@ -110,7 +110,7 @@ def load_weights(directory: Path, training: TrainingState) -> None:
 
     call_on_all_ranks(ranks, activity, check)
     call_on_all_ranks(
-        ranks, f"{activity}, of which a part may have been loaded,", lambda: _fill(training, opened[0])
+        ranks, f"{activity}, part of which may have been loaded,", lambda: _fill(training, opened[0])
     )
 
 
@@ -119,26 +119,26 @@ def _check_sums(place: Path, training: TrainingState) -> str:
     manifest = _manifest(place)
     world = training.ranks.world
     names = sorted(manifest.files)[world.rank :: world.size]
-    with ThreadPoolExecutor(_MOST_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(_MAX_CONCURRENT) as pool:
         list(pool.map(lambda name: check_file(place, name, manifest.files[name]), names))
     return manifest.digest
 
 
-_MOST_AT_A_TIME = 4
-"""Files that a process sums up."""
+_MAX_CONCURRENT = 4
+"""Files that a process hashes at the same time."""
 
 
 def _manifest(place: Path) -> Manifest:
     if not place.is_dir():
-        raise CheckpointError(f"{place} is not there; expected the folder of a checkpoint")
+        raise CheckpointError(f"{place} does not exist; expected the folder of a checkpoint")
     if not (place / MANIFEST).exists() and (place / METADATA_FILE).exists():
         raise CheckpointError(f"{place / MANIFEST} is missing; the checkpoint is incomplete")
     if not (place / MANIFEST).exists():
         weight_files(place)
         raise CheckpointError(
-            f"{place} holds weights alone, as save_pretrained(...) writes them. It has no state of an "
+            f"{place} has only weights, as save_pretrained(...) writes them. It has no state of an "
             "optimizer or a scheduler, no number of steps, no random state and no checksums. To start a new "
-            "training from them, pass model_only=True"
+            "training from the weights, pass model_only=True"
         )
     return read_manifest(place)
 
@@ -156,14 +156,16 @@ def _open(place: Path, digest: str) -> OpenedCheckpoint:
 def _open_weights(place: Path) -> TensorFiles:
     files = weight_files(place)
     opened = TensorFiles([place / file for file in sorted(files)])
-    listed_there = {name for names in files.values() for name in names}
-    if listed_there and (strange := sorted(listed_there ^ opened.specs.keys())):
-        raise CheckpointError(f"{place}: {format_names(strange)} is in the index or in the files alone")
+    listed = {name for names in files.values() for name in names}
+    if listed and (strange := sorted(listed ^ opened.specs.keys())):
+        raise CheckpointError(
+            f"{place}: {format_names(strange)} is in either the index or the files, but not in both"
+        )
     return opened
 
 
 def _check(opened: OpenedCheckpoint, training: TrainingState, place: Path) -> Any:
-    """Compare with what there is here; returns the groups of this process's optimizers."""
+    """Check that a checkpoint fits the training; returns the groups of this process's optimizers."""
     metadata = opened.metadata
     if metadata.ties is None:
         kinds = _without_equal(opened.weights, training, place)
@@ -174,7 +176,9 @@ def _check(opened: OpenedCheckpoint, training: TrainingState, place: Path) -> An
     _require_companions(metadata, training, place)
     referred = [] if metadata.optimizer is None else tensor_names(metadata.optimizer)
     if strange := sorted({*referred} ^ opened.state.specs.keys()):
-        raise CheckpointError(f"{place}: {format_names(strange)} is in {METADATA_FILE} or in the files alone")
+        raise CheckpointError(
+            f"{place}: {format_names(strange)} is in {METADATA_FILE} or the files, not both"
+        )
     groups = [] if training.optimizers is None else param_groups_of(training.optimizers, training.names)
     return asdict(OptimizerState(groups))
 
@@ -182,27 +186,29 @@ def _check(opened: OpenedCheckpoint, training: TrainingState, place: Path) -> An
 def _require_ties(
     ties: Mapping[str, str], opened: OpenedCheckpoint, training: TrainingState, place: Path
 ) -> None:
-    """Raise CheckpointError where other tensors are tied than in the model that was saved."""
+    """Raise CheckpointError unless the same tensors are tied as in the model that was saved."""
     same_names = {*ties, *opened.weights.specs} == {*training.ties, *training.specs}
     if same_names and ties != training.ties:
         other = sorted(name for name, _ in ties.items() ^ training.ties.items())
         raise CheckpointError(
-            f"{place}: {format_names(other)} is tied to another parameter there or here alone; load it into "
-            "the model that was saved"
+            f"{place}: {format_names(other)} is tied to another parameter either in the checkpoint or in "
+            "the model, not in both; load it into the model that was saved"
         )
 
 
 def _without_equal(weights: TensorFiles, training: TrainingState, place: Path) -> dict[str, TensorSpec]:
-    """The tensors that are there, each of tied ones once. Some write them under all of their names.
+    """The stored tensors, tied ones once. Some libraries write a tied tensor under all of its names.
 
     Raises:
-        CheckpointError: they differ there.
+        CheckpointError: the values under these names differ.
     """
     found = dict(weights.specs)
     for other, first in training.ties.items():
         if other in found and first in found:
             if not torch.equal(weights[other], weights[first]):
-                raise CheckpointError(f"{place}: {other} and {first} differ there, and are tied in the model")
+                raise CheckpointError(
+                    f"{place}: {other} and {first} differ in the file, but are tied in the model"
+                )
             del found[other]
     return found
 
@@ -210,7 +216,7 @@ def _without_equal(weights: TensorFiles, training: TrainingState, place: Path) -
 def _require_weights(
     place: Path, kinds: Mapping[str, TensorSpec], training: TrainingState, ties: Mapping[str, str]
 ) -> None:
-    """Raise CheckpointError unless the tensors are those of the model, under one of their tied names."""
+    """Raise CheckpointError unless these are the model's tensors, each under one of its tied names."""
     training.require_memory()
     names = _stored_names(kinds, training, ties)
     if missing := [name for name in training.specs if name not in names]:
@@ -220,43 +226,43 @@ def _require_weights(
     for name, kind in training.specs.items():
         if kinds[names[name]] != kind:
             raise CheckpointError(
-                f"{place}: {name} is {kinds[names[name]]} there and {kind} in the model; load it into a "
-                "model of the same sizes and types, which .to(dtype) may change afterwards"
+                f"{place}: {name} is {kinds[names[name]]} in the file and {kind} in the model; load it into "
+                "a model of the same sizes and types, which .to(dtype) may change afterwards"
             )
 
 
 def _stored_names(
     kinds: Mapping[str, TensorSpec], training: TrainingState, ties: Mapping[str, str]
 ) -> dict[str, str]:
-    """Under which of its names each tensor of the model is there."""
+    """The name under which each tensor of the model is stored."""
     tied = {first: other for other, first in ties.items() if other in kinds}
-    known = {name: name if name in kinds else tied.get(name) for name in training.specs}
-    return {name: stored for name, stored in known.items() if stored is not None}
+    stored_names = {name: name if name in kinds else tied.get(name) for name in training.specs}
+    return {name: stored for name, stored in stored_names.items() if stored is not None}
 
 
 def _require_companions(metadata: CheckpointMetadata, training: TrainingState, place: Path) -> None:
-    """Raise InputError for an optimizer or a scheduler that is there or here alone, or of another class."""
+    """Raise InputError unless optimizer and schedulers were both saved and passed, of the same classes."""
     kinds = [] if metadata.optimizer is None else [group.optimizer for group in metadata.optimizer.groups]
     if metadata.optimizer is not None and training.optimizers is None:
         raise InputError(
             f"{place} has the state of {', '.join(dict.fromkeys(kinds))}; pass that as optimizer=..., or "
-            "model_only=True to leave its state and start anew"
+            "model_only=True to ignore its state and start a new training"
         )
     if metadata.optimizer is None and training.optimizers is not None:
         raise InputError(
-            f"{place} has no state of an optimizer, for none was passed to save_checkpoint; leave out "
-            "optimizer=..., or pass model_only=True to start one anew"
+            f"{place} has no state of an optimizer: none was passed to save_checkpoint. Leave out "
+            "optimizer=..., or pass model_only=True to start a new one"
         )
     saved = [each.class_name for each in metadata.schedulers]
     own = [scheduler_class_name(each) for each in training.schedulers]
     if saved != own:
         raise InputError(
             f"{place} has the state of {', '.join(saved) or 'no scheduler'}, and scheduler is "
-            f"{', '.join(own) or 'None'}; pass the scheduler that was saved, made as it was"
+            f"{', '.join(own) or 'None'}; pass a scheduler made like the saved one"
         )
 
 
-def _tell_of_frozen(metadata: CheckpointMetadata, training: TrainingState) -> None:
+def _log_frozen_changes(metadata: CheckpointMetadata, training: TrainingState) -> None:
     if metadata.frozen is None:
         return
     for names, now in (
@@ -269,7 +275,7 @@ def _tell_of_frozen(metadata: CheckpointMetadata, training: TrainingState) -> No
 
 @torch.no_grad()
 def _fill(training: TrainingState, weights: TensorFiles) -> None:
-    """Copy what this process has of each tensor out of the files, one after the other."""
+    """Copy this process's part of each tensor from the files, one tensor after the other."""
     names = _stored_names(weights.specs, training, training.ties)
     for part in training.parts:
         value = weights[names[part.name]].reshape(-1)[part.start : part.stop]

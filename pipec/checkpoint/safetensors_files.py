@@ -1,8 +1,8 @@
 """Files of tensors in the format of safetensors, written and read one tensor at a time.
 
-The library's own writer takes all tensors of a file at once. The format is a length, a header in JSON and the
-elements: https://huggingface.co/docs/safetensors. The library reads it, through memory maps: what it returns
-takes memory only where it is touched.
+The library's own writer needs all tensors of a file at once. The format is a length, a JSON header and the
+elements: https://huggingface.co/docs/safetensors. The library reads files through memory maps, so tensors
+take memory only where they are accessed.
 """
 
 import json
@@ -42,7 +42,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The type, as safetensors calls it, and the shape of a whole tensor."""
+    """The type, as safetensors names it, and the shape of a whole tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,16 +64,16 @@ class TensorSpec:
 
 
 def tensor_spec(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
-    """Raises InputError for a type that safetensors has no name for."""
+    """Raises InputError for a type that safetensors lacks."""
     if dtype not in _NAMES:
-        raise InputError(f"{name} has type {dtype}, which the files of a checkpoint cannot hold")
+        raise InputError(f"{name} has type {dtype}, which safetensors files cannot store")
     return TensorSpec(_NAMES[dtype], tuple(shape))
 
 
 class TensorWriter:
-    """Writes a file of these tensors, which come in this order.
+    """Writes a file of the tensors ``specs``, in this order.
 
-    After an error it takes tensors and writes nothing, for other processes wait to give theirs.
+    After an error ``write`` does nothing and does not raise, since other processes are waiting to send.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -94,17 +94,17 @@ class TensorWriter:
         self._write(flat.view(torch.uint8).numpy().data)
 
     def end(self) -> None:
-        """There are no more tensors."""
+        """Flush the file; no more tensors follow."""
         self._attempt(ChecksummedFile.end)
 
     def finish(self) -> FileChecksum:
-        """Wait until the disk has the file. Raises the OSError of any write."""
+        """Wait until the file is on the disk; returns its checksum. Raises the OSError of any write."""
         if self._file is None or self._failure is not None:
             raise self._failure or AssertionError
         return self._file.sync()
 
     def abandon(self) -> None:
-        """Let go of a file that nobody will read."""
+        """Close a file that will not be used."""
         if self._file is not None:
             self._file.abandon()
 
@@ -123,25 +123,25 @@ class TensorWriter:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of several files, by name. The files stay open, so that they may be replaced meanwhile.
+    """The tensors of several files, by name. The files stay open, so they may be replaced meanwhile.
 
     Raises:
-        CheckpointError: a file is no safetensors file, or two have a tensor of the same name.
+        CheckpointError: a file is not a safetensors file, or two files have a tensor of the same name.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: dict[str, tuple[Path, safetensors.safe_open]] = {}
         self.specs: dict[str, TensorSpec] = {}
         for path in paths:
-            with _explained(path):
+            with _as_checkpoint_error(path):
                 file = safetensors.safe_open(path, "pt")
-                for name in file.keys():  # noqa: SIM118, for it is no dict
+                for name in file.keys():  # noqa: SIM118, since it is not a dict
                     part = file.get_slice(name)
                     self._add(name, path, file, part.get_dtype(), part.get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
         path, file = self._files[name]
-        with _explained(path):
+        with _as_checkpoint_error(path):
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
@@ -157,13 +157,13 @@ class TensorFiles(Mapping[str, Tensor]):
         if name in self._files:
             raise CheckpointError(f"{path} and {self._files[name][0]} both have {name}")
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: {name} has type {dtype}, which pipec does not know")
+            raise CheckpointError(f"{path}: {name} has type {dtype}, which pipec cannot load")
         self._files[name] = path, file
         self.specs[name] = TensorSpec(dtype, tuple(shape))
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (safetensors.SafetensorError, OSError, RuntimeError) as error:

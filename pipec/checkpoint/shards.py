@@ -1,4 +1,4 @@
-"""Which process holds which part of each tensor of the whole, which one writes it, and how it gets there."""
+"""Which process has which part of each tensor, which one writes the tensor, and how the parts get there."""
 
 import json
 from collections import defaultdict
@@ -15,7 +15,7 @@ from pipec.runtime.step.execution import Ranks
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Elements ``start`` to ``stop`` of a tensor of the whole, row by row, in the memory of this process."""
+    """Elements ``start`` to ``stop`` of a whole, flattened tensor, in the memory of this process."""
 
     name: str
     spec: TensorSpec
@@ -30,7 +30,7 @@ def unsharded(name: str, spec: TensorSpec, memory: Tensor) -> TensorShard:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the whole. ``sources`` have the rank, the start and the stop of parts that make it up."""
+    """A whole tensor. ``sources`` are the rank, start and stop of the parts that make it up."""
 
     name: str
     spec: TensorSpec
@@ -39,12 +39,12 @@ class SavedTensor:
 
 
 def assign_writers(parts: Sequence[TensorShard], ranks: Ranks, loads: dict[int, int]) -> list[SavedTensor]:
-    """Every tensor that some process has parts of, with its writer. Every process calls it.
+    """The tensors of all processes, each with its writer. Every process calls it.
 
-    Among those that have a part, the one with the least to write, by ``loads``, writes the tensor.
+    The writer has a part of the tensor and, among those, the fewest bytes to write, by ``loads``.
 
     Raises:
-        CheckpointError: processes hold different things under a name, or the parts are not the whole.
+        CheckpointError: a name has different types or shapes, or the parts do not make up the whole.
     """
     own = [[part.name, part.spec.dtype, part.spec.shape, part.start, part.stop] for part in parts]
     found: dict[str, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -56,25 +56,27 @@ def assign_writers(parts: Sequence[TensorShard], ranks: Ranks, loads: dict[int, 
             spec = TensorSpec(dtype, tuple(shape))
             if kinds.setdefault(name, spec) != spec:
                 raise CheckpointError(
-                    f"{name} is {kinds[name]} on one rank and {spec} on rank {rank}; see what in the script "
-                    "depends on the rank"
+                    f"{name} is {kinds[name]} on one rank and {spec} on rank {rank}; find what in the "
+                    "script depends on the rank"
                 )
             found[name][start, stop].append(rank)
-    aligned = sorted(kinds.items(), key=lambda item: -item[1].torch_dtype.itemsize)  # in any file of them
+    aligned = sorted(
+        kinds.items(), key=lambda item: -item[1].torch_dtype.itemsize
+    )  # so that tensors are aligned in every file
     return [_stored(name, spec, found[name], loads) for name, spec in aligned]
 
 
 def _stored(
     name: str, spec: TensorSpec, found: dict[tuple[int, int], list[int]], loads: dict[int, int]
 ) -> SavedTensor:
-    if all_of_it := found.get((0, spec.num_elements)):
-        writer = _least(all_of_it, loads)
+    if whole := found.get((0, spec.num_elements)):
+        writer = _least(whole, loads)
         sources = [(writer, 0, spec.num_elements)]
     else:
         sources = [(owners[0], *span) for span, owners in sorted(found.items())]
         ends = [stop for _, _, stop in sources]
         if [0, *ends] != [*(start for _, start, _ in sources), spec.num_elements]:
-            raise CheckpointError(f"the ranks do not have every part of {name} once; compile anew")
+            raise CheckpointError(f"the ranks do not have every part of {name} exactly once; compile again")
         writer = _least([rank for rank, _, _ in sources], loads)
     loads[writer] = loads.get(writer, 0) + spec.num_bytes
     return SavedTensor(name, spec, tuple(sources), writer)
@@ -87,26 +89,26 @@ def _least(ranks: Iterable[int], loads: dict[int, int]) -> int:
 def gather_shards(
     stored: Sequence[SavedTensor], parts: Sequence[TensorShard], ranks: Ranks
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """What this process writes, one tensor after the other. Every process takes all of its own."""
-    held = {(part.name, part.start, part.stop): part.memory for part in parts}
+    """The tensors that this process writes, one by one. Every process must iterate to the end."""
+    local = {(part.name, part.start, part.stop): part.memory for part in parts}
     me = ranks.world.rank
     for each in stored:
-        whole_here = held.get((each.name, 0, each.spec.num_elements))
+        whole = local.get((each.name, 0, each.spec.num_elements))
         if len(each.sources) == 1 and each.writer == me:
-            assert whole_here is not None
-            yield each, whole_here
+            assert whole is not None
+            yield each, whole
         elif len(each.sources) > 1 and any(rank == me for rank, _, _ in each.sources):
-            flat = _assembled(each, held, ranks)
+            flat = _assembled(each, local, ranks)
             if each.writer == me:
                 yield each, flat
 
 
-def _assembled(stored: SavedTensor, held: dict[tuple[str, int, int], Tensor], ranks: Ranks) -> Tensor:
-    """The tensor on its writer, to which the others that have parts of it send them."""
+def _assembled(stored: SavedTensor, local: dict[tuple[str, int, int], Tensor], ranks: Ranks) -> Tensor:
+    """The whole tensor on its writer, which receives the other ranks' parts; empty elsewhere."""
     me, writes = ranks.world.rank, stored.writer == ranks.world.rank
     flat = torch.empty(stored.spec.num_elements if writes else 0, dtype=stored.spec.torch_dtype)
     for rank, start, stop in stored.sources:
-        mine = held[stored.name, start, stop] if rank == me else flat[start:stop]
+        mine = local[stored.name, start, stop] if rank == me else flat[start:stop]
         if rank != stored.writer:
             if not writes and rank != me:
                 continue

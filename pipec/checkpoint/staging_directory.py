@@ -1,9 +1,9 @@
-"""How a checkpoint comes to its place: written beside it, synced, then renamed.
+"""How a checkpoint is replaced: written to a folder beside it, synced, then renamed.
 
-While ``name`` is replaced there may be, in the same folder::
+While ``name`` is replaced, the same folder may contain::
 
-    .name.partial-1f2e3d4c   what is being written; without its writer, of a run that was killed
-    .name.previous           what ``name`` was; the checkpoint, wherever there is no ``name``
+    .name.partial-1f2e3d4c   the new checkpoint, incomplete; left over if its writer was killed
+    .name.previous           the old checkpoint; it is valid while there is no ``name``
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pipec.errors import CheckpointError
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Where the checkpoint of this name is. A process may have been killed while it replaced it."""
+    """The folder of a checkpoint: the previous one, if a process was killed while replacing it."""
     previous = _previous(directory)
     return previous if not directory.exists() and previous.exists() else directory
 
@@ -33,19 +33,17 @@ def require_replaceable(directory: Path, known_digest: str | None) -> None:
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
     if not (place / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{place} is there already and is no checkpoint of pipec to replace; choose another directory"
-        )
+        raise CheckpointError(f"{place} exists and is not a checkpoint of pipec; choose another directory")
     if read_manifest(place).digest != known_digest:
         raise CheckpointError(
-            f"{place} holds a checkpoint that this run has neither written nor loaded there: another run "
-            "writes to it, or it is left from one. Load it first to go on from it, choose another directory, "
+            f"{place} has a checkpoint that this run has neither written nor loaded: another run writes "
+            "to it, or has written it. Load it first to go on from it, choose another directory, "
             "or delete it"
         )
 
 
 def clean_up(folder: Path) -> None:
-    """Make up for what killed processes have left among the checkpoints of a folder."""
+    """Restore or remove what killed processes have left among the checkpoints of a folder."""
     for previous in folder.glob(".*.previous"):
         name = previous.name.removeprefix(".").removesuffix(".previous")
         if (folder / name).exists():
@@ -59,7 +57,7 @@ def clean_up(folder: Path) -> None:
 class StagingDirectory:
     """The folder in which a checkpoint is written. One process makes, publishes and discards it.
 
-    While that process lives it holds a lock on the folder, by which others know that it is in use.
+    That process locks the folder while it lives, so that others do not remove it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -68,7 +66,7 @@ class StagingDirectory:
         self.path = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
 
     def make(self) -> str:
-        """Make the folder, and remove those that killed runs have left. Returns its path."""
+        """Make the folder; returns its path. Removes those that killed runs have left."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for left in self.path.parent.glob(f".{self._directory.name}.partial-*"):
             _remove_unused(left)
@@ -79,7 +77,7 @@ class StagingDirectory:
         return str(self.path)
 
     def publish(self) -> None:
-        """Let the folder be the checkpoint of this name, in place of the one before."""
+        """Rename the folder to the checkpoint's name, replacing the previous one."""
         directory, previous = self._directory, _previous(self._directory)
         os.fsync(self._lock)
         if directory.exists() and any(directory.iterdir()):
@@ -103,7 +101,7 @@ class StagingDirectory:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint so that nobody finds half of it."""
+    """Remove a checkpoint; it is renamed first, so that nobody finds half of it."""
     left = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
     directory.rename(left)
     shutil.rmtree(left, ignore_errors=True)

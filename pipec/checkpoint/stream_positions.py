@@ -1,4 +1,4 @@
-"""The position of a stream as plain values, and which one a replica goes on from."""
+"""The position of a stream as JSON, and the position from which a replica resumes."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,7 +11,7 @@ from pipec.runtime.stream_position import StreamPosition
 
 
 def encode_position(position: StreamPosition | None) -> Any:
-    """The position as JSON has it. Raises InputError if its loader has a state that JSON cannot have."""
+    """The position as JSON. Raises InputError if the state of its loader cannot be encoded."""
     if position is None:
         return None
     plain = {field.name: getattr(position, field.name) for field in fields(position)}
@@ -20,7 +20,7 @@ def encode_position(position: StreamPosition | None) -> Any:
 
 
 def decode_position(found: Any) -> StreamPosition | None:
-    """What ``encode_position`` was given. Raises CheckpointError for what it never returns."""
+    """The position that ``encode_position`` encoded. Raises CheckpointError for a damaged encoding."""
     if found is None:
         return None
     try:
@@ -33,11 +33,11 @@ def decode_position(found: Any) -> StreamPosition | None:
 
 
 def replica_position(positions: Sequence[StreamPosition], replica: int, num_replicas: int) -> StreamPosition:
-    """That of a replica. Raises InputError if there were more or fewer, each with data of its own."""
+    """The position of a replica. Raises InputError if the number of replicas has changed."""
     if len(positions) != num_replicas:
         raise InputError(
             f"the checkpoint has the positions of {len(positions)} parts of the data, and pipe.num_replicas "
-            f"is {num_replicas}: nobody can tell which batches the parts of now have trained on. Pass "
-            "batches that go on where the data should, with resume=False"
+            f"is {num_replicas}: it is unknown which batches were trained on. Pass batches that "
+            "continue where the data should, with resume=False"
         )
     return positions[replica]

@@ -1,8 +1,8 @@
-"""Folders of ``torch.distributed.checkpoint``, read without running anything that is in them.
+"""Folders of ``torch.distributed.checkpoint``, read without running any code in them.
 
-Their ``.metadata`` is a pickle, which can name any function. It is read by an unpickler that knows the
-classes of that library and no others. What it points to, in files beside it, was written by ``torch.save``
-and is read as weights alone.
+Their ``.metadata`` is a pickle, which can name any function. It is read by an unpickler that allows only the
+classes of that library. The files that it refers to were written by ``torch.save`` and are read with
+``weights_only=True``.
 """
 
 import io
@@ -21,7 +21,7 @@ from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError
 
 METADATA = ".metadata"
 
-_KNOWN = {
+_ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -43,14 +43,14 @@ _KNOWN = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name in _KNOWN.get(module, ()) or is_type:
+        if name in _ALLOWED.get(module, ()) or is_type:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such a file")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file does not contain")
 
 
 @dataclass(frozen=True)
 class TorchCheckpoint:
-    """``paths`` has where each entry was in the nested state, by its name in the folder."""
+    """``paths`` has the path of each entry in the nested state, by its name in the folder."""
 
     directory: Path
     paths: Mapping[str, tuple[Any, ...]]
@@ -60,7 +60,7 @@ class TorchCheckpoint:
 
     @classmethod
     def open(cls, directory: Path) -> "TorchCheckpoint":
-        """Raises CheckpointError if the metadata are none, or name what has no place in them."""
+        """Raises CheckpointError if the metadata are damaged, or name other classes than allowed."""
         path = directory / METADATA
         try:
             with path.open("rb") as file:
@@ -78,7 +78,7 @@ class TorchCheckpoint:
         return cls(directory, paths, specs, entries, places)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, put together of the parts that processes have written."""
+        """A tensor, assembled from the parts that processes have written."""
         kind, chunks = self.specs[name], self._entries[name].chunks
         parts = (self._loaded(name, tuple(chunk.offsets), chunk) for chunk in chunks)
         if len(chunks) == 1 and tuple(chunks[0].sizes) == kind.shape:
@@ -95,7 +95,7 @@ class TorchCheckpoint:
         return whole
 
     def value(self, name: str) -> Any:
-        """An entry that is no tensor."""
+        """An entry that is not a tensor."""
         return self._read(name, ())
 
     def _loaded(self, name: str, offset: tuple[int, ...], chunk: Any) -> Tensor:
@@ -119,8 +119,8 @@ class TorchCheckpoint:
                 return torch.load(section, map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             strange = re.search(r"GLOBAL (\S+)", str(error))
-            said = f"it names {strange[1]}, which is not run" if strange else str(error).partition("\n")[0]
-            raise CheckpointError(f"{path}: {name} cannot be read: {said}") from error
+            reason = f"it names {strange[1]}, which is not run" if strange else str(error).partition("\n")[0]
+            raise CheckpointError(f"{path}: {name} cannot be read: {reason}") from error
 
 
 class _Section(io.RawIOBase):
@@ -151,7 +151,7 @@ class _Section(io.RawIOBase):
 
 
 def model_and_optimizer_entries(folder: TorchCheckpoint) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The entries with their paths from ``model`` or ``optimizer`` on, which may lie one level down."""
+    """The entries with their paths from ``model`` or ``optimizer`` on, which may be nested one level."""
     for name, path in folder.paths.items():
         depth = next((k for k, key in enumerate(path[:2]) if key in _TOP), None)
         yield name, path if depth is None else (_TOP[path[depth]], *path[depth + 1 :])

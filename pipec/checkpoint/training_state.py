@@ -1,4 +1,4 @@
-"""What a checkpoint is of: a model's tensors, its optimizers and schedulers, as one process has them."""
+"""The content of a checkpoint: tensors, optimizers and schedulers, as one process has them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ PROFILE = "profile.json"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """``specs`` has the tensors of the whole model that its ``state_dict`` has, tied ones once.
+    """``specs`` has the tensors of the whole model's ``state_dict``, tied ones once.
 
-    ``parts`` are what this process has of them, in the memory that is trained; ``ties`` has the first name of
-    tied ones by their others. ``names`` has, by ``id``, the parameters of the whole model, and ``shapes``
-    what they have there: some are empty here. ``position`` is that of the stream; each of ``num_replicas``
-    has one. ``profile`` is what its stages were cut by. ``loss_scale`` is that of the next step, if the loss
-    is scaled.
+    ``parts`` are this process's shards of them, in the memory that is trained; ``ties`` maps the other names
+    of a tied tensor to its first. ``names`` has the names of the whole model's parameters by ``id``, and
+    ``shapes`` their shapes in the whole model: some are empty here. ``position`` is the position in the
+    stream; each of ``num_replicas`` has one. ``profile`` has the times by which the stages were cut.
+    ``loss_scale`` is for the next step, if the loss is scaled.
     """
 
     model: nn.Module
@@ -47,7 +47,7 @@ class TrainingState:
     loss_scale: LossScale | None
 
     def require_memory(self) -> None:
-        """Raise InputError if a tensor has no values to save, nor memory to load to."""
+        """Raise InputError if a tensor is on the meta device, without values or memory."""
         if meta := [part.name for part in self.parts if part.memory.is_meta]:
             raise InputError(
                 f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and have no memory; "

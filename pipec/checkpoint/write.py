@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every process its part of the tensors, and rank 0 the rest."""
+"""Writing a checkpoint: every process writes its part of the tensors, and rank 0 the rest."""
 
 import contextlib
 import hashlib
@@ -49,26 +49,27 @@ def begin_checkpoint(
     copies: bool,
     then: Callable[[], object],
 ) -> Callable[[], None]:
-    """Begin a checkpoint. It may replace one that this run has ``own``, by the digest that is kept there.
+    """Begin a checkpoint; returns a function that writes it. Every process calls both.
 
-    What this returns writes it; ``then`` is called in the first process when it is there. If this ``copies``
-    what is to be written, another thread may do that while the training goes on. Every process calls both.
-    Whatever happens, ``directory`` holds the checkpoint before, or this one.
+    ``own`` has the digests of the checkpoints that this run wrote or loaded, and may replace. ``then`` is
+    called on rank 0 when the checkpoint is complete. If the tensors are copied (``copies``), the function may
+    run in another thread while the training goes on. At any time, ``directory`` has either the previous
+    checkpoint or this one.
 
     Raises:
-        CheckpointError: it cannot be written, or the directory holds something else. The one before stays.
-        InputError: something of it cannot be saved, or differs from rank to rank.
+        CheckpointError: it cannot be written, or the directory has other contents. The previous one stays.
+        InputError: a value cannot be saved, or differs from rank to rank.
     """
-    made = CheckpointDraft(directory, training, extra, own.get(directory))
+    draft = CheckpointDraft(directory, training, extra, own.get(directory))
     rank_calls: RankCalls = training.ranks
     if copies:
         rank_calls = background_ranks = training.ranks.in_background()
-        tensors = _while_all_live(background_ranks, made.copies())
+        tensors = _while_all_live(background_ranks, draft.copies())
     else:
-        tensors = made.tensors()
+        tensors = draft.tensors()
 
     def write() -> None:
-        own[directory] = made.complete(rank_calls, tensors)
+        own[directory] = draft.complete(rank_calls, tensors)
         call_on_rank_0(rank_calls, f"tidying up after saving to {directory}", then)
 
     return write
@@ -77,16 +78,16 @@ def begin_checkpoint(
 def _while_all_live(
     background_ranks: BackgroundRanks, tensors: Iterable[TensorWrite]
 ) -> Iterator[TensorWrite]:
-    """The tensors, until another process ends: this one waits for the last of them before it ends, too."""
+    """The tensors. Raises if another process has ended, so that this one can end, too."""
     for each in tensors:
         background_ranks.check()
         yield each
 
 
 class CheckpointDraft:
-    """A checkpoint that has been begun: a folder beside its place, with the files that are to be written.
+    """A checkpoint that has been begun: a folder beside its place, with open files.
 
-    Their threads are there from now on: a process that ends can wait for them, and start no other.
+    The files' threads start here: a process that is ending can wait for threads, but cannot start any.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class CheckpointDraft:
         self._writers: dict[str, TensorWriter] = {}
         self._ranks, self._rank = training.ranks, training.ranks.world.rank
         self._place = StagingDirectory(directory)
-        self._doing = f"saving to {directory}"
+        self._activity = f"saving to {directory}"
         self._texts = {
             METADATA_FILE: metadata.text(),
             index_name(training.model): weight_index(self._files["model"]),
@@ -118,18 +119,18 @@ class CheckpointDraft:
             return path
 
         with self._discarded_on_failure():
-            self._partial = Path(call_on_rank_0(training.ranks, self._doing, begin))
+            self._partial = Path(call_on_rank_0(training.ranks, self._activity, begin))
         self._writers = open_writers(self._partial, self._own_files())
 
     def tensors(self) -> Iterator[TensorWrite]:
-        """Those that this process writes, with the file of each. Every process takes all of its own."""
+        """The tensors that this process writes, each with its file. Every process must iterate to the end."""
         for family, files in self._files.items():
             file_of = {each.name: file for file, stored in files.items() for each in stored}
             for each, tensor in gather_shards(self._stored[family], self._parts[family], self._ranks):
                 yield file_of[each.name], each, tensor
 
     def copies(self) -> list[TensorWrite]:
-        """The same in memory of the host that nothing else uses."""
+        """Copies of ``tensors()`` in host memory that nothing else uses."""
         own = [(file, each) for file, stored in self._own_files().items() for each in stored]
         memory: dict[tuple[str, str], Tensor] = {}
 
@@ -146,23 +147,23 @@ class CheckpointDraft:
             return copies
 
     def complete(self, rank_calls: RankCalls, tensors: Iterable[TensorWrite]) -> str:
-        """Write what is missing, and let the checkpoint come to its place; returns its digest."""
+        """Write the tensors, and rename the folder to the checkpoint's name; returns its digest."""
         with self._discarded_on_failure():
-            every = call_on_all_ranks(rank_calls, self._doing, lambda: self._write(tensors))
+            every = call_on_all_ranks(rank_calls, self._activity, lambda: self._write(tensors))
             sums = {name: FileChecksum(*each) for own in every for name, each in own.items()}
-            return call_on_rank_0(rank_calls, self._doing, lambda: self._publish(sums))  # type: ignore[no-any-return]
+            return call_on_rank_0(rank_calls, self._activity, lambda: self._publish(sums))  # type: ignore[no-any-return]
 
     def _own_files(self) -> dict[str, list[SavedTensor]]:
         every = {file: stored for files in self._files.values() for file, stored in files.items()}
         return {file: stored for file, stored in every.items() if stored[0].writer == self._rank}
 
     def _write(self, tensors: Iterable[TensorWrite]) -> dict[str, Any]:
-        """Write this process's files; the sums of them. The others are given what they write."""
+        """Write this process's files, sending tensors to other writers; returns the files' checksums."""
         sums = write_tensors(self._writers, tensors)
         return {file: astuple(each) for file, each in sums.items()}
 
     def _publish(self, sums: Checksums) -> str:
-        """What rank 0 does last: the small files, the sums of all, and the renames."""
+        """Write the small files and the manifest, and rename the folder, on rank 0; returns the digest."""
         digest = write_small_files(self._partial, sums, self._texts)
         require_replaceable(self._directory, self._known_digest)
         self._place.publish()
@@ -181,7 +182,7 @@ class CheckpointDraft:
 
 
 def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, list[TensorShard]]:
-    """What all processes agree on, and the tensors that this one has of the optimizers' state."""
+    """The metadata, equal on all processes, and this process's tensors of the optimizers' state."""
     state: list[TensorShard] = []
 
     def describe() -> dict[str, Any]:
@@ -199,7 +200,7 @@ def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, 
         }
 
     every = call_on_all_ranks(training.ranks, "describing the training", describe)
-    require_equal([each["extra"] for each in every], "extra", "collect on every rank what all of them have")
+    require_equal([each["extra"] for each in every], "extra", "pass the same value on every rank")
     schedulers = [each["schedulers"] for each in every]
     require_equal(schedulers, "the scheduler", "let the same schedulers step on every rank")
     found = [parse_state(each["optimizer"]) for each in every if each["optimizer"] is not None]

@@ -101,9 +101,9 @@ def convert(
 
     done = convert(source.resolve(), target.resolve(), optimizer, num_steps)
     if as_json:
-        summary = {"made": done.made, "tensors": done.num_tensors, "bytes": done.num_bytes}
+        summary = {"made": done.kind, "tensors": done.num_tensors, "bytes": done.num_bytes}
         show_json({**summary, "num_steps": done.metadata.num_steps, "skipped_entries": done.skipped_entries})
         return
-    typer.echo(f"{target} is {done.made}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}")
+    typer.echo(f"{target} is {done.kind}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}")
     if done.skipped_entries:
         typer.echo(f"left out: {', '.join(done.skipped_entries)}")

@@ -1,5 +1,5 @@
-"""Writes the functions of a stage as Python that a person can read.
+"""Writes the functions of a stage as readable Python.
 
-Read ``stage_source``, which writes a module. It asks ``expressions`` for the source of a node, ``names`` for
-the name of a value and ``stage_header`` for the docstring.
+``stage_source`` writes a module, with ``expressions`` for the source of a node, ``names`` for the name of a
+value and ``stage_header`` for the docstring.
 """

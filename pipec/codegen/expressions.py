@@ -1,8 +1,8 @@
-"""One node as a Python expression: the ordinary torch call where it is the same operator, else the ATen one.
+"""One node as a Python expression: the ordinary torch call if it is the same operator, else the ATen call.
 
 Calling ``torch.ops.aten.mm.default`` costs microseconds more than ``torch.mm`` and reads worse.
-``tests/codegen/test_expressions.py`` proves for every name below that the ordinary call dispatches to the
-ATen operator it stands for.
+``tests/codegen/test_expressions.py`` proves for every name below that the ordinary call dispatches to this
+ATen operator.
 """
 
 import math
@@ -208,7 +208,7 @@ def _reused(node: fx.Node, symbols: SymbolNames) -> str:
 
 
 def output_argument(node: fx.Node) -> str | None:
-    """The argument that tells a call where to write its value, if it writes into an operand that way."""
+    """The name of the argument for the output, if the call has one."""
     if node.target is primitives.cross_entropy_gradient:
         return "out"
     variant = out_variant(node.target)
@@ -216,7 +216,7 @@ def output_argument(node: fx.Node) -> str | None:
 
 
 def in_place_arguments(node: fx.Node, written: fx.Node) -> list[Any]:
-    """The arguments of a call by position, of which it writes into the first."""
+    """The positional arguments of a call that writes into the first."""
     first, *others = node.args
     return [first, *others] if first is written else [written, first]
 
@@ -232,7 +232,7 @@ def _in_place(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
 
 
 def free_names(node: fx.Node, symbols: SymbolNames) -> set[str]:
-    """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
+    """The names in ``expression(node, ...)`` without nodes and ``torch``: ``{"b", "t", "device"}``."""
     names = (
         {"primitives"} if node.target in PRIMITIVES else {"check_branch"} if is_branch_check(node) else set()
     )
@@ -252,7 +252,7 @@ def free_names(node: fx.Node, symbols: SymbolNames) -> set[str]:
 
 
 def _number(node: fx.Node, name: Namer, symbols: SymbolNames) -> str:
-    """``selected.shape[0]``, or what follows from it: ``2*size``"""
+    """``selected.shape[0]``, or a formula of such numbers: ``2*size``"""
     first, *others = node.args
     if node.target is not size_expression:
         return f"{literal(first, name, symbols)}.shape[{others[0]}]"
@@ -268,7 +268,7 @@ def _operand(argument: Any, source: str) -> str:
 
 
 def _converts(node: fx.Node) -> bool:
-    """Whether the copy has another type than its source: ``to`` copies nothing else."""
+    """Whether the copy has another type than its source: only then does ``to`` copy."""
     source, dtype = node.args[0], node.kwargs.get("dtype")
     known = source.meta.get("val") if isinstance(source, fx.Node) else None
     return known is not None and dtype is not None and known.dtype != dtype
@@ -281,7 +281,7 @@ def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "", step: st
 
 
 def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
-    """A random operator draws from a generator of its own, seeded by step, microbatch and operator."""
+    """The call of a random operator, with a generator seeded by step, microbatch and operator."""
     generator = f"rng({node.meta['random_seed']})"
     if node.target is aten.native_dropout.default:
         return f"dropout({args[0]}, {args[1]}, {generator})"

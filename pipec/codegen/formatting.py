@@ -1,4 +1,4 @@
-"""Lines of generated code: none is longer than need be, and notes stand beside them in a column."""
+"""Formats lines of generated code, with comments in a column beside them."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ def with_note(code: str, note: str) -> str:
 def format_statement(targets: str, code: str, note: str) -> list[str]:
     """``a, b = f(x)`` in the body of a function, with its note beside it.
 
-    A long one is broken inside the bracket that it ends with; so are its targets, if they are long.
+    A long statement is broken inside its last bracket; so are its targets, if they are long.
     """
     whole = f"{targets} = {code}"
     first = len(whole) - len(code) + _opening(code) if code.endswith(CLOSING) else 0
@@ -38,7 +38,7 @@ def break_lines(code: str, indent: int, tail: str = "") -> list[str]:
 
 
 def _inner(items: Iterable[str], indent: int) -> list[str]:
-    """Items, and commas between them, in as few lines as they need."""
+    """Items separated by commas, in as few lines as possible."""
     every, lines, pad = [*items], list[str](), " " * indent
     for number, item in enumerate(every):
         tail = "," * (number < len(every) - 1)
@@ -50,7 +50,7 @@ def _inner(items: Iterable[str], indent: int) -> list[str]:
 
 
 def _opening(code: str) -> int:
-    """Where the bracket is that the last character closes."""
+    """The position of the bracket that the last character closes."""
     depth = 0
     for index in range(len(code) - 1, -1, -1):
         depth += (code[index] in CLOSING) - (code[index] in OPENING)
@@ -60,7 +60,7 @@ def _opening(code: str) -> int:
 
 
 def split_arguments(code: str) -> Iterator[str]:
-    """The arguments of a call, divided at the commas that are in no bracket."""
+    """The arguments of a call, split at commas outside of brackets."""
     depth = start = 0
     for index, character in enumerate(code):
         depth += (character in OPENING) - (character in CLOSING)

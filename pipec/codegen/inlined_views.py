@@ -1,4 +1,4 @@
-"""Views that are written where they are read: ``torch.mm(x.reshape([12*b, 32]), w[0].t())``."""
+"""Views that are inlined where they are read: ``torch.mm(x.reshape([12*b, 32]), w[0].t())``."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -16,9 +16,9 @@ MAX_INLINED_LENGTH = 56
 def inlined_views(
     body: Sequence[fx.Node], results: Iterable[fx.Node], name: Callable[[fx.Node], str], symbols: SymbolNames
 ) -> Mapping[fx.Node, str]:
-    """The source of each view in ``body`` that one statement reads, once, and nothing else does.
+    """The source of each view in ``body`` that is read only once, by one statement.
 
-    ``results`` keep their names.
+    ``results`` are not inlined.
     """
     nodes, results = {*body}, {*results}
     found: dict[fx.Node, str] = {}

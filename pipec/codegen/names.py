@@ -1,7 +1,7 @@
 """A Python identifier for every node, the same in every function, and the user's own variable name if known.
 
-Names of modules and inputs come from the user's program, and could be code. They reach the generated source
-through this file alone, which reduces them to identifiers or to harmless comments.
+Names of modules and inputs come from the user's program, and could be code. Only this file
+puts them into generated source, reduced to identifiers or to harmless comments.
 """
 
 import builtins
@@ -70,22 +70,22 @@ ITEM_NAMES = {
     primitives.RECURRENCE: ("", "h", "c", "kept"),
     primitives.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
 }
-"""What the items of operators that return several tensors are called."""
+"""The names of the items of operators that return several tensors."""
 
 IMPLEMENTATION_WORDS = re.compile(
     r"native_|_legit_functional|scaled_dot_product_(flash_|efficient_|cudnn_)?|_for_cpu"
 )
-"""What is left out of the name of an operator: how torch computes it."""
+"""The parts of an operator's name that say how torch computes it; they are left out."""
 
 
 def identifier(text: str) -> str:
-    """The nearest Python identifier to any text."""
+    """The Python identifier that is most like a text."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
     return f"_{name}" if name[0].isdigit() else name
 
 
 def safe_comment(text: str) -> str:
-    """Any text made safe to stand in a comment or a docstring."""
+    """The text, safe for a comment or a docstring."""
     return re.sub(r"[^\w .,:<>()\[\]=+*/·-]", "?", text)
 
 
@@ -111,19 +111,19 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
             names[node] = "loss"
         elif node.op != "output":
             names[node] = unique_name(_base_name(graph, node, results), taken)
-    apart = [each for each in (graph.batch_counts, graph.precomputed) if each is not None]
-    return names | _names_apart(graph, [node for each in apart for node in each.nodes], names, taken)
+    others = [each for each in (graph.batch_counts, graph.precomputed) if each is not None]
+    return names | _names_in_others(graph, [node for each in others for node in each.nodes], names, taken)
 
 
 def reserved_names(graph: TrainingGraph) -> set[str]:
-    """What means something else in a stage's code."""
+    """Names that have another meaning in a stage's code."""
     return {*RESERVED, *keyword.kwlist, *dir(builtins), *graph.planned_sizes}
 
 
-def _names_apart(
+def _names_in_others(
     graph: TrainingGraph, nodes: Iterable[fx.Node], names: Mapping[fx.Node, str], taken: set[str]
 ) -> dict[fx.Node, str]:
-    """Names for nodes of the graphs beside the training graph, whose arguments are called as everywhere."""
+    """Names for nodes of the other graphs; arguments have the names of the training graph."""
     arguments = {node.meta["role"]: names[node] for node in graph.arguments}
     return {
         node: arguments[node.meta["role"]]
@@ -135,9 +135,9 @@ def _names_apart(
 
 
 def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
-    """The node of each operator that the user's variable holds: its last forward tensor.
+    """For each operator, the node of the user's variable: its last forward tensor.
 
-    Of an operator that returns several tensors, it is the first of them.
+    For an operator that returns several tensors, it is the first of them.
     """
     return {
         node.meta["operator"]: node
@@ -147,7 +147,7 @@ def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
 
 
 def _item(node: fx.Node) -> int:
-    """Which item of a tuple the node is. A node that is no item counts as the first."""
+    """The node's position in a tuple; 0 for a node that is not an item."""
     return node.args[1] if node.target is operator.getitem else 0  # type: ignore[return-value]
 
 
@@ -168,7 +168,7 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
 
 
 def _result_name(graph: TrainingGraph, operator: int, results: Mapping[int, fx.Node]) -> str:
-    """What the user's code calls the result of an operator; of a mere item, what it is an item of."""
+    """The user's name for the result of an operator; for an item, the name of the tuple."""
     name = graph.operators[operator].name
     if name.startswith("getitem") and operator in results:
         return _operator_name(results[operator])
@@ -176,7 +176,7 @@ def _result_name(graph: TrainingGraph, operator: int, results: Mapping[int, fx.N
 
 
 def _source_of_batch(graph: TrainingGraph, role: BatchCount) -> fx.Node:
-    """The node that makes a value of the whole mini-batch."""
+    """The node that computes a value of the whole mini-batch."""
     assert graph.batch_counts is not None
     made: tuple[fx.Node, ...] = graph.batch_counts.output_node().args[0]  # type: ignore[assignment]
     return made[role.index]
@@ -210,7 +210,7 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def unique_name(base: str, taken: set[str]) -> str:
-    """``base``, or that with a number if the name is ``taken``. It is from now on."""
+    """``base``, with a number if it is ``taken``; the name is added to ``taken``."""
     name, count = base, 0
     while name in taken:
         count += 1

@@ -1,4 +1,4 @@
-"""The header of a generated stage: which part of the model it is, what it receives, sends and keeps."""
+"""The header of a generated stage: its part of the model, and what it receives, sends and saves."""
 
 import textwrap
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The Python source of one stage: a header that says what it is, then the functions of each phase."""
+"""The Python source of one stage: a header that describes it, then the functions of each phase."""
 
 import itertools
 import operator
@@ -49,7 +49,7 @@ RUNTIME = {
     "pipec.runtime.memory.block_cache": {"empty_cached"},
     "pipec.runtime.sparse_gradients": {"embedding_row_gradient"},
 }
-"""What generated code may import of pipec: names by module."""
+"""The names that generated code may import from pipec, by module."""
 
 RETURN_VALUES = {
     Phase.FORWARD: ("sent", "saved", "updates"),
@@ -58,11 +58,11 @@ RETURN_VALUES = {
     Phase.BACKWARD_INPUT: ("sent", "saved", "gradients"),
     Phase.BACKWARD_WEIGHT: ("gradients",),
 }
-"""What the function of each phase returns, as the interpreter unpacks it."""
+"""The values that the function of each phase returns, as the interpreter unpacks them."""
 
 
 def return_values(function: PhaseFunction) -> tuple[str, ...]:
-    """What a function returns: that of its phase, and what it saves for the part behind it."""
+    """The values that a function returns: those of its phase, and values saved for the next segment."""
     returned = RETURN_VALUES[function.phase]
     if function.is_last or "saved" in returned:
         return returned
@@ -71,9 +71,9 @@ def return_values(function: PhaseFunction) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StageSource:
-    """Writes one stage. ``names`` are its own: those that all stages have, but for what it holds itself.
+    """Writes one stage. ``names`` are the ``shared`` names, with others for the stage's own tensors.
 
-    Messages have the ``shared`` names.
+    Messages use the ``shared`` names.
     """
 
     graph: TrainingGraph
@@ -86,7 +86,7 @@ class StageSource:
     def of(
         cls, graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str], title: str
     ) -> "StageSource":
-        """The source of a stage, in which what the stage holds has names of its own."""
+        """The source of a stage, with names for the stage's own tensors."""
         return cls(graph, stage, names, {**names, **name_tensors(graph, stage, names)}, title)
 
     def write(self) -> str:
@@ -143,11 +143,11 @@ class StageSource:
         return format_statement(", ".join(targets) + "," * (len(targets) == 1), source, note)
 
     def free_names(self, nodes: Iterable[fx.Node]) -> set[str]:
-        """What the source of these nodes mentions besides nodes and ``torch``."""
+        """The names in the source of these nodes, without nodes and ``torch``."""
         return {name for node in nodes for name in free_names(node, self.graph.symbols)}
 
     def type_of(self, node: fx.Node) -> str:
-        """``f32[b, 128]``, or nothing for a number."""
+        """``f32[b, 128]``; empty for a number."""
         value = node.meta["val"]
         if is_data_dependent_number(node):
             return ""
@@ -155,7 +155,7 @@ class StageSource:
         return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
 
     def _imports(self) -> list[str]:
-        """Only what the code uses is imported. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
+        """The imports that the code uses. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
         bodies = (function.body for function in self.stage.functions)
         apart = precomputed_nodes(self.graph, self.stage.precomputed)
         batch_counts = self.graph.batch_counts.nodes if self.graph.batch_counts is not None else ()
@@ -169,7 +169,7 @@ class StageSource:
         return [*lines, "", *own] if own else lines
 
     def _table(self, name: str, nodes: Sequence[fx.Node], *, described: bool) -> list[str]:
-        """The FQNs of what the stage holds; ``described``: what each is called below, and its type."""
+        """The FQNs of the stage's tensors; if ``described``, with the names used below, and types."""
         if not nodes:
             return [f"{name} = ()"]
         notes = [f"{self.names[node]}  {self.type_of(node)}" if described else "" for node in nodes]
@@ -180,9 +180,9 @@ class StageSource:
         return [f"{name} = (", *rows, ")"]
 
     def unpack(self, variable: str, held: Sequence[fx.Node], read: Collection[fx.Node]) -> list[str]:
-        """``c_fc_weight, c_fc_bias, *_ = w``: all up to the last that is read.
+        """``c_fc_weight, c_fc_bias, *_ = w``: all up to the last one read.
 
-        Python takes up to 255 names before a star. Of more it is ``... = w[:300]``.
+        Python allows 255 names before a star. With more it is ``... = w[:300]``.
         """
         last = max((index for index, node in enumerate(held) if node in read), default=-1)
         names = [self.names[node] for node in held[: last + 1]]
@@ -235,7 +235,7 @@ class StageSource:
             f"def batch_counts({', '.join(parameters)}):",
             '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
             *self.unpack("buffers", self.stage.buffers, {*held.values()}),
-            *self._computed_apart(self.graph.batch_counts, body, self.stage.batch_counts, name),
+            *self._separate_function(self.graph.batch_counts, body, self.stage.batch_counts, name),
         ]
 
     def _precompute(self) -> list[str]:
@@ -256,17 +256,17 @@ class StageSource:
             f"def precompute({', '.join(parameters)}):",
             '    """What depends on nothing but these: computed once for each version of the weights."""',
             *(line for name, table in tables.items() for line in self.unpack(name, table, read)),
-            *self._computed_apart(self.graph.precomputed, body, self.stage.precomputed, name),
+            *self._separate_function(self.graph.precomputed, body, self.stage.precomputed, name),
         ]
 
-    def _computed_apart(
+    def _separate_function(
         self,
         apart: fx.Graph,
         body: Sequence[fx.Node],
         read: Sequence[fx.Node],
         name: Callable[[fx.Node], str],
     ) -> Iterator[str]:
-        """The lines that compute what the arguments ``read`` stand for, and return it."""
+        """The lines that compute the values of the arguments ``read``, and return them."""
         for node in filter(is_statement, body):
             yield from self.assignment(node, expression(node, name, self.graph.symbols), body)
         made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
@@ -287,7 +287,7 @@ class _FunctionSource:
         return [*head, *self._unpack(), *self._body(), *self._return()]
 
     def _parameters(self) -> Iterator[str]:
-        """The names of what the function reads, in one order everywhere. Callers bind them by name."""
+        """The names of the values that the function reads, in a fixed order. Callers bind them by name."""
         function, reads = self.function, self._held_reads()
         yield from (name for name, nodes in self._held().items() if reads.intersection(nodes))
         if any(map(accumulates_in_place, function.body)):
@@ -299,7 +299,7 @@ class _FunctionSource:
         yield from (name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named)
 
     def _held(self) -> dict[str, Sequence[fx.Node]]:
-        """What the stage holds by the argument that brings it."""
+        """The stage's tensors, by the argument that passes them."""
         stage = self.module.stage
         return {
             "w": stage.parameters,
@@ -309,7 +309,7 @@ class _FunctionSource:
         }
 
     def _held_reads(self) -> set[fx.Node]:
-        """What the function reads and has not saved: a buffer's value of a microbatch may be among that."""
+        """The values that the function reads and that were not saved; a buffer's may be of a microbatch."""
         return {*self.function.read_nodes}.difference(self.function.saved_in)
 
     def _unpack(self) -> Iterator[str]:
@@ -324,7 +324,7 @@ class _FunctionSource:
     def _body(self) -> Iterator[str]:
         """The operators, grouped under comments that name their module.
 
-        Memory is let go of right after the statement that reads it last.
+        Memory is freed right after the statement that reads it last.
         """
         gone, written = dead_after(self.function), in_place_operands(self.function)
         group, read = None, set(self.function.body)

@@ -1,8 +1,8 @@
-"""What the tensors that a stage holds are called in its code.
+"""The names of a stage's tensors in its code.
 
-A parameter is called after the end of its FQN, as long as it must be to tell it from the others of the stage:
-``transformer.h.3.attn.c_attn.weight`` is ``c_attn_weight`` where no other ``c_attn`` is, and
-``h_3_attn_c_attn_weight`` where there is one in another block.
+A parameter is named by the shortest end of its FQN that is unique in the stage:
+``transformer.h.3.attn.c_attn.weight`` is ``c_attn_weight`` if the stage has no other ``c_attn``, and
+``h_3_attn_c_attn_weight`` if another block has one.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ MAX_NAME_LENGTH = 50
 def name_tensors(
     graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str]
 ) -> dict[fx.Node, str]:
-    """Unused names for parameters and buffers, for what is precomputed of them, and for gradients."""
+    """Unused names for parameters, buffers, precomputed values and gradients."""
     taken = reserved_names(graph) | {*names.values()}
     held = [*stage.parameters, *stage.buffers]
     ends = shortest_suffixes([node.meta["role"].fqn for node in held])
@@ -43,7 +43,7 @@ def name_tensors(
 
 
 def shortest_suffixes(fqns: Sequence[str]) -> dict[str, str]:
-    """The shortest end of each FQN that no other one has: two words, or more, and the first is no number."""
+    """The shortest unique end of each FQN, of two or more words; the first is not a number."""
     counts = Counter(end for fqn in {*fqns} for end in _ends(fqn))
     return {
         fqn: next((end for end in _ends(fqn) if counts[end] == 1 and not end[0].isdigit()), fqn)[

@@ -1,4 +1,4 @@
-"""Operators of pipec's own, which stages call."""
+"""Operators that pipec defines and stages call."""
 
 from pipec.primitives.cross_entropy import cross_entropy_gradient, rows_per_block
 from pipec.primitives.recurrent import ONEDNN_LSTM, RECURRENCE, RECURRENCE_BACKWARD

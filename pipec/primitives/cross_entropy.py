@@ -1,9 +1,9 @@
 """The gradient of cross entropy by the logits, some rows at a time.
 
-torch makes it in two steps, through a tensor as large as the logits that is zero but for one number of each
-row. Here that tensor has as many rows as stay in a core's cache, and the two steps follow each other for
-these rows. Rows do not depend on each other, so that the bits are those of torch. Where last bits do not
-matter, there is no such tensor: the gradient is made of the probabilities.
+torch computes it in two steps, through a tensor as large as the logits that has one nonzero number per row.
+Here both steps run on blocks of rows that fit into a core's cache. Rows do not depend on each other, so the
+bits are torch's. If last bits do not matter, the gradient is computed from the probabilities, without such
+a tensor.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ _aten = torch.ops.aten
 _BLOCK_BYTES = 1 << 20
 
 _MEAN = 1
-"""What ATen calls the mean among reductions."""
+"""ATen's number for the mean."""
 
 
 class _Loss(NamedTuple):
-    """What ``nll_loss_backward`` takes after the logarithms."""
+    """The arguments of ``nll_loss_backward`` after the logarithms."""
 
     target: Tensor
     weight: Tensor | None
@@ -31,7 +31,7 @@ class _Loss(NamedTuple):
 
 
 def rows_per_block(num_classes: int, itemsize: int) -> int:
-    """How many rows of logits are differentiated together."""
+    """The number of rows of logits that are differentiated together."""
     return max(1, _BLOCK_BYTES // (num_classes * itemsize))
 
 
@@ -47,11 +47,11 @@ def cross_entropy_gradient(
     out: Tensor | None = None,
     exact: bool = True,
 ) -> Tensor:
-    """The gradient by logits of which ``log_probabilities`` [rows, classes] are the logarithm of the softmax.
+    """The gradient by logits with the log-softmax ``log_probabilities`` [rows, classes].
 
-    The arguments are those of ``nll_loss_backward``. ``out`` is where the result goes, and may be the memory
-    of ``log_probabilities``. What torch compiles writes into no argument, for it may be called twice. What
-    need not be ``exact`` may differ from torch's in its last bits.
+    The arguments are those of ``nll_loss_backward``. ``out`` receives the result, and may be the memory of
+    ``log_probabilities``. Code under ``torch.compile`` does not write into arguments, since it may be called
+    twice. If not ``exact``, the result may differ from torch's in its last bits.
     """
     loss = _Loss(target, weight, reduction, ignore_index, total_weight)
     if torch.compiler.is_compiling():
@@ -82,7 +82,7 @@ def _in_torchs_steps(grad: Tensor, log_probabilities: Tensor, loss: _Loss, out: 
 
 
 def _by_probabilities(grad: Tensor, log_probabilities: Tensor, loss: _Loss, out: Tensor) -> None:
-    """Each row is the softmax, less one at the target, times what the loss of that row counts."""
+    """Each row is the softmax, minus one at the target, times the weight of that row's loss."""
     counts = loss.target != loss.ignore_index
     target = loss.target.where(counts, 0)
     scale = grad / loss.total_weight if loss.reduction == _MEAN else grad

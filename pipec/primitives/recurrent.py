@@ -1,8 +1,8 @@
 """Recurrent layers, one direction of each.
 
-torch takes a recurrent layer apart into some operators for each step of the sequence, or has one that keeps
-nothing for a backward unless autograd runs it. These are one node of a graph, for any length. They make the
-calls that eager torch makes, forward and backward, in its order, so that the bits are eager's.
+torch decomposes a recurrent layer into several operators for each step of the sequence, or has one operator
+that saves nothing for a backward unless autograd runs it. The operators here are one node of a graph, for any
+length. They make the same calls as eager torch, forward and backward, in its order, so the bits are eager's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +25,14 @@ _library.define(
 )
 
 ONEDNN_LSTM = torch.ops.pipec.onednn_lstm.default
-"""Output, last states, and what the backward reads. Without biases, those given are zeros."""
+"""Output, last states, and the tensor that the backward reads. Without biases, pass zeros."""
 
 _LSTM = 2
-"""What oneDNN calls an LSTM."""
+"""oneDNN's number for an LSTM."""
 
 
 def _onednn_lstm(*arguments: Any) -> tuple[Tensor, ...]:
-    """oneDNN's layer keeps what its backward needs in grad mode alone."""
+    """oneDNN's layer saves tensors for its backward only in grad mode."""
     *tensors, reverse, biased = arguments
     h = tensors[5]
     with torch.enable_grad():
@@ -54,7 +54,7 @@ def _onednn_lstm(*arguments: Any) -> tuple[Tensor, ...]:
 def _like_onednn_lstm(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    """oneDNN lays out what it keeps as it likes. Measured: for each row and step 24 bytes for each of its
+    """oneDNN chooses the layout of the saved tensor. Measured: for each row and step 24 bytes for each of its
     inputs or outputs, whichever are more, and 36 for each output."""
     length, rows, width = x.shape
     size = (length + 1) * rows * (24 * max(width, h.shape[1]) + 36 * h.shape[1])
@@ -105,7 +105,7 @@ _library.define(
 )
 
 RECURRENCE = torch.ops.pipec.recurrence.default
-"""Output, last states, and what the backward reads of each step.
+"""Output, last states, and the values of each step that the backward reads.
 
 ``gates`` of shape (length, rows, ...) are what the layer's input gives to the cell, which is ``lstm``,
 ``gru``, ``tanh`` or ``relu``. An LSTM alone has a cell state ``c``, and may project its output with ``w_hr``.
@@ -115,7 +115,7 @@ RECURRENCE_BACKWARD = torch.ops.pipec.recurrence_backward.default
 """The gradients of ``gates``, ``h``, ``c``, ``w_hh``, ``b_hh`` and ``w_hr``, empty for what is None."""
 
 _NUM_SAVED = {"lstm": 6, "gru": 4, "tanh": 0, "relu": 0}
-"""How many tensors a cell keeps of a step, each as wide as its state."""
+"""The number of tensors that a cell saves per step, each as wide as its state."""
 
 
 def _recurrence(
@@ -224,10 +224,10 @@ def _total(terms: Iterable[Tensor | None], like: Tensor) -> Tensor:
     return sum(present[1:], present[0]) if present else torch.zeros_like(like)
 
 
-# cells: what they make of one step, and their gradients
+# cells: one step, and its gradients
 
 Step = Callable[[Tensor, Tensor, Tensor, Any, Tensor], tuple[Tensor, Tensor | None]]
-"""The new states from the gates of the input and of the state, and the states; it fills what is saved."""
+"""Returns the new states, from the gates of input and state and the states; fills ``saved``."""
 
 
 def _lstm(x: Tensor, linear: Tensor, h: Tensor, c: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ def _relu(x: Tensor, linear: Tensor, h: Tensor, c: None, saved: Tensor) -> tuple
 _FORWARD: dict[str, Step] = {"lstm": _lstm, "gru": _gru, "tanh": _tanh, "relu": _relu}
 
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Those of the gates of the input and of the state, and of the states themselves."""
+"""The gradients of the gates of the input and of the state, and of the states themselves."""
 
 
 def _lstm_backward(
@@ -310,13 +310,13 @@ _BACKWARD: dict[str, Callable[..., Gradients]] = {
 
 
 def _lstm_output(saved: Tensor) -> Tensor:
-    """What an LSTM projects: its output gate times the hyperbolic tangent of its cell state."""
+    """The tensor that an LSTM projects: its output gate times the hyperbolic tangent of its cell state."""
     _, _, _, o, tanh_c, _ = saved.chunk(6, 1)
     return o * tanh_c
 
 
 def _cell_state(saved: Tensor | None, first: Tensor | None) -> Tensor | None:
-    """The cell state that a step began with, of what the step before saved; ``first`` if there is none."""
+    """The cell state at the start of a step, from what the previous step saved; else ``first``."""
     return first if saved is None or first is None else saved.chunk(6, 1)[5]
 
 

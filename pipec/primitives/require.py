@@ -1,4 +1,4 @@
-"""What stops a stage."""
+"""Stops a stage when a condition fails."""
 
 from torch import fx
 
@@ -7,6 +7,6 @@ from pipec.errors import InputError
 
 @fx.node.has_side_effect
 def require(condition: bool, message: str) -> None:
-    """Stop the stage unless a condition holds that tracing took for granted of a microbatch."""
+    """Stop the stage unless a condition holds that tracing assumed for a microbatch."""
     if not condition:
         raise InputError(message)

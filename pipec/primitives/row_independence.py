@@ -1,4 +1,4 @@
-"""What checks, when a step runs, that an operator computes each row by itself."""
+"""A check, while a step runs, that an operator computes each row independently."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ def check_row_independence(
 
     The operator runs again, with its first row replaced by the last one and the last by the first, and the
     other rows must keep their bits; so must their gradients if rows of the result's gradient are replaced.
-    Gradients of arguments without rows must be the sum of those that parts of the rows have. That is done
-    once for arguments of these shapes.
+    Gradients of arguments without rows must be the sum of the gradients over parts of the rows. The check
+    runs once for arguments of these shapes.
 
     Args:
         op: The name of the operator, such as ``mylib.scale.default``.
         dims: The dimension of the rows of each argument; None where it has none.
-        dim: That of the result.
+        dim: The dimension of the rows of the result.
         place: The call in the model, with its line.
     """
     shapes = (None if not isinstance(x, Tensor) else (x.shape, x.dtype) for x in arguments)
@@ -46,13 +46,13 @@ def check_row_independence(
 
 
 def _mixed(what: str, place: str) -> MixedRowsError:
-    remedy = "so that microbatches do not make what the whole batch would. Compile with microbatches=1"
+    remedy = "so that microbatches do not give what the whole batch would. Compile with microbatches=1"
     return MixedRowsError(f"{place}: {what}, {remedy}")
 
 
 @dataclass(frozen=True)
 class _RepeatedCall:
-    """``dims`` are the dimensions of rows in the arguments of ``function``, ``dim`` is that in its result."""
+    """``dims`` are the dimensions of rows in the arguments of ``function``, ``dim`` in its result."""
 
     function: Any
     arguments: Sequence[Any]
@@ -86,7 +86,7 @@ class _RepeatedCall:
         return True
 
     def _gradients(self, gradient_of: Callable[[Tensor], Tensor], first: int, rows: int) -> dict[int, Tensor]:
-        """By their places, the gradients of the arguments for some of the rows."""
+        """The gradients of the arguments for some of the rows, by position."""
         arguments = [
             x if along is None else x.narrow(along, first, rows)
             for x, along in zip(self.arguments, self.dims, strict=True)
@@ -107,7 +107,7 @@ class _RepeatedCall:
 
 
 def _with_row(x: Tensor, dim: int, row: int, other: int) -> Tensor:
-    """A copy in which a row is another one."""
+    """A copy in which row ``row`` is replaced by row ``other``."""
     copied = x.clone()
     copied.select(dim, row).copy_(x.select(dim, other))
     return copied
@@ -119,5 +119,5 @@ def _without_row(x: Tensor, dim: int, row: int) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, NaN too."""
+    """Whether two tensors are equal, with NaN equal to NaN."""
     return bool((one.eq(other) | (one.isnan() & other.isnan())).all())

@@ -1,12 +1,12 @@
-"""Executes the programs of an artifact, one step after another.
+"""Executes the programs of an artifact, step by step.
 
-It imports ``ir``, ``artifact``, the errors, the console and torch alone, so that a rank runs a saved artifact
-without loading the compiler. Each part imports those above it alone:
+It imports only ``ir``, ``artifact``, the errors, the console and torch, so that a rank runs a saved artifact
+without loading the compiler. Each part imports only the parts above it:
 
-* ``random_operators`` and ``branch_checks`` are what generated code imports; ``random_seeds`` seeds random
+* ``random_operators`` and ``branch_checks`` are imported by generated code; ``random_seeds`` seeds random
   operators.
-* ``processes``: how processes find each other; who lives, what each waits for, and who was told to stop.
-* ``memory``: whose memory a tensor is, and how much a rank holds.
+* ``processes``: how processes find each other, which are alive, what each waits for, and signals to stop.
+* ``memory``: which tensors share memory, and how much a rank uses.
 * ``messages`` carry tensors: ``transport`` between the threads of one process, ``distributed_transport``
   between processes, over the ``connections`` of gloo or those of ``nccl``. By ``agreement`` processes check,
   beside the messages of a program, that they make the same calls; ``call_description`` is what they compare.

@@ -1,4 +1,4 @@
-"""Branches of the model as generated code has them: it goes one way, and checks that the model would too."""
+"""Branches of the model in generated code, which takes one side and checks that the model would, too."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from pipec.errors import BranchError
 
 
 def check_branch(condition: Tensor, outcome: bool, branch: str) -> None:
-    """Raise BranchError unless ``condition`` has this truth value, by which ``branch`` was captured."""
+    """Raise BranchError unless ``condition`` equals ``outcome``, with which ``branch`` was captured."""
     if bool(condition) is not outcome:
         raise BranchError(
             f"{branch}: the condition is {not outcome} for this microbatch, but was {outcome} when the model "

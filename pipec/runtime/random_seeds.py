@@ -15,7 +15,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class OperatorGenerators:
-    """What the operators of a microbatch draw from: a stream each.
+    """The generators of a microbatch's random operators, one each.
 
     ``key`` is the step's seed, and the microbatch's number in the batch.
     """
@@ -28,11 +28,11 @@ class OperatorGenerators:
         return torch.Generator(self.device).manual_seed(self.seed(operator))
 
     def seed(self, operator: int) -> int:
-        """That of the stream of an operator."""
+        """The seed of an operator's generator."""
         return mix_seed(*self.key, operator)
 
     def seeds(self, operators: Iterable[int]) -> dict[int, Tensor]:
-        """The seeds of the generators of some operators, as what ``draws.dropout`` takes in their place."""
+        """The seeds of operators' generators, which ``random_operators.dropout`` takes in their place."""
         return {each: torch.tensor(_signed(self.seed(each))) for each in operators}
 
 
@@ -68,5 +68,5 @@ def peek_seed() -> tuple[int, torch.Generator]:
 
 
 def advance_default_generator(after: torch.Generator) -> None:
-    """Let torch's default generator be as this one, once the number of a step is taken."""
+    """Set torch's default generator to this one's state, once a step has taken its number."""
     torch.default_generator.set_state(after.get_state())

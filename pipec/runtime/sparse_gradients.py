@@ -1,4 +1,4 @@
-"""Gradients of which most rows are zeros: those of tables that a microbatch looks few rows up in."""
+"""Gradients with few nonzero rows: of embedding tables, of which a microbatch reads few rows."""
 
 from typing import NamedTuple
 

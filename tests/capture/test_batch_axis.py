@@ -274,18 +274,18 @@ def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
 
     plan = loaded.plan
     for change, said in (
-        ({"batch_axes": plan.batch_axes[:1]}, "it says of 1 arguments how they are split, and has 2"),
+        ({"batch_axes": plan.batch_axes[:1]}, "it has 1 batch axes for 2 arguments"),
         (
             {"batch_axes": (BatchAxis(-1), plan.batch_axes[1])},
-            r"'args\[0\]' has its rows in BatchAxis\(dim=-1,",
+            r"'args\[0\]' has the batch axis BatchAxis\(dim=-1,",
         ),
         (
             {"batch_axes": (None, plan.batch_axes[1])},
-            r"input 'args\[0\]' is split or whole, and its argument is not",
+            r"input 'args\[0\]' and its argument disagree",
         ),
         (
             {"batch_axes": (BatchAxis(2), plan.batch_axes[1])},
-            r"input 'args\[0\]' .* has no dimension for that",
+            r"input 'args\[0\]' .* lacks the dimension for it",
         ),
     ):
         with pytest.raises(ArtifactError, match=said):

@@ -121,7 +121,9 @@ def test_what_is_counted_of_the_batch_can_be_read() -> None:
     assert "loss = nll_loss_forward_0 / to_copy" in source
     artifact = pipe._artifact
     broken = artifact.sources[1].replace("def batch_counts(", "def of_a_batch(")
-    with pytest.raises(VerifyError, match=r"stage_1\.py has no function batch_counts, which makes batch_sum"):
+    with pytest.raises(
+        VerifyError, match=r"stage_1\.py has no function batch_counts, which computes batch_sum"
+    ):
         verify_artifact(replace(artifact, sources=(artifact.sources[0], broken)))
 
 

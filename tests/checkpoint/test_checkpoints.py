@@ -123,11 +123,11 @@ class TestWhatDoesNotFit:
     REFUSED: Mapping[str, tuple[Callable[[], Run], str]] = {
         "sizes": (
             lambda: start("1 stage", model=lambda: Net(width=8)),
-            "words.weight is float64[11, 10] there",
+            "words.weight is float64[11, 10] in the file",
         ),
         "types": (
             lambda: start("1 stage", dtype=torch.float32),
-            "is float64[11, 10] there and float32[11, 10]",
+            "is float64[11, 10] in the file and float32[11, 10]",
         ),
         "more": (
             lambda: start(
@@ -174,7 +174,7 @@ class TestWhatDoesNotFit:
             ({"scheduler": 3}, "scheduler is 3; expected an LR scheduler"),
             (
                 {"optimizer": optim.SGD([nn.Parameter(torch.ones(1))]), "scheduler": run.scheduler},
-                "that the model does not have",
+                "that is not in the model",
             ),
         ):
             with pytest.raises(pipec.InputError) as caught:
@@ -189,7 +189,7 @@ class TestWhatDoesNotFit:
 
     @pytest.mark.parametrize("extra", [torch.ones(2**20), {"a": object()}, [{1, 2}], {"a": 1j}])
     def test_extra(self, stopped: Stopped, extra: Any, tmp_path: Path) -> None:
-        with pytest.raises(pipec.InputError, match=r"extra.* a checkpoint keeps None, numbers, text"):
+        with pytest.raises(pipec.InputError, match=r"extra.* a checkpoint stores None, numbers, text"):
             stopped["1 stage"][0].save(tmp_path / "new", extra=extra)
         assert not list(tmp_path.iterdir())
 
@@ -245,7 +245,7 @@ class TestHuggingFace:
         assert len(list(tmp_path.glob("*.safetensors"))) > 2
         other = GPT2LMHeadModel(model.config)
         pipe = pipec.compile(other, 2, microbatches=2)
-        with pytest.raises(pipec.CheckpointError, match=r"holds weights alone.* pass model_only=True"):
+        with pytest.raises(pipec.CheckpointError, match=r"has only weights.* pass model_only=True"):
             pipe.load_checkpoint(tmp_path)
         pipe.load_checkpoint(tmp_path, model_only=True)
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):

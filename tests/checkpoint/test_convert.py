@@ -90,7 +90,7 @@ def test_pipec_goes_on_from_torch(run: Run, tmp_path: Path) -> None:
     dcp.save({"app": plain.state, "epoch": 3}, checkpoint_id=tmp_path / "torch")
     losses = [plain.step(words) for words in batches(2, 4)]
     said = cli("convert", tmp_path / "torch", tmp_path / "made", status=2)
-    assert "pass its class, such as --optimizer AdamW" in " ".join(said.split())
+    assert "pass it, such as --optimizer AdamW" in " ".join(said.split())
     options = ("--optimizer", "AdamW", "--num-steps", "2")
     assert "left out: epoch" in cli("convert", tmp_path / "torch", tmp_path / "made", *options)
     run.pipe.load_checkpoint(tmp_path / "made")
@@ -117,7 +117,7 @@ def test_tied_weights_that_differ_are_refused(run: Run, tmp_path: Path) -> None:
     state = Net(tied=False).double().state_dict()
     dcp.save({"model": state}, checkpoint_id=tmp_path / "torch", no_dist=True)
     cli("convert", tmp_path / "torch", tmp_path / "made")
-    with pytest.raises(pipec.CheckpointError, match=r"head\.weight and words\.weight differ there"):
+    with pytest.raises(pipec.CheckpointError, match=r"head\.weight and words\.weight differ in the file"):
         run.pipe.load_checkpoint(tmp_path / "made", model_only=True)
 
 

@@ -82,13 +82,13 @@ def test_tensors_lie_at_multiples_of_their_elements(saved: Path) -> None:
 
 
 def test_no_checkpoint_and_a_foreign_folder(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(pipec.CheckpointError, match="is not there"):
+    with pytest.raises(pipec.CheckpointError, match="does not exist"):
         run.load(tmp_path / "none")
-    with pytest.raises(pipec.CheckpointError, match=r"holds neither model\.safetensors"):
+    with pytest.raises(pipec.CheckpointError, match=r"has neither model\.safetensors"):
         run.load(tmp_path)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file").write_text("precious")
-    with pytest.raises(pipec.CheckpointError, match="is no checkpoint of pipec to replace"):
+    with pytest.raises(pipec.CheckpointError, match="is not a checkpoint of pipec"):
         run.save(tmp_path / "notes")
     assert (tmp_path / "notes" / "file").read_text() == "precious"
     with pytest.raises(pipec.CheckpointError, match=r"saving to .*: "):
@@ -104,7 +104,7 @@ def test_another_version_is_refused(run: Run, saved: Path, monkeypatch: pytest.M
 
 def test_two_runs_do_not_write_to_one_folder(run: Run, saved: Path) -> None:
     other = start("1 stage")
-    with pytest.raises(pipec.CheckpointError, match="this run has neither written nor loaded there"):
+    with pytest.raises(pipec.CheckpointError, match="this run has neither written nor loaded"):
         other.save(saved)
     other.load(saved)
     other.save(saved, extra="other")

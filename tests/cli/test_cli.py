@@ -102,7 +102,7 @@ def test_dump_as_json_has_the_documented_keys(directory: Path, tmp_path: Path) -
 def test_dump_replaces_no_folder_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     result = pipec_cli("dump", MLP, "--devices", 2, "-o", tmp_path, status=1)
-    assert "is no artifact of pipec to replace" in result.stderr
+    assert "is not an artifact of pipec" in result.stderr
 
 
 # targets
@@ -354,7 +354,7 @@ def test_check_refuses_code_that_does_not_fit(
     changed = change(artifact.sources[1])
     assert changed != artifact.sources[1]
     verify_artifact(artifact)
-    with pytest.raises(VerifyError, match=f"(?s){message}.*; save the pipeline anew"):
+    with pytest.raises(VerifyError, match=f"(?s){message}.*; save the pipeline again"):
         verify_artifact(replace(artifact, sources=(artifact.sources[0], changed)))
 
 

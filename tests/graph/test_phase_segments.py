@@ -255,5 +255,7 @@ def test_code_that_makes_gradients_behind_their_sum_is_refused() -> None:
     verify_artifact(artifact)
     buckets = tuple(replace(bucket, segment=0) for bucket in artifact.plan.sync_spec.buckets)
     hasty = replace(artifact.plan, sync_spec=replace(artifact.plan.sync_spec, buckets=buckets))
-    with pytest.raises(VerifyError, match=r"makes a gradient of .* in backward_weight_1, when it is summed"):
+    with pytest.raises(
+        VerifyError, match=r"computes a gradient of .* in backward_weight_1, after it was reduced"
+    ):
         verify_artifact(replace(artifact, plan=hasty))

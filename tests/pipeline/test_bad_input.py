@@ -190,7 +190,7 @@ def cut_short(file: Path) -> None:
         ("SHA256SUMS", Path.unlink, "SHA256SUMS is missing"),
         ("SHA256SUMS", name_a_file_outside, "names a file outside its folder: '../outside.txt'"),
         ("stage_0.py", lambda file: write_anew(file, b"\xff"), "stage_0.py cannot be read"),
-        ("tensors.safetensors", lambda file: write_anew(file, b"no"), "is no safetensors file"),
+        ("tensors.safetensors", lambda file: write_anew(file, b"no"), "is not a safetensors file"),
         ("plan.json", Path.unlink, "holds no plan.json"),
     ],
 )
@@ -215,6 +215,6 @@ def test_saving_again_replaces_the_artifact(pipe: Pipeline, tmp_path: Path) -> N
 def test_saving_over_something_else_is_refused(pipe: Pipeline, tmp_path: Path) -> None:
     pipe.step(X, target=Y)
     (tmp_path / "precious.txt").write_text("mine")
-    with pytest.raises(ArtifactError, match="is no artifact of pipec to replace"):
+    with pytest.raises(ArtifactError, match="is not an artifact of pipec"):
         pipe.save(tmp_path)
     assert (tmp_path / "precious.txt").read_text() == "mine"

@@ -29,16 +29,16 @@ def test_memory_is_free_when_nobody_has_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(block_cache, "MAX_CACHED_BYTES", 300)
     beyond = empty_cached([4, 8], torch.float32, CPU)
     place = beyond.data_ptr()
-    assert len(block_cache._kept.blocks) == 2
+    assert len(block_cache._cache.blocks) == 2
     del second, beyond
     clear_block_cache()
-    assert not block_cache._kept.blocks
+    assert not block_cache._cache.blocks
 
 
 def test_a_compiled_function_takes_memory_of_its_own() -> None:
     clear_block_cache()
     torch.compile(lambda: empty_cached([4], torch.float32, CPU).fill_(1), fullgraph=True, backend="eager")()
-    assert not block_cache._kept.blocks
+    assert not block_cache._cache.blocks
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_steps_have_the_bits_of_eager(options: dict[str, Any], monkeypatch: pyte
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, **({"rtol": 0, "atol": 0} if exact else {}))
     assert "out=empty_cached([b, 8], torch.float32, device)" in pipe.source(0)
-    assert not block_cache._kept.blocks
+    assert not block_cache._cache.blocks
 
 
 def test_results_stay_with_their_reader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Who holds the memory of tensors, how much of it there is, and what the system is told of it."""
+"""The memory of tensors: who uses it, how much there is, and how the allocator manages it."""

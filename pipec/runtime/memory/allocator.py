@@ -1,8 +1,7 @@
-"""glibc's allocator keeps what a step frees, so that the next one need not ask the system for it again.
+"""Makes glibc's allocator keep the memory that a step frees, for the next step.
 
-By default it gives blocks back to the system at sizes that it changes as it goes (``man mallopt``,
-M_MMAP_THRESHOLD), and a step finds most of its memory gone: the system zeroes thousands of pages for it anew,
-a page at a time.
+By default it returns blocks to the system, from a size that it adapts (``man mallopt``, M_MMAP_THRESHOLD).
+A step then has to get most of its memory again, and the system zeroes thousands of pages, one at a time.
 """
 
 import ctypes
@@ -19,12 +18,12 @@ _SETTINGS = {
     "M_MMAP_THRESHOLD": (-3, MMAP_THRESHOLD_BYTES),
     "M_TRIM_THRESHOLD": (-1, 1 << 30),
 }
-"""Parameters of ``mallopt`` with their numbers in ``malloc.h``, and bytes."""
+"""Parameters of ``mallopt``, by their numbers in ``malloc.h``, and their values in bytes."""
 
 
 @functools.cache
 def retain_freed_memory() -> bool:
-    """Tell glibc to keep freed blocks of up to 32 MiB, and 1 GiB of them. Return whether it does.
+    """Make glibc keep freed blocks of up to 32 MiB, and 1 GiB in total. Return whether it does.
 
     A user's own settings are left alone: the environment variables ``MALLOC_...`` and ``GLIBC_TUNABLES``.
     """

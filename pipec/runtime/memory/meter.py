@@ -1,4 +1,4 @@
-"""What a rank really holds while it runs a step: bytes of tensors, counted, or what CUDA's allocator says."""
+"""Measures the memory of a rank during a step: counted bytes of tensors, or figures of CUDA's allocator."""
 
 import threading
 import weakref
@@ -15,24 +15,24 @@ from pipec.ir import RankMemory
 from pipec.runtime.memory.storage import tensors_in
 
 TensorsByUse = Mapping[str, Iterable[Tensor]]
-"""Tensors by what they are for: kinds of ``pipec.ir.memory_figures.MEMORY_CATEGORIES``."""
+"""Tensors by their use, one of ``pipec.ir.memory_figures.MEMORY_CATEGORIES``."""
 
 
 class MemoryMeter(Protocol):
-    """Measures the rank whose program this thread executes inside a ``with``."""
+    """Measures the rank whose program this thread runs inside a ``with``."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *raised: object) -> None: ...
 
     def begin(self, held: TensorsByUse) -> None:
-        """Count what the rank holds before its first instruction."""
+        """Count the tensors of the rank before its first instruction."""
 
     def note(self, host_bytes: int = 0) -> None:
-        """Note what was held since the instruction before, and what waits in host memory now."""
+        """Record the peak since the previous instruction, and the bytes offloaded to host memory."""
 
     def memory(self, rank: int) -> RankMemory:
-        """What was measured. Whatever the step itself has made is of kind "step"."""
+        """The measurements. Tensors that the step itself made have the use "step"."""
 
 
 def make_memory_meter(device: torch.device, is_shared: bool) -> MemoryMeter:
@@ -49,13 +49,13 @@ _current = threading.local()
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Let nothing be counted for this thread's rank inside a ``with``."""
+    """Count nothing for this thread's rank inside a ``with``."""
     meter = current_memory_meter()
     return meter.paused() if meter else nullcontext()
 
 
 class _Readings:
-    """What a meter has noted: by kind what was there at first, and two figures for each instruction."""
+    """The readings of a meter: bytes at the start by use, and two figures for each instruction."""
 
     def __init__(self) -> None:
         self.first: dict[str, float] = {}
@@ -76,7 +76,7 @@ class _Readings:
 
 
 class CudaMemoryMeter:
-    """What the allocator of one GPU says, beside the tensors that were there at first."""
+    """Reads the allocator of one GPU, besides the tensors at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._readings = device, _Readings()
@@ -86,11 +86,11 @@ class CudaMemoryMeter:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Leave nothing behind: the allocator counts all the time."""
+        """Do nothing: the allocator counts all the time."""
 
     def begin(self, held: TensorsByUse) -> None:
         self._readings.first = {
-            kind: sum(storage.nbytes() for storage in found) for kind, found in _apart(held).items()
+            kind: sum(storage.nbytes() for storage in found) for kind, found in _storages_by_use(held).items()
         }
         self._others = torch.cuda.memory_allocated(self._device) - sum(self._readings.first.values())
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -105,9 +105,9 @@ class CudaMemoryMeter:
 
 
 class TensorMemoryMeter(TorchDispatchMode):
-    """Counts the memory of the tensors that this thread's operators make, for as long as anybody has it.
+    """Counts the memory of the tensors that this thread's operators make, while it is referenced.
 
-    A view is no memory of its own, and keeps that of its base. What kernels take inside is not seen.
+    A view has no memory of its own, and keeps its base's. Memory used inside kernels is not counted.
     ``kept`` is let go of when the measurement is over.
     """
 
@@ -141,7 +141,7 @@ class TensorMemoryMeter(TorchDispatchMode):
         return result
 
     def begin(self, held: TensorsByUse) -> None:
-        for kind, found in _apart(held).items():
+        for kind, found in _storages_by_use(held).items():
             before = self._now
             for storage in found:
                 self._count(storage)
@@ -158,7 +158,7 @@ class TensorMemoryMeter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing that is made inside a ``with``: it is another rank's."""
+        """Do not count tensors made inside a ``with``: they are another rank's."""
         self._is_paused = True
         try:
             yield
@@ -179,8 +179,8 @@ class TensorMemoryMeter(TorchDispatchMode):
             self._now -= size
 
 
-def _apart(held: TensorsByUse) -> dict[str, list[torch.UntypedStorage]]:
-    """The memory of each kind. What serves several counts for the first of them."""
+def _storages_by_use(held: TensorsByUse) -> dict[str, list[torch.UntypedStorage]]:
+    """The memory of each use. Memory with several uses counts for the first of them."""
     known = set[int]()
     found: dict[str, list[torch.UntypedStorage]] = {}
     for kind, tensors in held.items():
@@ -191,6 +191,6 @@ def _apart(held: TensorsByUse) -> dict[str, list[torch.UntypedStorage]]:
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The memory behind a tensor, which a sparse one has for its indices and for its values."""
+    """The storages of a tensor; a sparse one has two, for its indices and values."""
     parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
     return [part.untyped_storage() for part in parts]

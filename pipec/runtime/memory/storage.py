@@ -1,4 +1,4 @@
-"""Who holds a tensor's memory. It decides whether a buffer is free, and if a gradient must be copied."""
+"""How many tensors share a storage: this decides if a buffer is free, and if a gradient must be copied."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _storage_use_count = torch._C._storage_Use_Count
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, which may lie in tuples, lists and dictionaries."""
+    """The tensors in a value, also inside tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -26,12 +26,12 @@ def is_exclusive(tensor: Tensor) -> bool:
 
 
 def num_aliases(tensor: Tensor) -> int:
-    """How many tensors share the memory of ``tensor``. The handle that is made to ask counts as well."""
+    """How many tensors share the memory of ``tensor``. The handle created for the query counts as well."""
     return storage_use_count(tensor.untyped_storage()) - 1
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and whoever else, have this memory; ``storage`` itself is one."""
+    """The number of references to this memory, from tensors and others; ``storage`` itself is one."""
     return _storage_use_count(storage._cdata)
 
 

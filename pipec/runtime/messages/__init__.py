@@ -1,1 +1,1 @@
-"""How ranks exchange tensors: point to point and together, in one process and between several."""
+"""How ranks exchange tensors: point to point and in collectives, in one process and between several."""

@@ -1,7 +1,7 @@
-"""What the processes of a pipeline exchange beside its messages: descriptions of calls, and whole tensors.
+"""Exchanges besides the messages of programs: the ranks compare calls, and send whole tensors.
 
 All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
-digest of what each was given, and some numbers, such as rank 0's seed. Only if digests differ do they also
+digest of the arguments, and some numbers, such as rank 0's seed. Only if digests differ do they also
 exchange the descriptions themselves. Ranks of one host have a socket for these bytes.
 """
 
@@ -30,13 +30,13 @@ from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 S = TypeVar("S")
 
 _TAG = 2**31 - 2
-"""Of these messages; those of a program have the small numbers of its links."""
+"""The tag of these messages; messages of a program have the small numbers of its links."""
 
 _NUM_ANNOUNCEMENTS = 2**12
 """Tags of announcements."""
 
 MismatchMessage = Callable[[Sequence[CallDescription]], str]
-"""Says what is wrong, and what to do, from the description of every rank."""
+"""Makes the error's text from the description of every rank."""
 
 
 class CallRole(IntEnum):
@@ -60,7 +60,7 @@ class RankReply:
 
 
 class Agreement:
-    """This process's part. Its errors close ``transport``, unless every rank raises the same one."""
+    """This process's side of the exchanges. Errors that not all ranks raise close ``transport``."""
 
     def __init__(self, transport: DistributedTransport, timeout: float) -> None:
         self._transport = transport
@@ -84,7 +84,7 @@ class Agreement:
     ) -> list[RankReply]:
         """Check that every rank has the same ``call_description``; returns the reply of each.
 
-        A rank that has joined has a description of its own, which fits those of ranks that do without it.
+        The description of a rank that has joined differs, and matches if the other ranks can do without it.
 
         Raises:
             InputError: they differ. Every rank raises it, and may go on.
@@ -220,7 +220,7 @@ class Agreement:
         return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
 
     def broadcast_from_rank_0(self, tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
-        """Give every rank the values of rank 0; by rank, the names of the tensors that had others."""
+        """Give every rank the values of rank 0; returns, by rank, the names of tensors that differed."""
         mine = [full_digest(tensor) for tensor in tensors.values()]
         every = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(mine))]
         differing: dict[int, list[str]] = defaultdict(list)
@@ -237,7 +237,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def _together_with(self, peer: int, activity: str) -> Iterator[Connections]:
-        """Give the connections; an error names the peer, and tells the other ranks."""
+        """Yields the connections; an error names the peer and is sent to the other ranks."""
         try:
             together = f"{activity}, together with rank {peer}"
             with self._transport.error_context(together, peer) as connections:
@@ -259,7 +259,7 @@ def _digest(call_description: CallDescription) -> tuple[int, ...]:
 
 
 class _Layout:
-    """How a tensor lies in memory, without its values."""
+    """The layout of a tensor in memory, without its values."""
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self._shape, self._stride, self._dtype = shape, stride, dtype
@@ -269,6 +269,6 @@ class _Layout:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def filled(self, fetch: Callable[[Tensor], Tensor]) -> Tensor:
-        """A tensor of this layout with the values that ``fetch`` brings."""
+        """A tensor of this layout with the values that ``fetch`` returns."""
         tensor = torch.empty_strided(self._shape, self._stride, dtype=self._dtype)
         return tensor.copy_(fetch(tensor))

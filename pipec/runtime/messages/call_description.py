@@ -1,4 +1,4 @@
-"""What a rank was given, in a few words and digests that are the same wherever the same was given."""
+"""Descriptions of a call's arguments: short texts and digests, equal on all ranks for equal arguments."""
 
 import ctypes
 import functools
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 CallDescription = dict[str, str]
-"""What one rank holds, by the name that a person would call it."""
+"""One rank's arguments and settings, by a name for a person."""
 
 
 def describe_leaf(leaf: object, values: bool = True) -> str:
-    """The type of an argument and, if it is a tensor, its shape and with ``values`` a digest of those."""
+    """The type of an argument; for a tensor also its shape and, with ``values``, a digest of its values."""
     if isinstance(leaf, Tensor):
         return f"{describe_tensor(leaf)}, values {sampled_digest(leaf)}" if values else describe_tensor(leaf)
     return _identity(leaf)
@@ -30,10 +30,10 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def describe_argument(value: object) -> str:
-    """What an argument of ``compile`` is, the same in every process that was given the same.
+    """A text for an argument of ``compile``, the same in every process with the same argument.
 
-    A file is its contents, a function its name, its code and the values that it reads. Of other
-    objects it is what they print, without addresses.
+    A file is described by its contents, a function by its name, its code and the values that it reads,
+    and another object by its ``repr`` without addresses.
     """
     if isinstance(value, Path) and value.is_file():
         return f"{value} ({hashlib.sha256(value.read_bytes()).hexdigest()[:8]})"
@@ -52,7 +52,7 @@ def _identity(value: object, depth: int = 4) -> str:
         return _function(value, depth)
     if isinstance(value, nn.Module):
         return _module(value)
-    if isinstance(value, set | frozenset):  # whose order is another in every process
+    if isinstance(value, set | frozenset):  # its order differs between processes
         return f"{{{', '.join(sorted(map(repr, value)))}}}"
     return _short(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
 
@@ -71,7 +71,7 @@ def _module(module: nn.Module) -> str:
 def _function(function: types.FunctionType, depth: int) -> str:
     """Its name, and a digest of its code and of the numbers, tensors and functions that the code reads.
 
-    Other objects that it reads, such as a device, may be other ones in each process.
+    Other objects that it reads, such as a device, may differ between processes.
     """
     code = function.__code__
     found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -109,7 +109,7 @@ _MOST_CHARACTERS = 80
 
 
 def describe_differences(every: Sequence[CallDescription], ranks: Sequence[int] | None = None) -> str:
-    """A line for each fact that the ranks do not share: ``x: float32[8] on rank 0; float32[4] on rank 1``.
+    """A line for each entry that differs between ranks: ``x: float32[8] on rank 0; float32[4] on rank 1``.
 
     The descriptions are those of ``ranks``, if they are not of all.
     """
@@ -137,7 +137,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def sampled_digest(tensor: Tensor) -> str:
-    """A digest of a tensor's values: of all of them up to 64 kB, else of 4,096 that lie evenly in memory.
+    """A digest of a tensor's values: of all of them up to 64 kB, else of 4,096 at even distances in memory.
 
     Two large tensors that differ in a few elements alone may therefore have the same. Of a tensor on a GPU,
     the host waits for these few values.
@@ -158,7 +158,7 @@ _HASHED_WHOLE, _NUM_SAMPLES = 2**16, 4096
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements lie in order, as they are, in memory that the host reads without asking torch."""
+    """Whether the elements lie in order, unmodified, in memory that the host can read without torch."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -170,7 +170,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _samples(count: int, device: torch.device) -> Tensor:
-    """The positions of as many elements as are looked at, evenly among ``count``."""
+    """The positions of the sampled elements, evenly among ``count``."""
     return torch.arange(_NUM_SAMPLES, device=device) * (count - 1) // (_NUM_SAMPLES - 1)
 
 
@@ -188,7 +188,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flat_memory(tensor: Tensor) -> Tensor:
-    """The elements of a tensor without gaps, in the order of its memory, as a view where that can be."""
+    """The elements of a tensor without gaps, in the order of its memory, as a view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     order = sorted(range(plain.ndim), key=plain.stride, reverse=True)
     return plain.permute(order).reshape(-1)

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one process: threads that meet."""
+"""Collectives of the ranks of one process, between threads."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from torch import Tensor
 from pipec.runtime.memory.meter import uncounted
 
 CollectiveWait = Callable[[], None]
-"""Waits until a collective is over. Raises TransportError if it never will be."""
+"""Waits until a collective is complete. Raises TransportError if it cannot complete."""
 
 
 class CollectiveGroup(Protocol):
     """Some ranks as one of them, the ``index``-th of ``size``, sees them.
 
-    All of them start the same collectives in the same order. None waits for the others before it calls what
-    a collective returns. Until then, nobody touches the tensors.
+    All ranks start the same collectives in the same order. A rank waits for the others when it calls the
+    function that a collective returns. Until then, the tensors must not be used.
     """
 
     index: int
@@ -34,7 +34,7 @@ class CollectiveGroup(Protocol):
 
 
 class InProcessCollectives:
-    """Where ``size`` threads meet, time and again. ``check`` raises if the ranks have stopped."""
+    """The collectives of ``size`` threads. ``check`` raises if the ranks have stopped."""
 
     def __init__(self, size: int, check: Callable[[], None]) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class InProcessCollectives:
         self._in_process_collectives: dict[int, _Collective] = {}
 
     def start(self, index: int, tensors: Sequence[Tensor], finish: "CollectiveFunction") -> CollectiveWait:
-        """Bring tensors to the next collective; the last to come runs ``finish`` on the inputs of all."""
+        """Join the next collective; the last thread to join runs ``finish`` on the inputs of all."""
         self._check()
         with self._lock:
             number = self._num_started[index]
@@ -66,7 +66,7 @@ class InProcessCollectives:
         return wait
 
     def wake(self) -> None:
-        """Let whoever waits notice that the ranks have stopped."""
+        """Wake waiting threads, so that they notice that the ranks have stopped."""
         with self._lock:
             for collective in self._in_process_collectives.values():
                 collective.over.set()

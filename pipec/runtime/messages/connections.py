@@ -1,4 +1,4 @@
-"""Point-to-point connections between the ranks of a process group, and those of gloo, for CPU tensors.
+"""Point-to-point connections between the ranks of a process group; over gloo, for CPU tensors.
 
 ``pipec.runtime.messages.nccl`` has those of NCCL, for CUDA tensors. Both raise the same errors:
 ``TimeoutError`` when a message takes too long, and ``ConnectionError`` when the other side is gone or has
@@ -19,7 +19,7 @@ Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
 
 MAX_IN_TRANSIT = 2
-"""How many messages of one peer and tag are sent at a time: one that the peer reads now, and the next."""
+"""How many messages to one peer with one tag are sent at a time: the peer reads one, and the next follows."""
 
 Collective = Callable[[dist.ProcessGroup], dist.Work | None]
 """Starts a collective of the ranks of a process group."""
@@ -40,50 +40,50 @@ class Connections(Protocol):
         """Connect these ranks. Every rank calls this with the same directions."""
 
     def open_results(self) -> None:
-        """Let all ranks exchange what is read last. Every rank calls this."""
+        """Connect all ranks for results. Every rank calls this."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Start to send contiguous tensors, and keep them alive until they have left."""
+        """Start to send contiguous tensors, and keep them alive until they are sent."""
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start to receive into ``tensor``."""
 
     def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """As ``send``, of what is received by ``receive_result``."""
+        """As ``send``, for ``receive_result``."""
 
     def receive_result(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """As ``receive``, of what is waited for when nothing else is left to be sent and received."""
+        """As ``receive``, for messages awaited after all others."""
 
     def synchronize(self, work: Work) -> None:
-        """Wait on the host until a message that was waited for is over, so that nothing holds its memory."""
+        """Wait on the host until a message is complete, so that its memory is free."""
 
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Let these ranks meet in collectives. Every rank calls this with the same groups."""
+        """Connect groups for collectives. Every rank calls this with the same groups."""
 
     def collective(self, ranks: tuple[int, ...], start: Collective) -> Work:
         """Start a collective of a group."""
 
     def wait(self, work: Work) -> None:
-        """Wait until the operators that this thread launches next may read what was received."""
+        """Wait until operators that this thread launches may read the received tensors."""
 
     def drain(self) -> None:
-        """Wait until every message is over."""
+        """Wait until every message is complete."""
 
     def check(self) -> None:
-        """Raise ConnectionError if messages were cut off, and what was computed since means nothing."""
+        """Raise ConnectionError if messages were aborted, and results since then are invalid."""
 
     def close(self) -> None:
-        """Close all connections for good. Every other rank that waits for this one notices."""
+        """Close all connections for good. Ranks that wait for this one get an error."""
 
 
 class GlooConnections:
     """One group of all ranks. Messages between two ranks do not wait for each other if their tags differ.
 
-    They are given to what torch's group has for CPU tensors. ``isend`` and ``irecv`` do the same, with checks
-    of the group and a dispatch to the device that take a third of the time.
+    The group's CPU backend is called directly. ``isend`` and ``irecv`` do the same after checks of the group
+    and a dispatch to the device, which take a third of the time.
 
-    gloo tells that a send is over only to those who wait for it. Before a message is sent, the last but one
-    of the same peer and tag is therefore waited for. It is over already, unless the peer is far behind.
+    gloo reports the end of a send only to a wait. Before a message is sent, the last but one to the same peer
+    with the same tag is therefore waited for. It has ended already, unless the peer is far behind.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -122,7 +122,7 @@ class GlooConnections:
         return self.receive(tensor, peer, tag)
 
     def synchronize(self, work: Work) -> None:
-        """Do nothing: a message of gloo is over when it has been waited for."""
+        """Do nothing: a gloo message is complete when it has been waited for."""
 
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         for ranks in sorted({*groups} - self._groups.keys()):
@@ -158,7 +158,7 @@ class GlooConnections:
                     _wait(in_transit.popleft())
 
     def check(self) -> None:
-        """Do nothing: what was cut off has raised an error where it was waited for."""
+        """Do nothing: waiting for an aborted message has raised an error."""
 
     def close(self) -> None:
         """Let a receive from each peer time out: gloo then closes every connection of the group.
@@ -172,7 +172,7 @@ class GlooConnections:
 
 
 def close_gloo(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
-    """Close this rank's connections of a group, so that whoever waits for it notices."""
+    """Close this rank's connections of a group, so that ranks waiting for it get an error."""
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             work = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
@@ -191,7 +191,7 @@ def _gloo_errors() -> Iterator[None]:
 
 
 def _kind_of(error: RuntimeError) -> TimeoutError | ConnectionError:
-    """What went wrong with a message of gloo, which has one class of errors for everything."""
+    """The error to raise for a gloo message; gloo has one class for all errors."""
     return (TimeoutError if "Timed out" in str(error) else ConnectionError)(str(error))
 
 

@@ -1,4 +1,4 @@
-"""What GPUs ask of threads: a current device, the right streams, and copies beside what is computed."""
+"""CUDA helpers for threads: the current device, streams, concurrent copies, and graphs."""
 
 import contextlib
 from collections import deque
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def current_device(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the one that CUDA calls without a device are for, on this thread, inside a ``with``.
+    """Make ``device`` this thread's current CUDA device inside a ``with``.
 
-    Such calls are Triton kernels, extensions, and ``torch.cuda.synchronize()``.
+    It is used by Triton kernels, extensions, and ``torch.cuda.synchronize()``.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         yield
 
 
 class CallerStreams:
-    """The streams of ``devices`` on which the thread that makes this computes, for others to compute on.
+    """The current streams of ``devices`` on the creating thread, for other threads to compute on.
 
-    What a script does before a step, and after it, is then in order with the step, on whatever stream it is.
+    A script's work before and after a step is then in order with the step, on any stream.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -35,7 +35,7 @@ class CallerStreams:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Let this thread compute on them inside a ``with``."""
+        """Make these streams current on this thread inside a ``with``."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -45,8 +45,8 @@ class CallerStreams:
 class PeerToPeerCopies:
     """Copies from one GPU of this process to another, on streams of their own.
 
-    A copy begins when its values are made, and neither GPU computes later for it. At most ``MAX_IN_TRANSIT``
-    are in transit: until they are over, the memory of both ends is held, and the host may be far ahead.
+    A copy begins when its values are computed, and delays neither GPU. At most ``MAX_IN_TRANSIT`` are in
+    transit: until they end, the memory of both ends is in use, and the host may be far ahead.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
@@ -55,7 +55,7 @@ class PeerToPeerCopies:
         self._in_transit: deque[torch.cuda.Event] = deque()
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Copy what the current stream of the source makes; returns what hands the copies to the target's."""
+        """Copy tensors of the source's current stream; returns what passes the copies to the target's."""
         if len(self._in_transit) == MAX_IN_TRANSIT:
             self._in_transit.popleft().synchronize()
         self._leaving.wait_stream(torch.cuda.current_stream(self._source))
@@ -77,15 +77,15 @@ class PeerToPeerCopies:
 
 
 class CopyStream:
-    """A stream of a GPU for copies in one direction, beside what is computed."""
+    """A stream of a GPU for copies in one direction, concurrent with computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def start(self, copy: Callable[[], None]) -> Callable[[], None]:
-        """Copy behind what was launched until now; returns what lets what is launched next wait for it.
+        """Copy after all work launched so far; returns a function that makes later work wait for the copy.
 
-        The caller holds the memory of the device until then.
+        Until then, the caller keeps the device memory alive.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -99,13 +99,13 @@ class CopyStream:
         return wait
 
     def finish(self) -> None:
-        """Let what is launched next wait for all copies."""
+        """Make later work wait for all copies."""
         follower = torch.cuda.current_stream(self._device)
         follower.wait_stream(self._stream)
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs on a GPU, which share a pool of memory: no two of them may run at a time.
+    """Records CUDA graphs on a GPU. They share a memory pool, so no two of them may run at a time.
 
     A first call on the stream that records lets libraries load what they need, and take their workspaces.
     Meanwhile other threads of the process may use CUDA. (PyTorch documentation, CUDA semantics: CUDA Graphs.)
@@ -129,7 +129,7 @@ class CudaGraphRecorder:
         for generator in generators:
             graph.register_generator_state(generator)
         with (
-            torch.cuda.stream(self._stream),  # which torch leaves only if it has recorded
+            torch.cuda.stream(self._stream),  # torch leaves it only after a recording
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
         ):
             made = call()
@@ -139,6 +139,6 @@ class CudaGraphRecorder:
 def pinned_copy(tensor: Tensor) -> Tensor:
     """A copy on the host in pinned memory, which GPUs read while the host goes on.
 
-    That of the script might be pinned as well, and be filled with the next batch meanwhile.
+    The script's tensor might be pinned as well, and be overwritten with the next batch meanwhile.
     """
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -1,13 +1,13 @@
 """The transport between processes: torch.distributed, with gloo for CPU ranks and NCCL for CUDA ranks.
 
-What computes of CPU ranks make for each other goes through memory that both have, where they are on one host.
+CPU ranks on one host exchange activations and gradients through shared memory.
 
-The transport makes connections of its own. From the default process group it takes the members and the
-store alone, so that closing the connections leaves that group open.
+The transport makes connections of its own. It uses only the members and the store of the default process
+group, so closing the connections leaves that group open.
 
-A rank that fails tells the others why, over their heartbeats, and then closes its connections. The others
-notice the closed connections at once, wherever they wait, and say what the heartbeats know: which rank failed
-and why, or which one died or is stopped.
+A rank that fails sends the reason over the heartbeat connections, and then closes its connections. The others
+notice at once, wherever they wait, and report what the heartbeats know: which rank failed and why, or which
+one died or is stopped.
 """
 
 import functools
@@ -112,7 +112,7 @@ class DistributedTransport:
         return self._same_host
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
-        """What ``make`` returns, which all ranks call together. Each of its parts may take the timeout.
+        """What ``make`` returns, which all ranks call together. Each of its segments may take the timeout.
 
         Raises:
             TransportError: some rank did not take part, or died.
@@ -125,13 +125,13 @@ class DistributedTransport:
             TimeoutError,
             ConnectionError,
             RuntimeError,
-        ) as error:  # of a store or connection that is gone
+        ) as error:  # the store or a connection is gone
             failure = self.transport_error(error, activity, None)
             self._heartbeats.fail(str(failure))
             raise failure from failure.__cause__
 
     def connect(self, programs: Sequence[Program], groups: Sequence[Sequence[int]], text: str) -> None:
-        """Check that every rank holds the same ``text``, then open the connections that ``programs`` use.
+        """Check that every rank has the same ``text``, then open the connections that ``programs`` use.
 
         ``groups`` are the ranks of their collectives.
 
@@ -275,16 +275,16 @@ class DistributedTransport:
         self._connections.close()
 
     def error_context(self, activity: str, peer: int | None = None) -> "_ErrorContext":
-        """What is around something that connections do: it gives them, and explains their errors.
+        """A context for a use of the connections, which yields them and explains their errors.
 
-        ``peer`` is the rank that must do something for this to end.
+        ``peer`` is the rank for which this one waits.
         """
         return _ErrorContext(
             self, self._connections, self._heartbeats.waiting(activity, peer), activity, peer
         )
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
-        """What to raise for an error of torch's, which stays the cause only where nothing better is known."""
+        """The error to raise for an error of torch; that stays the cause only if no better one is known."""
         is_lost = not isinstance(error, TimeoutError)
         reason = (
             self._heartbeats.reason(_REASON_COMES_WITHIN if is_lost else 0.0) or self._heartbeats.silent()
@@ -320,9 +320,9 @@ def _result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]
 
 
 class _ErrorContext:
-    """Turns errors of connections into a TransportError that tells what was going on.
+    """Turns errors of connections into a TransportError that says what the rank was doing.
 
-    One that is around the messages of an instruction is entered each time anew, by one thread.
+    The context of an instruction is entered again for each of its messages, by one thread.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class _Receiver:
                 self._posted.append((message_layout, memory))
 
     def wait(self) -> Sequence[Tensor]:
-        """Make the values first: the rank has nothing else to do until they are there."""
+        """Prepare the values first: the rank has nothing else to do until the message arrives."""
         posted, self._posted = self._posted, []
         values = link_values(posted)
         with self._error_context as connections:
@@ -397,12 +397,12 @@ def _message(instruction: Instruction) -> str:
 
 
 def _is_read_last(instruction: Instruction) -> bool:
-    """Whether what is sent or received is for those who wait when the program is over."""
+    """Whether an instruction sends or receives a value that is awaited at the end of the program."""
     return instruction.link is not None and instruction.link.payload is Payload.RESULT
 
 
 def _directions(programs: Sequence[Program]) -> tuple[set[Direction], bool]:
-    """Between which ranks the programs send, and whether they also send what is read last."""
+    """The directions in which programs send, and whether they send results, which are read last."""
     sends = {
         (program.rank, each.peer, _is_read_last(each))
         for program in programs

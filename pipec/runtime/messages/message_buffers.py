@@ -1,4 +1,4 @@
-"""The memory that messages between processes are sent from and received into. It stays from step to step."""
+"""The send and receive buffers of messages between processes. They are kept from step to step."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -15,7 +15,7 @@ from pipec.runtime.messages.message_layout import MessageLayout
 class MessageMemory:
     """Memory for a message of as many bytes as ``whole`` has, or of fewer.
 
-    Tensors of it are made once: while computes use the cache, to make one takes half as long as to send it.
+    Its tensors are made once: while computes use the cache, making one takes half as long as sending it.
     """
 
     def __init__(self, whole: Tensor) -> None:
@@ -29,7 +29,7 @@ class MessageMemory:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds a value in it, and no transfer is in progress."""
+        """Whether no value uses it, and no transfer is in progress."""
         return self._count() == self._alone
 
     def message(self, message_layout: MessageLayout) -> Tensor:
@@ -70,7 +70,7 @@ class MessageMemory:
 
 
 class ReceiveBuffer:
-    """Memory for one message. It is used again as soon as nobody holds a value of the message before.
+    """Memory for one message. It is reused once no value of the previous message is in use.
 
     Unless it ``stays``, it is nobody's but the values', as for results. ``pending`` is the message that
     fills it. Once that was waited for, on the device, it is ``unsynchronized``.
@@ -83,7 +83,7 @@ class ReceiveBuffer:
         self.unsynchronized: Work | None = None
 
     def held(self) -> list[Tensor]:
-        """The memory that stays."""
+        """The memory that is kept."""
         return [self._memory.whole] if self._memory else []
 
     def synchronize(self, connections: Connections) -> None:

@@ -1,8 +1,8 @@
 """How the values of a link travel: small ones together in one message, each large one in its own.
 
-Both ranks find the same layouts by themselves, from the link and the sizes in its shapes. What goes from
-compute to compute travels so. Weights and results have messages of their own: they live longer than their
-message, and one of them alone would keep the memory of all.
+Both ranks derive the same layouts from the link and the sizes in its shapes. Activations and gradients are
+sent this way. Weights and results have messages of their own: they live longer than their message, and any of
+them would keep the memory of all.
 """
 
 import itertools
@@ -17,18 +17,18 @@ from pipec.ir import Link, Sizes, Value
 from pipec.ir.text_format import evaluate_dim
 
 MAX_COALESCED_BYTES = 1 << 14
-"""Bytes of a value, at most, that travels with others.
+"""A value of more bytes has a message of its own.
 
 Over gloo, two ranks take as much processor time to copy two values of 16 to 64 KiB as for a second message.
 """
 
 ALIGNMENT = 16
-"""Bytes at multiples of which values begin, as GPUs read several numbers at once."""
+"""Values begin at multiples of so many bytes, since GPUs read several numbers at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """Where the ``number``-th value of a link lies in its message: ``start`` counts elements of its dtype."""
+    """The place of value ``number`` of a link in its message: ``start`` counts elements of its dtype."""
 
     number: int
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class ValueLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what belongs here."""
+        """Whether a tensor has this dtype, shape and strides."""
         return tensor.shape == self.shape and tensor.dtype is self.dtype
 
     def at(self, start: int) -> "ValueLayout":
@@ -51,19 +51,19 @@ class ValueLayout:
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """A message. One of no bytes is not sent."""
+    """The layout of a message. An empty message is not sent."""
 
     values: tuple[ValueLayout, ...]
     num_bytes: int
 
     @property
     def is_single_value(self) -> bool:
-        """Whether its one value is the message, whose memory nothing has to be copied into."""
+        """Whether the message is one value, which needs no copy."""
         return len(self.values) == 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the message: several values travel as bytes."""
+        """The dtype of the message: several values are sent as bytes."""
         return self.values[0].dtype if self.is_single_value else torch.uint8
 
 

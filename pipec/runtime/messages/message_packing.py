@@ -1,4 +1,4 @@
-"""What a rank sends of a link: its messages are checked against the plan, and small values put together."""
+"""Makes the messages of a link: checks the values against the plan, and packs small ones together."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class MessagePacker:
         return [pack_buffer.memory.whole for pack_buffer in self._pack_buffers]
 
     def messages(self, tensors: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
-        """The values of the link as they are sent, where the names in their shapes stand for ``sizes``.
+        """The messages of the link, with ``sizes`` for the names in the shapes.
 
         Raises:
-            ExecutionError: a value is not what the receiver has prepared memory for.
+            ExecutionError: a value has another dtype or shape than the receiver expects.
         """
         message_layouts = self._message_layouts.of(sizes)
         check_values(self._link, message_layouts, tensors)
@@ -55,7 +55,7 @@ class MessagePacker:
 
 
 class PackBuffer:
-    """Memory in which values of a link are put together, time after time."""
+    """Memory in which values of a link are packed, again for each message."""
 
     def __init__(self, memory: MessageMemory) -> None:
         self.memory, self._message_layout = memory, MessageLayout((), 0)

@@ -1,7 +1,7 @@
-"""Messages between ranks of one process as those of several have them, while memory is measured.
+"""Copies in-process messages while memory is measured, so that one process holds what several would.
 
-Ranks of one process hand tensors over by reference. That is nobody's memory in particular: so as long as a
-meter counts, a message is copied into a buffer of its reader's, and its sender keeps it as gloo does.
+Ranks of one process pass tensors by reference, so a message's memory belongs to no particular rank. While a
+meter counts, a message is copied into a buffer of its reader, and its sender keeps it as gloo does.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Mailbox(Protocol):
 def metered_send(send: Send, key: object) -> Send:
     """``send``, which keeps what it has sent of a link to a peer if that is measured."""
 
-    def send_apart(tensors: Sequence[Tensor], sizes: Sizes) -> None:
+    def metered(tensors: Sequence[Tensor], sizes: Sizes) -> None:
         if meter := current_memory_meter():
             in_transit = meter.kept.setdefault(key, deque(maxlen=MAX_IN_TRANSIT))
             in_transit.append([tensor.contiguous() for tensor in tensors])
@@ -45,7 +45,7 @@ def metered_send(send: Send, key: object) -> Send:
                 tensors = [tensor.clone() for tensor in tensors]
         send(tensors, sizes)
 
-    return send_apart
+    return metered
 
 
 class MeteredReceiver:
@@ -80,7 +80,7 @@ class MeteredReceiver:
         return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived
 
     def _buffers(self) -> Sequence[ReceiveBuffer]:
-        """Those of the slot, for as long as the meter counts."""
+        """The buffers of the slot, while the meter counts."""
         meter = current_memory_meter()
         assert meter is not None, "messages have no memory of their own unless it is measured"
         if self._key not in meter.kept:

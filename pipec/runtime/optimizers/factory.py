@@ -1,4 +1,4 @@
-"""What a user's factory makes: called as for the unsplit model, checked, its groups read by name."""
+"""Calls a user's factory as for the unsplit model, checks the optimizers, and reads their groups by name."""
 
 import inspect
 import math
@@ -111,7 +111,7 @@ def group_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says besides which parameters it has."""
+    """The entries of a group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -22,7 +22,7 @@ class OffloadedState:
 
     @property
     def num_bytes(self) -> int:
-        """What waits on the host."""
+        """The bytes of the state on the host."""
         return sum(host.untyped_storage().nbytes() for host in self._hosts.values())
 
     def is_offloaded(self, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What ``pipe.optimizer`` is: an optimizer of the whole model, which those of all ranks and stages follow."""
+"""``pipe.optimizer``: the optimizer of the whole model, which the optimizers of all stages follow."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -165,7 +165,7 @@ class PipelineOptimizer(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
 
     def call_description(self) -> CallDescription:
-        """What all ranks must have in common: the groups and their numbers."""
+        """The groups and their hyperparameters, which must be equal on all ranks."""
         return {
             f"group {index} of the optimizer": f"{kind}, {len(group['params'])} parameters, "
             + ", ".join(f"{key}={value}" for key, value in sorted(hyperparameters(group).items()))
@@ -219,7 +219,7 @@ class PipelineOptimizer(Optimizer):
 
 
 def _nothing() -> None:
-    """Nothing is under way."""
+    """The default of ``before_state_access``: do nothing."""
 
 
 def _whole_groups(

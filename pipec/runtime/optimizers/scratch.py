@@ -1,4 +1,4 @@
-"""How much memory an update takes while it runs, learned from one on meta that computes nothing."""
+"""The memory of an update while it runs, learned from an update on meta, which computes nothing."""
 
 import contextlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Connections between every two ranks that tell who is there, who failed, and what each rank waits for.
+"""Connections between every two ranks, over which each learns who is alive, who failed, and who waits.
 
 They carry no tensors. A thread in each process writes heartbeats into them, and reads those of the others:
 

@@ -1,4 +1,4 @@
-"""What travels on a heartbeat connection: packets, each of one kind, with a payload of some bytes."""
+"""The packets of a heartbeat connection, each with a kind and a payload of bytes."""
 
 import asyncio
 import struct

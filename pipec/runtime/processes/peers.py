@@ -1,4 +1,4 @@
-"""What a rank knows of the others: who lives, who has ended, what each waits for; and how to say so."""
+"""A rank's knowledge of the others: which are alive, which have ended, what each waits for, in words."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ class Peers(dict[int, Peer]):
 
     @property
     def living(self) -> list[int]:
-        """Those whose connection has not ended."""
+        """The ranks whose connection has not ended."""
         return [rank for rank, peer in self.items() if peer.ended_at is None]
 
     def silence(self, rank: int) -> float:

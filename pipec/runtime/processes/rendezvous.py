@@ -1,4 +1,4 @@
-"""How the processes of a pipeline find each other: the store of torch, and what it is asked for."""
+"""How the processes of a pipeline find each other, through torch's store."""
 
 import functools
 import os

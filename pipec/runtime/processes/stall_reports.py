@@ -1,4 +1,4 @@
-"""What ranks wait for, in words, and the lines on the console that tell of a wait that takes long."""
+"""Reports of long waits on the console, and descriptions of what ranks wait for."""
 
 import sys
 import time

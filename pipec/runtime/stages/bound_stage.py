@@ -162,7 +162,7 @@ class BoundStage:
 
     @property
     def host_bytes(self) -> int:
-        """What waits in host memory."""
+        """The bytes in host memory."""
         return sum(host_bytes(frame.get("saved", ())) for frame in self.frames)
 
     @property
@@ -265,7 +265,7 @@ class BoundStage:
             self._registered[index].copy_(self.buffers[index])
 
     def forget_step(self) -> None:
-        """Let go of every value of the step."""
+        """Free every value of the step."""
         self.copies.finish()
         for frame in self.frames:
             frame.clear()

@@ -82,7 +82,7 @@ class StageGraphs:
             self._records = False
 
     def forget_if_moved(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bool:
-        """Let go of graphs that read where weights and buffers are no longer; returns whether there were."""
+        """Drop graphs that read former memory of weights or buffers; returns whether there were any."""
         lasting = [
             parameters[fqn] for fqn in self._stage.parameters if fqn not in self._stage.borrowed_parameters
         ]

@@ -80,7 +80,7 @@ class HostCopies:
 
 
 def host_bytes(saved: Sequence[Any]) -> int:
-    """What of these values waits on the host."""
+    """The bytes of these values in host memory."""
     return sum(each.host.numel() for each in saved if isinstance(each, OffloadedValue))
 
 

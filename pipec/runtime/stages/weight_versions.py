@@ -24,7 +24,7 @@ class WeightVersions:
         return self.number - self._behind
 
     def begin(self) -> None:
-        """Call what the parameters are now version 0."""
+        """Make the current parameters version 0."""
         self.number = 0
         self._stashed: dict[int, list[Tensor]] = {}
         self._is_changing = False
@@ -46,7 +46,7 @@ class WeightVersions:
                     weights[index] = copy
 
     def advance(self) -> None:
-        """Call what the parameters are now the next version, and let go of what nobody reads any longer."""
+        """Make the current parameters the next version, and free versions that are no longer read."""
         self.number += 1
         self._is_changing = False
         for number in [each for each in self._stashed if each < self.oldest]:

@@ -1,4 +1,4 @@
-"""Steps of new sizes are rehearsed: each rank goes through its computes alone, before all make them together.
+"""Dry runs for steps of new sizes: each rank runs its computes alone, before all ranks run the step.
 
 A GPU loads a kernel when it is used first, and may do so only when nothing else runs on it. What runs there
 may be a message that waits for its sender; and that one may wait for the same, for a message of this rank.
@@ -33,15 +33,15 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 log = logging.getLogger("pipec")
 
 _OF_THE_END = (Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.GRAD_NORM, Op.UPDATE)
-"""What would leave something behind."""
+"""Instructions with lasting effects, which a dry run leaves out."""
 
 
 class DryRuns:
-    """Those of one rank, a step of each new sizes.
+    """Dry runs of one rank, one for each new input shape.
 
-    A dry run leaves gradients, buffers and random states as they were. In place of what other ranks send
-    there are zeros. One that fails on those is given up, for the step itself may do better; not so where
-    graphs are recorded, which the step cannot do without. The first one also makes an update.
+    A dry run leaves gradients, buffers and random states as they were. Received values
+    are zeros. A dry run that fails on them is abandoned, since the step itself may succeed; but if graphs are
+    recorded, which the step needs, the error is raised. The first dry run also makes an update.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class DryRuns:
         self._known, self._ready = set[object](), set[object]()
 
     def needs_dry_run(self, batch_slice: BatchSlice) -> bool:
-        """Whether no step of these sizes was rehearsed, which is the same on all ranks."""
+        """Whether these sizes had no dry run yet; the answer is the same on all ranks."""
         return self._sizes_of(batch_slice) not in self._known
 
     def dry_run(
         self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
     ) -> None:
-        """Rehearse a step if it is new, or if its graphs read memory that is no longer used.
+        """Make a dry run for new sizes, or if graphs read memory that is no longer used.
 
         Raises:
             PipecError: a graph could not be recorded.
@@ -99,7 +99,7 @@ class DryRuns:
             self._known.add(self._sizes_of(batch_slice))
 
     def _sizes_of(self, batch_slice: BatchSlice) -> object:
-        """What decides which kernels run. Numbers do not."""
+        """The sizes that decide which kernels run; numbers do not."""
         return tuple(batch_slice.sizes), tuple(batch_slice.values.get(name) for name in self._sizes)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int) -> None:
@@ -134,7 +134,7 @@ def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:
 def _repeated(
     microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, count: int
 ) -> tuple[Sequence[Mapping[str, Tensor]], BatchSlice]:
-    """So many microbatches, by repeating those that there are."""
+    """``count`` microbatches, by repeating the given ones."""
     places = [number % len(microbatches) for number in range(count)]
     sizes, shares = [batch_slice.sizes[k] for k in places], [batch_slice.loss_weights[k] for k in places]
     return [microbatches[k] for k in places], replace(batch_slice, sizes=sizes, custom_loss_weights=shares)
@@ -147,7 +147,7 @@ def _another(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _StubTransport:
-    """The transport of a rank that rehearses: what it sends is dropped, and what it receives is zeros."""
+    """The transport of a dry run: sent values are dropped, and received values are zeros."""
 
     rank: int
     device: torch.device

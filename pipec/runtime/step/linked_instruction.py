@@ -1,4 +1,4 @@
-"""What an instruction of a program becomes: a call without arguments."""
+"""A linked instruction: a call without arguments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class LinkedInstruction:
     idle: Action = lambda: None
 
     def for_sizes(self, sizes: Sequence[int]) -> Action:
-        """What to do in a step whose microbatches have these rows."""
+        """The action for a step whose microbatches have these rows."""
         is_idle = self.microbatches and not any(sizes[each] for each in self.microbatches)
         return self.idle if is_idle else self.action
 

@@ -4,7 +4,7 @@ The linker walks the program once. For each stage and microbatch it keeps track 
 present or on their way. It refuses a compute that asks for a name nothing provides. The first reader of a
 value that is still on its way waits for it, and the last reader of a value drops it.
 
-What a backward sends leaves before its gradients are added, for another rank waits for it::
+Gradients are sent to the previous stage first, then accumulated: the other rank is waiting::
 
     backward, add    send    free        ->        backward    send    add, free
 """

@@ -1,4 +1,4 @@
-"""What the loss is multiplied by so that gradients in float16 do not vanish, by ``GradScaler``'s rule."""
+"""The loss scale, which keeps float16 gradients from vanishing, by ``GradScaler``'s rule."""
 
 from dataclasses import dataclass
 

@@ -29,7 +29,7 @@ class NonFinite:
 
 
 def non_finite_message(found: NonFinite, number: int, sync_spec: SyncSpec) -> str:
-    """What the error says for step ``number``."""
+    """The error's message for step ``number``."""
     kept = "no update, and gradients since the last one are dropped"
     if sync_spec.stream:
         kept = "all stages have made the updates of those before it, and none of it or those behind it"
@@ -42,7 +42,7 @@ def non_finite_message(found: NonFinite, number: int, sync_spec: SyncSpec) -> st
 
 
 def skip_notice(found: NonFinite, number: int, sync_spec: SyncSpec) -> str:
-    """What is said of the first step that is skipped."""
+    """The message for the first step that is skipped."""
     why = ", as on_nan='skip' asks"
     if is_overflow(found, sync_spec):
         usual = ", which is usual in the first steps with precision='fp16-mixed'" if found.parameter else ""

@@ -1,4 +1,4 @@
-"""What the linked actions of one rank share."""
+"""The state that the linked actions of one rank share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,9 +46,9 @@ class UpdateState:
 
 @dataclass(frozen=True)
 class RankState:
-    """What the actions of one rank work on.
+    """The state on which the actions of one rank work.
 
-    ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
+    ``sizes`` is set for each step: the number of samples in each microbatch, then that in the batch. A
     link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
     ``values`` is set by ``use``: the other sizes that shapes have names for.
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training

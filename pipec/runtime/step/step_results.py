@@ -1,4 +1,4 @@
-"""Merges what the microbatches of a step return into what the whole batch returns.
+"""Merges the results of the microbatches of a step into the results of the whole batch.
 
 A replica makes a part of a result of its own microbatches. The parts of all replicas then make the whole.
 """

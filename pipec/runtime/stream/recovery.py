@@ -1,4 +1,4 @@
-"""What is left of a stream that failed: the newest version of the weights that every stage still has.
+"""Recovery of a failed stream: restores the newest version of the weights that every stage still has.
 
 Stages are ahead of each other, so that no stage may stop at once and leave the model whole. But a stage keeps
 the versions that mini-batches in flight read. If there is a version that every stage holds whose rank lives,
