@@ -1,5 +1,6 @@
-"""The arguments of the front door: what each must be, what it means, and that all ranks pass the same."""
+"""The arguments of the front door: an example, what options stand for, and what is compared and recorded."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,41 +8,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipec.capture.batch_inputs import BatchedOption
-from pipec.cost.profile import Profile
 from pipec.errors import InputError
-from pipec.hardware.devices import DeviceModel, LinkModel
+from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Topology, equal_devices, read_topology
-from pipec.ir import NonFiniteAction, Precision, ShardingLevel
 from pipec.ir.argument_checks import (
-    FLAG,
+    DEVICE,
     FUNCTION,
-    MOST_MICROBATCHES,
-    MOST_RANKS,
     NONE,
-    SECONDS,
-    ArgumentRule,
     check_arguments,
     instance,
     integer_between,
-    number,
-    one_of,
     short_repr,
 )
+from pipec.options import OPTIONS, Options
 from pipec.runtime.messages.call_description import (
     CallDescription,
     describe_argument,
     describe_differences,
     describe_tensor,
 )
-from pipec.runtime.processes.launch import DEVICE, DEVICES
-from pipec.runtime.stages.kernels import KERNELS
 from pipec.runtime.step.execution import Ranks
-from pipec.runtime.step.microbatch_weight import WEIGHT_NAMES
-
-GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -59,50 +49,16 @@ class Example:
         check_arguments(EXAMPLE_FIELDS, vars(self))
 
 
-_PRECISION = one_of(*map(str, Precision)) | NONE
-_BATCHED = instance("a dict of arguments to a dimension, a pattern such as '(t b)', or None", Mapping) | NONE
-_FILE = instance("the path of its file", str, Path)
+MODEL = instance("an nn.Module", nn.Module)
 
 EXAMPLE_FIELDS = {
-    "model": instance("an nn.Module", nn.Module),
+    "model": MODEL,
     "args": instance("a tuple of the model's arguments", tuple, list),
     "kwargs": instance("a dict of the model's keyword arguments", Mapping),
-    "loss_fn": FUNCTION | NONE,
-    "batched": _BATCHED,
+    "loss_fn": OPTIONS["loss_fn"].rule,
+    "batched": OPTIONS["batched"].rule,
 }
 """What each field of an ``Example`` must be."""
-
-COMPILE_ARGUMENTS = {
-    "model": instance("an nn.Module", nn.Module),
-    "devices": DEVICES | NONE,
-    "loss_fn": FUNCTION | NONE,
-    "schedule": instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
-    "microbatches": integer_between(1, MOST_MICROBATCHES) | NONE,
-    "stages": integer_between(1, MOST_RANKS) | NONE,
-    "replicas": integer_between(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
-    "asynchronous": FLAG,
-    "optimizer": ArgumentRule("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable)
-    | NONE,
-    "clip_grad_norm": number(0, math.inf) | NONE,
-    "shard": one_of(*map(str, ShardingLevel), "auto") | NONE,
-    "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
-    "on_nan": one_of("ignore", *map(str, NonFiniteAction)),
-    "batch": one_of("same", "rank0", "local"),
-    "batched": _BATCHED,
-    "microbatch_weight": one_of(*WEIGHT_NAMES) | FUNCTION | NONE,
-    "precision": _PRECISION,
-    "kernels": one_of(*KERNELS),
-    "fused_gradients": FLAG,
-    "recompute": one_of("auto", "none", "full"),
-    "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
-    "offload": one_of("activations", "optimizer", "all") | NONE,
-    "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
-    "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
-    "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,
-    "dynamic": FLAG,
-    "timeout": SECONDS,
-}
-"""What each argument of ``compile`` must be. What the arguments mean together is checked where they meet."""
 
 PROFILE_ARGUMENTS = {
     "example": instance("a pipec.Example", Example),
@@ -110,15 +66,18 @@ PROFILE_ARGUMENTS = {
     "device": DEVICE,
     "repeats": integer_between(1, 10**6),
     "ranks": integer_between(1, 1024),
-    "precision": _PRECISION,
+    "precision": OPTIONS["precision"].rule,
     "progress": FUNCTION,
 }
 """What each argument of ``profile`` must be."""
 
 
-def require_same_arguments(ranks: Ranks, model: nn.Module, **arguments: object) -> None:
-    """Check that every rank was given the same arguments and a model of the same structure."""
-    call_description = {name: describe_argument(value) for name, value in arguments.items()}
+def require_same_options(ranks: Ranks, model: nn.Module, options: Options) -> None:
+    """Check that every rank was given the same options and a model of the same structure."""
+    compared = {name: getattr(options, name) for name, each in OPTIONS.items() if each.compared}
+    if isinstance(options.topology, str):
+        compared["topology"] = Path(options.topology)  # whose contents count
+    call_description = {name: describe_argument(value) for name, value in compared.items()}
     ranks.agreement.require_same_call(
         "calling pipec.compile", {**call_description, **_model_facts(model)}, _other_arguments
     )
@@ -136,6 +95,30 @@ def _other_arguments(every: Sequence[CallDescription]) -> str:
         f"the ranks passed different arguments to pipec.compile:\n{describe_differences(every)}\nEvery rank "
         "passes the same; see what in the script depends on the rank, the environment or a random state"
     )
+
+
+def recorded_options(options: Options) -> dict[str, Any]:
+    """The options as an artifact records them: plain values as they are, functions and others by name."""
+    return {name: _recorded(getattr(options, name)) for name in OPTIONS}
+
+
+def _recorded(value: object) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case list() | tuple():
+            return [_recorded(each) for each in value]
+        case Mapping():
+            return {str(key): _recorded(each) for key, each in value.items()}
+        case functools.partial():
+            arguments = [*value.args, *(f"{name}={each!r}" for name, each in value.keywords.items())]
+            return f"partial({', '.join(map(str, [_recorded(value.func), *arguments]))})"
+        case float() | Path() | torch.device():
+            return str(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def resolve_topology(

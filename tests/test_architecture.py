@@ -49,6 +49,8 @@ ORDER = (
     Package("checkpoint"),
     Package("profiler"),
     Package("pipeline"),
+    Package("options", torch=False),
+    Package("option_conflicts"),
     Package("api_arguments"),
     Package("api"),
     Package("cli", torch=False),

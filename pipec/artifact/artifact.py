@@ -3,7 +3,7 @@
 A saved artifact is a folder::
 
     SHA256SUMS            the SHA-256 of every other file, as sha256sum writes and checks it
-    plan.json             format and plan
+    plan.json             format, plan, and the options of ``pipec.compile`` that it was made with
     stage_0.py ...        generated code
     rank_0.txt ...        programs
     constants.safetensors tensors that the model created outside its parameters and buffers, if any
@@ -24,6 +24,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import safetensors
@@ -49,6 +50,7 @@ CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
 class Artifact:
     """``sources[stage]`` and ``programs[rank]``; ``constants`` are named as buffers are.
 
+    ``options`` records those of ``pipec.compile``, as plain values and names; nothing is made of them.
     An artifact equals only itself, so that it can be the key of a cache.
     """
 
@@ -56,6 +58,7 @@ class Artifact:
     sources: tuple[str, ...]
     programs: Sequence[Program]
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def has_random_operators(self) -> bool:
@@ -72,6 +75,7 @@ class Artifact:
 class _Header:
     format: str
     plan: Plan
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _PLAN = pydantic.TypeAdapter(Plan)
@@ -132,7 +136,8 @@ def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tens
             safetensors.torch.save_file(
                 {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
             )
-    (directory / PLAN).write_bytes(_HEADER.dump_json(_Header(FORMAT, artifact.plan), indent=1))
+    header = _Header(FORMAT, artifact.plan, artifact.options)
+    (directory / PLAN).write_bytes(_HEADER.dump_json(header, indent=1))
     sums = [f"{_digest(file.read_bytes())}  {file.name}\n" for file in sorted(directory.iterdir())]
     (directory / CHECKSUMS).write_text("".join(sums))
 
@@ -148,7 +153,8 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     if not path.is_file():
         raise ArtifactError(f"{directory} holds no {PLAN}: expected a folder written by Pipeline.save()")
     present = _check_sums(directory)
-    plan = _read_plan(path)
+    header = _read_header(path)
+    plan = header.plan
     check_plan(plan, path)
     expected = [f"stage_{stage.index}.py" for stage in plan.stages]
     expected += [f"rank_{rank}.txt" for rank in range(plan.num_ranks)]
@@ -165,7 +171,7 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in present else {}
     tensors = _read_tensors(directory / TENSORS) if TENSORS in present else {}
     check_tensors(plan, {**tensors, **constants}, directory)
-    return Artifact(plan, sources, programs, constants), tensors
+    return Artifact(plan, sources, programs, constants, header.options), tensors
 
 
 def _check_sums(directory: Path) -> set[str]:
@@ -187,7 +193,7 @@ def _check_sums(directory: Path) -> set[str]:
 _SUM = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
 
 
-def _read_plan(path: Path) -> Plan:
+def _read_header(path: Path) -> _Header:
     try:
         header = _HEADER.validate_json(path.read_bytes())
     except pydantic.ValidationError as error:
@@ -201,7 +207,7 @@ def _read_plan(path: Path) -> Plan:
         raise ArtifactError(
             f"{path} has format {header.format!r}, this version reads {FORMAT!r}. Save the pipeline again."
         )
-    return header.plan
+    return header
 
 
 def _check_file(directory: Path, name: str, digest: str) -> None:

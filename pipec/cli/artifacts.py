@@ -1,23 +1,14 @@
 """``pipec check`` and ``pipec run``: what needs a saved artifact and no compiler."""
 
 import time
+from collections.abc import Mapping
 from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.options import (
-    Artifact,
-    ClipGradNorm,
-    IntHigh,
-    Json,
-    Kernels,
-    KernelsChoice,
-    OptimizerName,
-    Seed,
-    Steps,
-)
+from pipec.cli.options import Artifact, IntHigh, Json, Seed, Steps, compile_flags
 from pipec.cli.output import show_json, status
 from pipec.console import log
 from pipec.ir.text_format import format_seconds
@@ -45,6 +36,7 @@ def check(directory: Artifact, as_json: Json = False) -> None:
         )
 
 
+@compile_flags("optimizer", "clip_grad_norm", "kernels")
 def run(
     directory: Artifact,
     steps: Steps = 1,
@@ -54,9 +46,8 @@ def run(
     ] = None,
     seed: Seed = 0,
     int_high: IntHigh = 2,
-    optimizer: OptimizerName = None,
-    clip_grad_norm: ClipGradNorm = None,
-    kernels: KernelsChoice = Kernels.SOURCE,
+    *,
+    options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
     """Run a saved artifact: forward and backward of a mini-batch per step, and the update if it has one.
@@ -76,7 +67,7 @@ def run(
     with status("loading torch"):
         from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches, read_batch
 
-    pipe, num_random = load_with_random_tensors(directory, seed, optimizer, clip_grad_norm, kernels)
+    pipe, num_random = load_with_random_tensors(directory, seed, **options)
     batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
     if not as_json:
         log(_heading(pipe.plan, num_random, inputs, seed))

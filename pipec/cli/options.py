@@ -1,61 +1,62 @@
 """The arguments and options that commands share."""
 
-from dataclasses import dataclass
+import functools
+import inspect
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 from pipec.errors import InputError
-from pipec.ir import Precision, ShardingLevel
-from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS
+from pipec.ir.argument_checks import MOST_RANKS, check_arguments
+from pipec.options import OPTIONS, Flag, Options
 
 
-class Kernels(StrEnum):
-    """What ``pipec.compile`` takes as ``kernels``."""
+def compile_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command flags for these options of ``compile``; without names, for all that change a plan.
 
-    SOURCE = "source"
-    INDUCTOR = "inductor"
-    CUDAGRAPHS = "cudagraphs"
-    AUTO = "auto"
-
-
-class Recompute(StrEnum):
-    """What ``pipec.compile`` takes as ``recompute``."""
-
-    AUTO = "auto"
-    NONE = "none"
-    FULL = "full"
-
-
-class Offload(StrEnum):
-    """What ``pipec.compile`` takes as ``offload``."""
-
-    ACTIVATIONS = "activations"
-    OPTIMIZER = "optimizer"
-    ALL = "all"
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """What the options say of replicas, of the end of a step, of its types and of the host: arguments of
-    ``pipec.compile``.
+    They take the place of the command's parameter ``options``, which gets their values by name.
     """
+    flags = {name: each.flag for name, each in OPTIONS.items() if each.flag}
+    chosen = {name: flag for name, flag in flags.items() if (name in names if names else flag.plans)}
+    checked = {name: OPTIONS[name].rule for name, flag in chosen.items() if flag.reads is not str}
 
-    stages: int | None = None
-    replicas: str = "1"
-    asynchronous: bool = False
-    optimizer: str | None = None
-    clip_grad_norm: float | None = None
-    shard: ShardingLevel | None = None
-    precision: Precision | None = None
-    offload: Offload | None = None
-    fused_gradients: bool = False
+    def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            options = {name: _plain(given.pop(name)) for name in chosen}
+            check_arguments(checked, options)
+            command(**given, options=options)
+
+        signature = inspect.signature(command)
+        parameters = list(signature.parameters.values())
+        place = list(signature.parameters).index("options")
+        parameters[place : place + 1] = [_parameter(name, flag) for name, flag in chosen.items()]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return with_flags
 
 
-DEFAULT_COMPILE_OPTIONS = CompileOptions()
-"""One pipeline, whose steps end with gradients."""
+def _parameter(name: str, flag: Flag) -> inspect.Parameter:
+    """The parameter of a command of which typer makes the flag."""
+    default, make_enum = getattr(Options, name), cast(Any, StrEnum)
+    kind: Any = flag.reads or (bool if isinstance(default, bool) else None)
+    kind = kind or make_enum(name, [(choice, choice) for choice in OPTIONS[name].rule.choices])
+    info = typer.Option(f"--{name.replace('_', '-')}", help=flag.help, metavar=flag.metavar)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=str(default) if kind is str and default is not None else default,
+        annotation=Annotated[kind if default is not None else kind | None, info],
+    )
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, StrEnum) else value
 
 
 def parse_replicas(text: str) -> int | tuple[int, ...] | str:
@@ -85,83 +86,6 @@ Artifact = Annotated[
 Devices = Annotated[int, typer.Option("--devices", min=1, max=MOST_RANKS, help="Number of ranks.")]
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine's device first, for a second or two.")
-]
-TopologyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--topology",
-        help="How fast devices are, what they hold and how they are joined: a TOML or JSON file.",
-    ),
-]
-ScheduleName = Annotated[
-    str,
-    typer.Option("--schedule", help="A name such as 1f1b or zb-h1, auto, or a .txt file of compute orders."),
-]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches",
-        min=1,
-        max=MOST_MICROBATCHES,
-        help="How many a mini-batch is split into; default: the fastest found.",
-    ),
-]
-RecomputeChoice = Annotated[
-    Recompute, typer.Option("--recompute", help="auto recomputes as little as --memory-limit lets it.")
-]
-MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
-OffloadName = Annotated[
-    Offload | None,
-    typer.Option("--offload", help="What waits in host memory; activations as --memory-limit asks."),
-]
-ProfilePath = Annotated[
-    Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
-]
-Stages = Annotated[
-    int | None,
-    typer.Option(
-        "--stages", min=1, help="Stages of a pipeline; with fewer than devices, they have replicas."
-    ),
-]
-Replicas = Annotated[
-    str,
-    typer.Option(
-        "--replicas", help="Ranks that share a stage: 2, those of each stage such as 3-2-1, or auto."
-    ),
-]
-Asynchronous = Annotated[
-    bool,
-    typer.Option("--asynchronous", help="Let --schedule auto choose one without a flush: delayed gradients."),
-]
-OptimizerName = Annotated[
-    str | None,
-    typer.Option(
-        "--optimizer",
-        metavar="NAME",
-        help="Let the program update: a class of torch.optim such as AdamW, or module:factory.",
-    ),
-]
-KernelsChoice = Annotated[
-    Kernels,
-    typer.Option(
-        "--kernels",
-        help="How ranks run their stages: auto takes the faster of source and inductor.",
-    ),
-]
-ClipGradNorm = Annotated[
-    float | None, typer.Option("--clip-grad-norm", help="The most that the norm of all gradients may be.")
-]
-ShardName = Annotated[
-    ShardingLevel | None,
-    typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
-]
-FusedGradients = Annotated[
-    bool,
-    typer.Option("--fused-gradients", help="Make gradients in fewer steps, with other last bits."),
-]
-PrecisionName = Annotated[
-    Precision | None,
-    typer.Option("--precision", help="Let operators compute with 16 bits beside float32 weights."),
 ]
 Drawing = Annotated[
     Path | None,

@@ -1,39 +1,19 @@
 """``pipec plan`` and ``pipec dump``: compile a model, and print its plan or its code."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pipec.cli.options import (
-    Asynchronous,
-    Calibrate,
-    ClipGradNorm,
-    CompileOptions,
-    Devices,
-    FusedGradients,
-    Json,
-    MemoryLimit,
-    Microbatches,
-    OffloadName,
-    OptimizerName,
-    PrecisionName,
-    ProfilePath,
-    Recompute,
-    RecomputeChoice,
-    Replicas,
-    ScheduleName,
-    ShardName,
-    Stages,
-    Target,
-    TopologyFile,
-)
+from pipec.cli.options import Calibrate, Devices, Json, Target, compile_flags
 from pipec.cli.output import plan_summary, show_json, show_python
 from pipec.cli.target import compile_target
 from pipec.errors import InputError
 from pipec.ir.argument_checks import MOST_RANKS
 
 
+@compile_flags()
 def plan(
     target: Target,
     devices: Annotated[
@@ -42,22 +22,9 @@ def plan(
             "--devices", min=1, max=MOST_RANKS, help="Number of ranks; default: those of --topology."
         ),
     ] = None,
-    schedule: ScheduleName = "1f1b",
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    replicas: Replicas = "1",
-    asynchronous: Asynchronous = False,
-    optimizer: OptimizerName = None,
-    clip_grad_norm: ClipGradNorm = None,
-    shard: ShardName = None,
-    precision: PrecisionName = None,
-    fused_gradients: FusedGradients = False,
-    recompute: RecomputeChoice = Recompute.AUTO,
-    memory_limit: MemoryLimit = None,
-    offload: OffloadName = None,
-    profile: ProfilePath = None,
+    *,
+    options: Mapping[str, Any],
     calibrate: Calibrate = False,
-    topology: TopologyFile = None,
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and what else was tried.
@@ -67,26 +34,11 @@ def plan(
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
     """
     if devices is None:
-        if topology is None:
+        if options["topology"] is None:
             raise InputError("how many ranks? Give their number with --devices, or a file with --topology")
-        devices = _number_of_devices(topology)
-    one_size = not as_json and profile is None and microbatches is not None
-    compile_options = CompileOptions(
-        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fused_gradients
-    )
-    pipe = compile_target(
-        target,
-        devices,
-        schedule,
-        microbatches,
-        recompute,
-        memory_limit,
-        profile,
-        topology,
-        compile_options,
-        calibrated=calibrate,
-        dynamic=not one_size,
-    )
+        devices = _number_of_devices(options["topology"])
+    one_size = not as_json and options["profile"] is None and options["microbatches"] is not None
+    pipe = compile_target(target, devices, options, calibrated=calibrate, dynamic=not one_size)
     if as_json:
         show_json(plan_summary(pipe.plan, pipe.programs))
     else:
@@ -99,6 +51,7 @@ def _number_of_devices(topology: Path) -> int:
     return len(read_topology(topology).devices)
 
 
+@compile_flags()
 def dump(
     target: Target,
     devices: Devices,
@@ -106,21 +59,8 @@ def dump(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the artifact to this folder.")
     ] = None,
-    schedule: ScheduleName = "1f1b",
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    replicas: Replicas = "1",
-    asynchronous: Asynchronous = False,
-    optimizer: OptimizerName = None,
-    clip_grad_norm: ClipGradNorm = None,
-    shard: ShardName = None,
-    precision: PrecisionName = None,
-    fused_gradients: FusedGradients = False,
-    recompute: RecomputeChoice = Recompute.AUTO,
-    memory_limit: MemoryLimit = None,
-    offload: OffloadName = None,
-    profile: ProfilePath = None,
-    topology: TopologyFile = None,
+    *,
+    options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
     """Print the generated code of a model's stages, or write the whole artifact.
@@ -131,12 +71,7 @@ def dump(
     """
     from pipec.ir.text_format import format_program
 
-    compile_options = CompileOptions(
-        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fused_gradients
-    )
-    pipe = compile_target(
-        target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, compile_options
-    )
+    pipe = compile_target(target, devices, options)
     shown = range(len(pipe.plan.stages)) if stage is None else [stage]
     sources = {str(k): pipe.source(k) for k in shown}
     if output is not None:

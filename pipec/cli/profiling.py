@@ -1,12 +1,12 @@
 """``pipec profile``: measure a model on this machine, for later plans."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.options import Json, PrecisionName, Target
+from pipec.cli.options import Json, Target, compile_flags
 from pipec.cli.output import show_json, status
 from pipec.cli.target import load_example
 from pipec.ir import Phase
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipec.cost.profile import Profile
 
 
+@compile_flags("precision")
 def profile(
     target: Target,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = Path(
@@ -35,7 +36,8 @@ def profile(
         int,
         typer.Option("--ranks", min=1, max=1024, help="Copies at a time, as many as ranks will share a CPU."),
     ] = 1,
-    precision: PrecisionName = None,
+    *,
+    options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
     """Measure every operator of a training step, forward and backward, and write a profile.
@@ -60,7 +62,7 @@ def profile(
             device=device,
             repeats=repeats,
             ranks=ranks,
-            precision=precision,
+            precision=options["precision"],
             progress=progress,
         )
     measured.save(output)

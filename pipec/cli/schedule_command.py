@@ -3,33 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipec.cli.drawing import check_output, draw, print_steps
-from pipec.cli.options import (
-    Asynchronous,
-    ClipGradNorm,
-    CompileOptions,
-    Devices,
-    Drawing,
-    FusedGradients,
-    Json,
-    MemoryLimit,
-    OffloadName,
-    OptimizerName,
-    PrecisionName,
-    Recompute,
-    RecomputeChoice,
-    Replicas,
-    ScheduleName,
-    ShardName,
-    Stages,
-    Target,
-    TopologyFile,
-    parse_replicas,
-)
+from pipec.cli.options import Devices, Drawing, Json, Target, compile_flags, parse_replicas
 from pipec.cli.output import show_json
 from pipec.errors import InputError
 from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS
@@ -129,25 +108,12 @@ def schedule_name(
     )
 
 
+@compile_flags()
 def schedule_target(
     target: Target,
     devices: Devices = 4,
-    schedule: ScheduleName = "1f1b",
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, max=MOST_MICROBATCHES, help="Default: the fastest found.")
-    ] = None,
-    stages: Stages = None,
-    replicas: Replicas = "1",
-    asynchronous: Asynchronous = False,
-    optimizer: OptimizerName = None,
-    clip_grad_norm: ClipGradNorm = None,
-    shard: ShardName = None,
-    precision: PrecisionName = None,
-    fused_gradients: FusedGradients = False,
-    recompute: RecomputeChoice = Recompute.AUTO,
-    memory_limit: MemoryLimit = None,
-    offload: OffloadName = None,
-    topology: TopologyFile = None,
+    *,
+    options: Mapping[str, Any],
     compare: CompareSchedule = None,
     output: Drawing = None,
     as_json: Json = False,
@@ -159,16 +125,11 @@ def schedule_target(
     from pipec.cli.target import compile_target
     from pipec.viz import DrawnStep
 
-    compile_options = CompileOptions(
-        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fused_gradients
-    )
-
     def planned(name: str) -> _DrawnStep:
-        target_arguments = target, devices, name, microbatches, recompute, memory_limit
-        pipe = compile_target(*target_arguments, topology=topology, compile_options=compile_options)
+        pipe = compile_target(target, devices, {**options, "schedule": name})
         return replace(DrawnStep.of_plan(pipe.plan, pipe.programs, pipe.simulate()), schedule=name), {}
 
-    _show([planned(name) for name in _names(schedule, compare, output)], output, as_json)
+    _show([planned(name) for name in _names(options["schedule"], compare, output)], output, as_json)
 
 
 def _names(name: str, compare: str | None, output: Path | None, least_events: int = 0) -> list[str]:

@@ -6,12 +6,12 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pipec.cli.options import DEFAULT_COMPILE_OPTIONS, CompileOptions, parse_replicas
+from pipec.cli.options import parse_replicas
 from pipec.cli.output import status
 from pipec.errors import InputError, PipecError
 
@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 def compile_target(
     target: str,
     devices: int,
-    schedule: str,
-    microbatches: int | None,
-    recompute: str,
-    memory_limit: str | None,
-    profile: Path | None = None,
-    topology: Path | None = None,
-    compile_options: CompileOptions = DEFAULT_COMPILE_OPTIONS,
+    options: Mapping[str, Any],
     *,
     calibrated: bool = False,
     dynamic: bool = True,
 ) -> "Pipeline":
-    """Compile what ``step`` would run with the example of ``target``, and run nothing."""
-    replicas = parse_replicas(compile_options.replicas)
+    """Compile what ``step`` would run with the example of ``target``, and run nothing.
+
+    ``options`` are those of ``pipec.compile``, as ``compile_flags`` reads them.
+    """
+    schedule, replicas = options["schedule"], parse_replicas(options["replicas"])
     with status("loading torch") as spinner:
         from pipec.api import compile
         from pipec.hardware.calibration import calibrate
@@ -45,28 +42,19 @@ def compile_target(
         on = next(iter(resolve_devices(devices, world()).values()))
         spinner.update(f"loading {target} ...")
         example = load_example(target)
+        read = {
+            "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
+            "replicas": replicas,
+            "optimizer": load_optimizer(options["optimizer"]),
+        }
         pipe = compile(
             example.model,
             devices,
             loss_fn=example.loss_fn,
             batched=example.batched,
-            schedule=Path(schedule) if schedule.endswith(".txt") else schedule,
-            microbatches=microbatches,
-            stages=compile_options.stages,
-            replicas=replicas,
-            asynchronous=compile_options.asynchronous,
-            optimizer=load_optimizer(compile_options.optimizer),
-            clip_grad_norm=compile_options.clip_grad_norm,
-            shard=compile_options.shard,
-            precision=compile_options.precision,
-            fused_gradients=compile_options.fused_gradients,
-            recompute=recompute,
-            memory_limit=memory_limit,
-            offload=compile_options.offload,
-            profile=profile,
-            topology=topology,
             device_model=calibrate(on) if calibrated else None,
             dynamic=dynamic,
+            **{**options, **read},
         )
         spinner.update("capturing the model and compiling its stages ...")
         return pipe.prepare(*example.args, target=example.target, **example.kwargs)

@@ -1,21 +1,25 @@
 """``pipec trace``: what a step of a saved artifact takes for real, beside what was planned."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipec.cli.drawing import check_output, draw, print_steps
-from pipec.cli.options import Artifact, ClipGradNorm, Drawing, IntHigh, Json, OptimizerName, Seed, Steps
+from pipec.cli.options import Artifact, Drawing, IntHigh, Json, Seed, Steps, compile_flags
 from pipec.cli.output import show_json, status
 
 WARMUP = 2
 """So many steps run before the recording begins, because the first ones allocate memory."""
 
 
+@compile_flags("optimizer", "clip_grad_norm")
 def trace(
     directory: Artifact,
     output: Drawing = None,
     steps: Steps = 5,
     seed: Seed = 0,
     int_high: IntHigh = 2,
-    optimizer: OptimizerName = None,
-    clip_grad_norm: ClipGradNorm = None,
+    *,
+    options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
     """Record steps of a saved artifact on random inputs, and draw the planned step and the measured one.
@@ -33,7 +37,7 @@ def trace(
         from pipec.viz import DrawnStep
 
     check_output(output)
-    pipe, _ = load_with_random_tensors(directory, seed, optimizer, clip_grad_norm)
+    pipe, _ = load_with_random_tensors(directory, seed, **options)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
         pipe.step_with_leaves(next(batches))

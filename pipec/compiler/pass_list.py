@@ -1,6 +1,8 @@
 """The passes of a compilation, top to bottom, and the options they are made with."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from pipec.cost.profile import Profile
 from pipec.hardware.devices import DeviceModel
@@ -39,7 +41,7 @@ class CompilerOptions:
     clip and shard, and ``optimizer`` has the costs of its updates. ``buffers_on_any_stage`` says whether any
     stage may hold a buffer; where one process has several devices, it has each buffer on one. With
     ``fused_gradients``, products are added to sums of gradients as they are made, and the gradient of cross
-    entropy is made of probabilities.
+    entropy is made of probabilities. ``recorded`` is what an artifact records of the options of ``compile``.
     """
 
     device_model: DeviceModel
@@ -51,6 +53,7 @@ class CompilerOptions:
     optimizer: OptimizerProperties | None = None
     buffers_on_any_stage: bool = True
     fused_gradients: bool = False
+    recorded: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def cost_source(self) -> str:

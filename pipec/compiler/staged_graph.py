@@ -128,7 +128,7 @@ class EvaluatedPlan:
             for functions, stage in zip(self.stages, self.plan.stages, strict=True)
         )
         constants = {name: x if x.is_meta else x.cpu() for name, x in graph.constants.items()}
-        return Artifact(self.plan, sources, self.programs, constants)
+        return Artifact(self.plan, sources, self.programs, constants, self.staged.options.recorded)
 
 
 class StagedGraph:

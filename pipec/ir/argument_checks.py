@@ -3,7 +3,7 @@
 A caller passes a table such as ``{"timeout": SECONDS}`` and the values to ``check_arguments``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +12,17 @@ from pipec.errors import InputError
 
 @dataclass(frozen=True)
 class ArgumentRule:
-    """A check of values, and a description of the valid ones."""
+    """A check of values, and a description of the valid ones; ``choices`` are the valid texts, if listed."""
 
     expected: str
     is_valid: Callable[[object], bool]
+    choices: tuple[str, ...] = ()
 
     def __or__(self, other: "ArgumentRule") -> "ArgumentRule":
         return ArgumentRule(
-            f"{self.expected} or {other.expected}", lambda x: self.is_valid(x) or other.is_valid(x)
+            f"{self.expected} or {other.expected}",
+            lambda x: self.is_valid(x) or other.is_valid(x),
+            self.choices + other.choices,
         )
 
 
@@ -67,7 +70,7 @@ def number(above: float, most: float) -> ArgumentRule:
 
 def one_of(*values: str) -> ArgumentRule:
     return ArgumentRule(
-        f"one of {', '.join(map(repr, values))}", lambda x: isinstance(x, str) and x in values
+        f"one of {', '.join(map(repr, values))}", lambda x: isinstance(x, str) and x in values, values
     )
 
 
@@ -76,6 +79,23 @@ def _is_number(value: object) -> bool:
         return not isinstance(value, bool | str | bytes) and float(value) == float(value)  # type: ignore
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
+
+
+def _is_device(value: object) -> bool:
+    import torch  # whoever has devices has loaded it; the command line, which imports this file, has not
+
+    if not isinstance(value, str | torch.device):
+        return False
+    try:
+        return bool(torch.device(value).type)
+    except RuntimeError:
+        return False
+
+
+def _are_devices(value: object) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return 1 <= len(value) <= MOST_RANKS and all(_is_device(each) for each in value)
 
 
 MOST_RANKS, MOST_MICROBATCHES = 2**14, 2**20
@@ -87,3 +107,12 @@ FUNCTION = ArgumentRule("a function", callable)
 FLAG = instance("True or False", bool)
 PATH = instance("a path", str, Path)
 SECONDS = number(0, 1e8)
+
+DEVICE = ArgumentRule("a torch device such as 'cpu' or 'cuda:1'", _is_device)
+DEVICES = integer_between(1, MOST_RANKS) | ArgumentRule(
+    "a list of torch devices, such as ['cpu', 'cpu']", _are_devices
+)
+OPTIMIZER = ArgumentRule("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable)
+KERNELS = one_of("source", "inductor", "cudagraphs", "auto")
+MICROBATCH_WEIGHT = one_of("rows", "sum") | FUNCTION
+"""What ``compile`` and ``load`` take as ``devices``, ``optimizer``, ``kernels`` and ``microbatch_weight``."""

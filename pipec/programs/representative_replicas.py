@@ -20,8 +20,8 @@ for the programs of all replicas:
   receives before it sends results itself, so no cycle goes through them.
 
 Costs belong to stages and links, whichever replica runs them, so replicas of a kind also take the same time.
-tests/programs/test_alike.py compares all this with steps of all replicas. Representatives serve planning only:
-programs that run, or are written to a file, are those of all ranks, and are verified one by one.
+tests/programs/test_alike.py compares all this with steps of all replicas. Representatives serve planning
+only: programs that run, or are written to a file, are those of all ranks, and are verified one by one.
 """
 
 from collections.abc import Callable, Sequence

@@ -15,15 +15,16 @@ from pipec.artifact.verification import read_verified
 from pipec.errors import InputError
 from pipec.ir import InputLeaf, Plan, Sizes, SyncSpec, Value
 from pipec.ir.argument_checks import (
+    DEVICES,
     FLAG,
-    FUNCTION,
+    KERNELS,
+    MICROBATCH_WEIGHT,
     NONE,
+    OPTIMIZER,
     SECONDS,
-    ArgumentRule,
     check_arguments,
     instance,
     number,
-    one_of,
 )
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import leaf_path, require_equal_rows, split_sizes, variable_values
@@ -33,14 +34,14 @@ from pipec.runtime.messages.call_description import CallDescription, describe_le
 from pipec.runtime.model_tensors import ModelTensors, register_tensors
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.pipeline_base import tensor_devices
-from pipec.runtime.processes.launch import DEVICES, Devices
+from pipec.runtime.processes.launch import Devices
 from pipec.runtime.random_seeds import advance_default_generator, peek_seed
 from pipec.runtime.stages.input_layout import as_contiguous
-from pipec.runtime.stages.kernels import KERNELS, require_source
+from pipec.runtime.stages.kernels import require_source
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
-from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, WEIGHT_NAMES, MicrobatchWeight, loss_weights
+from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight, loss_weights
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
 from pipec.runtime.stream.call_arguments import CallArguments
@@ -90,11 +91,10 @@ LOAD = {
     "directory": instance("the path of a folder", str, Path),
     "devices": DEVICES | NONE,
     "timeout": SECONDS,
-    "optimizer": ArgumentRule("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable)
-    | NONE,
+    "optimizer": OPTIMIZER | NONE,
     "clip_grad_norm": number(0, math.inf) | NONE,
-    "microbatch_weight": one_of(*WEIGHT_NAMES) | FUNCTION | NONE,
-    "kernels": one_of(*KERNELS),
+    "microbatch_weight": MICROBATCH_WEIGHT | NONE,
+    "kernels": KERNELS,
 }
 """What each argument of ``load`` must be."""
 

@@ -104,6 +104,27 @@ def test_a_plan_has_the_replicas_and_the_update_that_were_asked_for() -> None:
     assert (sync_spec["updates"], sync_spec["clips"], sync_spec["shard"]) == (True, True, "optimizer")
 
 
+def test_every_option_that_changes_a_plan_is_a_flag() -> None:
+    options = ("--gradient-dtype", "bf16", "--on-nan", "skip", "--microbatches", "4", "--stages", "1")
+    plan = json.loads(ran("plan", MLP, "--devices", "2", *options, "--json"))["plan"]
+    assert (plan["sync_spec"]["gradient_dtype"], plan["sync_spec"]["on_nan"]) == ("bfloat16", "skip")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stages", "0"), "stages is 0; expected a whole number from 1"),
+        (("--clip-grad-norm", "-1"), "clip_grad_norm is -1.0; expected a number above 0"),
+        (("--on-nan", "no"), "'no' is not one of"),
+    ],
+)
+def test_a_flag_is_checked_as_the_option_is(arguments: tuple[str, ...], message: str) -> None:
+    for command in ("plan", "dump", "schedule"):
+        result = run(command, "no_such_module:f", "--devices", "2", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
 def test_the_timeline_of_a_model_has_its_replicas() -> None:
     drawn = ran(
         "schedule", MLP, "--devices", "2", "--stages", "1", "--microbatches", "2", "--optimizer", "SGD"

@@ -1,8 +1,10 @@
 """Wrong arguments of the API and the command line: one line says which, what it is and what it must be."""
 
+import functools
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from typer.testing import CliRunner
 
 import pipec
 from pipec import api
+from pipec.artifact.artifact import read_artifact
 from pipec.cli import app
 from pipec.errors import ArtifactError, InputError, PipecError
 from pipec.ir.argument_checks import ArgumentRule
+from pipec.options import OPTIONS, Options
 from pipec.pipeline import Pipeline
 from pipec.runtime import loaded_pipeline
 
@@ -40,13 +44,54 @@ def pipe() -> Pipeline:
 @pytest.mark.parametrize(
     ("function", "kinds"),
     [
-        (pipec.compile, api.COMPILE_ARGUMENTS),
         (pipec.profile, api.PROFILE_ARGUMENTS),
         (pipec.load, loaded_pipeline.LOAD),
     ],
 )
 def test_every_argument_has_a_row(function: Callable[..., Any], kinds: Mapping[str, ArgumentRule]) -> None:
     assert list(kinds) == list(inspect.signature(function).parameters)
+
+
+def test_compile_shows_every_option_with_its_default_and_meaning() -> None:
+    parameters = inspect.signature(pipec.compile).parameters
+    documentation = pipec.compile.__doc__ or ""
+    assert list(parameters) == ["model", *OPTIONS]
+    for name, option in OPTIONS.items():
+        assert parameters[name].default == getattr(Options, name)
+        assert f"        {name}: {option.meaning.splitlines()[0]}\n" in documentation
+        assert option.rule.is_valid(getattr(Options, name))
+
+
+def test_compile_takes_devices_by_position_and_others_by_name_alone() -> None:
+    make_pipeline = functools.partial(pipec.compile, make(), 2, loss_fn=nn.functional.mse_loss)
+    assert make_pipeline(microbatches=4).prepare(X, target=Y).plan.num_microbatches == 4
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments but 3 were given"):
+        pipec.compile(make(), 2, nn.functional.mse_loss)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("microbatchs", "did you mean 'microbatches'?"), ("zzz", "help(pipec.compile) lists")]
+)
+def test_an_option_that_there_is_not(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"unexpected keyword argument {name!r}; {hint}")):
+        compiled(**{name: 2})
+
+
+def test_an_artifact_records_the_options(tmp_path: Path) -> None:
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    pipe = compiled(optimizer=optimizer, batched={"input": 0}, clip_grad_norm=math.inf)
+    pipe.prepare(X, target=Y).save(tmp_path / "artifact")
+    options = read_artifact(tmp_path / "artifact")[0].options
+    changed = {name: value for name, value in options.items() if value != getattr(Options, name)}
+    assert list(options) == list(OPTIONS)
+    assert changed == {
+        "devices": 2,
+        "loss_fn": "torch.nn.functional.mse_loss",
+        "microbatches": 2,
+        "optimizer": "partial(torch.optim.adamw.AdamW, lr=0.001)",
+        "clip_grad_norm": "inf",
+        "batched": {"input": 0},
+    }
 
 
 class Unprintable:

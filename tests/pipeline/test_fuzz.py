@@ -20,7 +20,6 @@ from resumable_training import Run, start
 from torch import nn
 
 import pipec
-from pipec import api
 from pipec.api_arguments import parse_bytes
 from pipec.artifact.verification import read_verified
 from pipec.checkpoint.convert import convert, open_checkpoint
@@ -30,6 +29,7 @@ from pipec.cost.profile import load_profile
 from pipec.errors import PipecError
 from pipec.hardware.topology import read_topology
 from pipec.ir import Compute, Phase
+from pipec.options import OPTIONS
 from pipec.schedules import Workload, custom_schedule, make_schedule
 from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.schedules.custom import format_orders
@@ -272,7 +272,7 @@ odd = (
 
 
 @often
-@given(name=st.sampled_from(list(api.COMPILE_ARGUMENTS)), value=odd)
+@given(name=st.sampled_from(["model", *OPTIONS]), value=odd)
 def test_any_argument_of_compile(name: str, value: object) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     arguments: dict[str, Any] = {"model": model, "devices": 2, "loss_fn": nn.functional.mse_loss}

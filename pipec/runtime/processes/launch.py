@@ -12,31 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pipec.errors import InputError
-from pipec.ir.argument_checks import MOST_RANKS, ArgumentRule, integer_between
 
 Devices = int | Sequence[str | torch.device]
 """How many devices, or which: entry r is the device of rank r."""
-
-
-def _is_device(value: object) -> bool:
-    if not isinstance(value, str | torch.device):
-        return False
-    try:
-        return bool(torch.device(value).type)
-    except RuntimeError:
-        return False
-
-
-def _are_devices(value: object) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return False
-    return 1 <= len(value) <= MOST_RANKS and all(_is_device(each) for each in value)
-
-
-DEVICE = ArgumentRule("a torch device such as 'cpu' or 'cuda:1'", _is_device)
-DEVICES = integer_between(1, MOST_RANKS) | ArgumentRule(
-    "a list of torch devices, such as ['cpu', 'cpu']", _are_devices
-)
 
 
 @dataclass(frozen=True)

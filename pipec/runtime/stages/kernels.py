@@ -24,9 +24,6 @@ from pipec.ir import Plan
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.direct_calls import CallRecorder, DirectCall, call_key
 
-KERNELS = ("source", "inductor", "cudagraphs", "auto")
-"""What ``compile`` and ``load`` take as ``kernels``."""
-
 _TIMED_CALLS = 3
 """How many calls of a function ``auto`` times, after the one that compiles."""
 

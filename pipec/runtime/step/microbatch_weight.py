@@ -10,7 +10,6 @@ from pipec.ir.batch_axis import BatchAxis
 MicrobatchWeight = Callable[..., Any] | str
 """``"rows"``, ``"sum"``, or a function of what ``step`` takes that returns a number."""
 
-WEIGHT_NAMES = ("rows", "sum")
 CUSTOM_WEIGHT = "function"
 """What a plan has for a function, which an artifact cannot hold."""
 
