@@ -48,7 +48,7 @@ class CheckpointModule(CollectiveCallModule):
         While a loop over a stream runs, those whose losses it was given. One that has ended early may have
         trained on more, if the schedule has no flush; they count, too.
         """
-        return self._num_steps
+        return self._steps.num_steps
 
     @property
     def ranks(self) -> Ranks:
@@ -163,7 +163,7 @@ class CheckpointModule(CollectiveCallModule):
             load_weights(path, training)
             return None
         metadata, self._own_checkpoints[path] = load(path, training)
-        self._num_steps, self._saved_position = metadata.num_steps, None
+        self._steps.num_steps, self._saved_position = metadata.num_steps, None
         self._reader = self._last_reader = None
         self._undelivered = ()
         if positions := metadata.stream_positions():

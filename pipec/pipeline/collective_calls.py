@@ -113,7 +113,7 @@ class CollectiveCallModule(OwnedTensorsModule):
         """
         self.drain()
         if not self._ranks.world.is_distributed:
-            self._stop_here()
+            self._stop([self._signals.sent_here()])
             snapshot = self._snapshots.current()
             self._adopt_model_changes(snapshot)
             call = self._check_call(request.mode, args, kwargs, target)
@@ -178,7 +178,7 @@ class CollectiveCallModule(OwnedTensorsModule):
         )
         call_role = CallRole.OPTIONAL if self._batch == "local" else CallRole.REQUIRED
         every = self._require_same_call(request.name, facts, reply_values, call_role)
-        self._stop_if_requested(every)
+        self._stop(self._signals.sent_to(every))
         if refusal is not None:
             raise refusal
         rows = self._rows_per_replica(every, part) if self._batch == "local" else None
@@ -197,7 +197,7 @@ class CollectiveCallModule(OwnedTensorsModule):
         self._refuse_fork()
         own = {"batch": "none, for it has joined"}
         every = self._require_same_call("join", own, call_role=CallRole.JOINED)
-        self._stop_if_requested(every)
+        self._stop(self._signals.sent_to(every))
         if all(told.joined for told in every):
             return None
         rows = self._rows_per_replica(every, own)

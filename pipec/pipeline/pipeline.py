@@ -1,9 +1,10 @@
 """A module that trains across stages and is compiled at its first step: what ``pipec.compile`` returns."""
 
+import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from pipec.compiler.compiler import Compiler
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
 from pipec.graph import TracedConstants
-from pipec.ir import Mode, RankMemory
+from pipec.ir import Mode, Plan, RankMemory
 from pipec.ir.argument_checks import check_arguments
 from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, variable_values
+from pipec.pipeline.checkpointing import CheckpointModule
 from pipec.pipeline.collective_calls import CallRequest
-from pipec.pipeline.inspection import InspectableModule
+from pipec.pipeline.inspection import add_recorded_steps, draw_timelines, predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.plan.local_batch_check import check_local_batch
+from pipec.plan.plan_table import PrintablePlan
+from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.call_guard import exclusive_call
 from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, unregister_tensors
@@ -40,12 +44,14 @@ from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.stream.stream_session import CompiledStream
 from pipec.runtime.stream_training import OnStarted, nothing
+from pipec.timeline.events import Timeline
+from pipec.timeline.trace import Trace
 from pipec.torch_compat import ValuePath, pytree
 
 logger = logging.getLogger("pipec")
 
 
-class Pipeline(InspectableModule):
+class Pipeline(CheckpointModule):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
     It holds the model's own parameters and buffers, under the model's own names. In one process these are all
@@ -104,7 +110,8 @@ class Pipeline(InspectableModule):
 
     def _train(self, collective_call: CollectiveCall, begun: OnStarted = nothing) -> Any:
         loss = self._loss(collective_call, begun)
-        self._count_step(self._execution(self._artifact).non_finite)
+        trained = self._artifact
+        self._steps.count(self._execution(trained).non_finite, trained, self._accumulates)
         return loss
 
     @exclusive_call
@@ -139,7 +146,7 @@ class Pipeline(InspectableModule):
                 elif request.method == "prepare":
                     self._compiled(collective_call)
                 else:
-                    self._run(collective_call)
+                    self._run(collective_call, self._compiled(collective_call))
         finally:
             self._accumulates = accumulates
         return count
@@ -158,8 +165,9 @@ class Pipeline(InspectableModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
         collective_call = self._agree_with_batch_axis(CallRequest("forward", Mode.FORWARD), args, kwargs)
-        compiled = self._compiled(collective_call)[0][0]
-        results = self._run(collective_call)
+        groups = self._compiled(collective_call)
+        compiled, _ = groups[0]
+        results = self._run(collective_call, groups)
         return _output(compiled, results, compiled.artifact.plan.outputs)
 
     @property
@@ -213,8 +221,9 @@ class Pipeline(InspectableModule):
 
     def _loss(self, collective_call: CollectiveCall, begun: OnStarted = nothing) -> Any:
         """The loss of a step, and if it was requested, the model's output. The logs are kept."""
-        compiled = self._compiled(collective_call)[0][0]
-        results, plan = self._run(collective_call, begun), compiled.artifact.plan
+        groups = self._compiled(collective_call)
+        compiled, _ = groups[0]
+        results, plan = self._run(collective_call, groups, begun), compiled.artifact.plan
         self.logs = {
             name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
         }
@@ -296,6 +305,48 @@ class Pipeline(InspectableModule):
         held = self._gather("save", set(self._tensors.unique()), all_ranks=False) if tensors else None
         if self._ranks.world.rank == 0:
             write_artifact(self._artifact, Path(directory), held)
+
+    @property
+    def plan(self) -> Plan:
+        """What the compiler decided. It prints as a table."""
+        return PrintablePlan.of(self._artifact.plan, self._artifact.programs)
+
+    def simulate(self) -> Timeline:
+        """The timeline of one step, predicted from the programs and the plan's costs."""
+        return simulate_plan(self.plan, self.programs)
+
+    def memory(self) -> StepMemory:
+        """What each rank holds in a step that begins with ``.grad`` None, predicted from the programs.
+
+        It prints as a table. A step that adds to gradients which were kept, as when it accumulates or after
+        ``zero_grad(set_to_none=False)``, holds these from its start, and its own sums beside them where these
+        travel between replicas, or with ``on_nan`` and without ``optimizer``.
+        """
+        return predicted_memory(self.plan, self.programs)
+
+    def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
+        """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
+
+        If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
+        pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
+        """
+        check_arguments(METHOD_ARGUMENTS, locals())
+        timelines = trace.timelines() if trace else {"planned": self.simulate()}
+        drawn = Path(path) if path is not None and self._ranks.world.rank == 0 else None
+        return draw_timelines(self.plan, self.programs, timelines, drawn)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record the steps that are made inside a ``with``. After it, the trace has their timelines.
+
+        Every rank records, or none; each then has the times of all. They are times of the host: work that a
+        GPU still has to do is not in them.
+        """
+        trace = Trace()
+        with self.record() as recorded:
+            yield trace
+        if recorded:
+            add_recorded_steps(trace, self.plan, self.programs, recorded)
 
     @property
     def compile_seconds(self) -> dict[str, float]:
@@ -427,8 +478,9 @@ class Pipeline(InspectableModule):
         self._checked_sizes = {served for served in self._checked_sizes if served[0] in kept}
         return groups
 
-    def _run(self, collective_call: CollectiveCall, begun: OnStarted = nothing) -> Mapping[str, Tensor]:
-        groups = self._compiled(collective_call)
+    def _run(
+        self, collective_call: CollectiveCall, groups: MicrobatchGroups, begun: OnStarted = nothing
+    ) -> Mapping[str, Tensor]:
         if any(compiled.artifact.has_random_operators for compiled, _ in groups):
             advance_default_generator(collective_call.generator_after)
         begun()

@@ -194,9 +194,9 @@ class LoadedPipeline(StreamTraining):
         if self._ranks.world.is_distributed:
             call_description = self._batch_facts(batch) | self._update_facts()
             every = self._require_same_call("step", call_description, [seed])
-            self._stop_if_requested(every)
+            self._stop(self._signals.sent_to(every))
             seed = every[0].reply_values[0]
-        self._stop_here()
+        self._stop([self._signals.sent_here()])
         if self._artifact.has_random_operators:
             advance_default_generator(after)
         return seed

@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,17 +15,19 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
-from pipec.ir.argument_checks import NUMBER, check_arguments, instance
+from pipec.ir.argument_checks import FUNCTION, NUMBER, check_arguments, instance
 from pipec.runtime.call_guard import CallGuard, exclusive_call
 from pipec.runtime.messages.agreement import CallRole, RankReply
 from pipec.runtime.messages.call_description import CallDescription, describe_differences, format_ranks
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.model_tensors import UninitializedTensors
 from pipec.runtime.optimizers import PipelineOptimizer, StateShard
+from pipec.runtime.signal_handling import SignalHandling
 from pipec.runtime.step.execution import Execution, Ranks
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.stream_results import BatchResult
 from pipec.runtime.step.timestamps import RecordedStep
+from pipec.runtime.step_counter import StepCounter
 from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.stream.stream_session import StreamSession
 
@@ -58,7 +60,8 @@ class PipelineBase(nn.Module):
         self._accumulates = False
         self.logs: dict[str, Tensor] = {}
         self._trained = trained
-        self._num_steps = 0
+        self._steps = StepCounter(updates)
+        self._signals = SignalHandling(ranks.world.is_distributed)
         self._process = os.getpid()
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
@@ -145,6 +148,41 @@ class PipelineBase(nn.Module):
             yield
         finally:
             self._accumulates = before
+
+    @property
+    def num_skipped(self) -> int:
+        """Of how many steps nothing came, because a loss or gradient was not finite.
+
+        See ``on_nan`` and ``precision="fp16-mixed"``.
+        """
+        return self._steps.num_skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What the backward of the next step multiplies the loss by: 1 but for ``precision="fp16-mixed"``.
+
+        Neither losses nor gradients show it.
+        """
+        scaled = self._updates.loss_scale if self._updates else None
+        return scaled.scale if scaled else 1.0
+
+    def before_stop(self, call: Callable[[], object]) -> None:
+        """Let ``call`` be called on every rank when all end because one was sent SIGTERM or SIGINT.
+
+        All ranks have made the same steps then, and whatever they did together they can still do, such as
+        saving a checkpoint. Afterwards every rank raises KeyboardInterrupt, or for SIGTERM SystemExit with
+        status 143. Under ``torchrun`` a signal is noted from the first step on, whatever the rank does, and
+        all ranks follow it before the next step, mini-batch or evaluation that they make. In one process
+        that holds for SIGTERM once this has been called; Ctrl-C raises at once.
+        """
+        check_arguments(METHODS, locals())
+        self._signals.before_stop(call)
+
+    def _stop(self, asked: Sequence[int]) -> None:
+        """End on all ranks, if one of them was sent one of these signals."""
+        if any(asked):
+            self.drain()
+            self._signals.exit(asked, self._steps.num_steps)
 
     @property
     def programs(self) -> Sequence[Program]:
@@ -300,7 +338,7 @@ class PipelineBase(nn.Module):
         Raises InputError if they do not, or if this process cannot reach the others.
         """
         self._refuse_fork()
-        call = f"{kind}, after {self._num_steps} steps"
+        call = f"{kind}, after {self._steps.num_steps} steps"
         call_description = {"call": call, **call_description}
         mismatch_message = functools.partial(_refusal, remedy=self._batch_mismatch_advice)
         return self._ranks.agreement.require_same_call(
@@ -358,7 +396,12 @@ class PipelineBase(nn.Module):
         return self
 
 
-METHODS = {"max_norm": NUMBER, "norm_type": NUMBER, "stage": instance("the number of a stage", int)}
+METHODS = {
+    "call": FUNCTION,
+    "max_norm": NUMBER,
+    "norm_type": NUMBER,
+    "stage": instance("the number of a stage", int),
+}
 """What the arguments of the methods must be."""
 
 

@@ -12,7 +12,7 @@ from pipec.errors import InputError, PipecError
 from pipec.ir.argument_checks import FLAG, NONE, check_arguments
 from pipec.runtime.call_guard import LossIterator
 from pipec.runtime.messages.call_description import CallDescription
-from pipec.runtime.signal_handling import SignalHandling
+from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.stream_results import BatchResult
 from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments, call_arguments_of
@@ -29,7 +29,7 @@ def nothing() -> None:
     """Do nothing."""
 
 
-class StreamTraining(SignalHandling):
+class StreamTraining(PipelineBase):
     """What a user iterates over."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ class StreamTraining(SignalHandling):
     def _track_position(self, reader: ResumableReader, steps: Generator[Tensor]) -> Generator[Tensor]:
         """The losses of the steps, while checkpoints know the position."""
         before, self._undelivered = self._reader, ()
-        self._num_steps -= len(reader.undelivered)  # they count again as the loop is given their losses
+        self._steps.num_steps -= len(reader.undelivered)  # they count again as the loop is given their losses
         try:
             with contextlib.closing(steps):
                 while reader.undelivered:
@@ -87,7 +87,7 @@ class StreamTraining(SignalHandling):
                 self._reader = self._last_reader = reader
                 reader.leave(self._undelivered)
                 self._undelivered = ()
-                self._num_steps += len(reader.undelivered)
+                self._steps.num_steps += len(reader.undelivered)
 
     @property
     def num_undelivered(self) -> int:
@@ -100,8 +100,8 @@ class StreamTraining(SignalHandling):
         """The steps, with those whose losses the running loop is still to be given."""
         loop = self._reader
         if self._saved_position is not None or loop is None or loop.has_ended_early:
-            return self._num_steps
-        return self._num_steps + len(loop.undelivered) + len(self._undelivered)
+            return self._steps.num_steps
+        return self._steps.num_steps + len(loop.undelivered) + len(self._undelivered)
 
     def keep_last_position(self) -> None:
         """Let a checkpoint be within the stream that gave the last loss, even if it is over by now."""
@@ -142,7 +142,7 @@ class StreamTraining(SignalHandling):
         number, stream_session = 0, cast(StreamSession | None, None)
         try:
             while True:
-                if stream_session is not None and self._is_stop_requested:
+                if stream_session is not None and self._signals.sent_here():
                     stream_session.drain(
                         self.optimizer.hyperparameters()
                     )  # which gives losses, and they come first
@@ -174,7 +174,7 @@ class StreamTraining(SignalHandling):
     def _deliver(self, result: BatchResult, found: NonFinite | None = None) -> Tensor:
         """The loss of a mini-batch that has been trained on, whose logs are kept."""
         self.logs = dict(result.logs)
-        self._count_step(found)
+        self._steps.count(found, self._trained, self._accumulates)
         return result.loss
 
     def _call_arguments(self, batch: Any) -> CallArguments:
