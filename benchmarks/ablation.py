@@ -141,10 +141,16 @@ CASES: dict[str, StepCase | PlanCase] = {
         {"devices": 2, "stages": 1, "microbatches": 2},
     ),
     "shared-memory": StepCase(
-        "GPT of width 64, 1F1B on 2 processes, 8 microbatches of 16 x 128 tokens",
+        "GPT of width 64, 8 stages on 2 processes, 16 microbatches of 2 x 128 tokens",
         replaced("pipec.runtime.messages.shared_memory.SharedMemory.open", no_shared_memory),
-        functools.partial(narrow_gpt, 128, 128),
-        {"devices": 2, "schedule": "1f1b", "microbatches": 8, "loss_fn": next_token_loss},
+        functools.partial(narrow_gpt, 32, 128),
+        {
+            "devices": 2,
+            "schedule": "looped-bfs-v4",
+            "stages": 8,
+            "microbatches": 16,
+            "loss_fn": next_token_loss,
+        },
         num_processes=2,
     ),
     "direct-calls": StepCase(
