@@ -37,6 +37,7 @@ from pipec.ir import Mode
 from pipec.passes import run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.mark_recompute import MarkRecompute
 from pipec.profiler import profile_graph
 from pipec.runtime.model_tensors import ModelTensors
 
@@ -146,7 +147,7 @@ def planned_stages(graph: TrainingGraph, profile: Profile | None) -> list[int]:
     devices = equal_devices(STAGES, LinkModel(math.inf, 0.0))
     cut = AssignStages(CutStages(devices, ROWS))
     options = CompilerOptions(DEVICES["cpu"], devices, profile=profile)
-    staged = run_passes(copy_graph(graph), make_passes(options, cut, frozenset()))
+    staged = run_passes(copy_graph(graph), make_passes(options, cut, MarkRecompute()))
     stage_of = {node.meta["operator"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}
     return list(itertools.accumulate((stage_of.get(op, 0) for op in range(len(graph.operators))), max))
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from memory import Meter
 from models import gpt, next_token_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import pipec
+from pipec.runtime.memory.meter import TensorMemoryMeter
 
 RANKS, WARMUP_STEPS = 2, 3
 BUCKETS_MB = (1, 25, 400)
@@ -178,12 +178,14 @@ def mean_over_ranks(loss: Tensor) -> float:
     return float(total / RANKS)
 
 
-def peak_bytes(step: Step) -> int:
+def peak_bytes(step: Step) -> float:
     """The most that storages made during a step hold at once."""
     dist.barrier()
-    with Meter() as meter:
+    with TensorMemoryMeter() as meter:
+        meter.begin({})
         step()
-    return meter.peak
+        meter.note()
+    return meter.memory(dist.get_rank()).peak_bytes
 
 
 def main() -> None:

@@ -93,8 +93,8 @@ class Instant:
     def __init__(self, tensors: Sequence[Tensor] = (TENSOR,)) -> None:
         self.tensors = tensors
 
-    def sender(self, instruction: Instruction, tag: int) -> Callable[[Sequence[Tensor]], None]:
-        return self.finish
+    def sender(self, instruction: Instruction, tag: int) -> Callable[[Sequence[Tensor], Sizes], None]:
+        return self.send
 
     def receiver(self, instruction: Instruction, tag: int) -> "Instant":
         return self
@@ -105,7 +105,13 @@ class Instant:
     def wait(self) -> Sequence[Tensor]:
         return self.tensors
 
-    def finish(self, tensors: Sequence[Tensor] = ()) -> None:
+    def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def check(self) -> None:
         pass
 
     def fail(self, error: BaseException) -> None:

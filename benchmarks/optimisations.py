@@ -30,7 +30,6 @@ from pipec.compiler import pass_list
 from pipec.passes.fuse_cross_entropy import FuseCrossEntropy
 from pipec.passes.make_row_sparse_gradients import MakeRowSparseGradients
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
-from pipec.passes.permute_before_concat import PermuteBeforeConcat
 from pipec.passes.precompute_weights import PrecomputeWeights
 from pipec.passes.recompose_linear import RecomposeLinear
 from pipec.passes.reuse_memory import ReuseMemory
@@ -74,7 +73,6 @@ VARIANTS: dict[str, Change] = {
     ALL: lambda stack: {},
     "without Simplify": without_pass(Simplify),
     "without MergeSliceGradients": without_pass(MergeSliceGradients),
-    "without PermuteBeforeConcat": without_pass(PermuteBeforeConcat),
     "without PrecomputeWeights": without_pass(PrecomputeWeights),
     "without RecomposeLinear": without_pass(RecomposeLinear),
     "without MakeRowSparseGradients": without_pass(MakeRowSparseGradients),

@@ -91,17 +91,17 @@ def measure_stream(name: str, ranks: Ranks) -> Row:
     made = stream_artifact(name)
     count, parameters = made.plan.num_microbatches, parameters_of(made)
     updates = OptimizerUpdates(functools.partial(torch.optim.SGD, lr=0.1), None, parameters)
-    updates.bind(made.plan, parameters, ranks.devices, ranks.world.is_distributed, lambda own: [own])
+    updates.bind(made.plan, parameters, ranks.devices, ranks.world.is_distributed, lambda own: [own], {})
     execution = StreamExecution(made, parameters, {}, ranks, updates)
     batch = StreamBatch([{"x": torch.zeros(1)}] * count, [1] * count, [1 / count] * count)
     measured = []
     for _ in range(RUNS):
-        run = execution.begin(lambda number: batch if number < BATCHES else None, 0)
+        run = execution.begin(lambda number: batch if number < BATCHES else None, batch, 0)
         times = []
         while run.results(updates.optimizer.hyperparameters()) is not None:
             times.append(time.perf_counter())
         measured.append((times[-1] - times[WARMUP]) / (len(times) - 1 - WARMUP))
-    return Row(name, count, step_seconds(simulate_plan(made.plan, made.programs)), measured)
+    return Row(name, count, simulated_seconds(made), measured)
 
 
 def measure_steps(name: str, ranks: Ranks) -> Row:
@@ -113,7 +113,11 @@ def measure_steps(name: str, ranks: Ranks) -> Row:
         execution.run([torch.zeros(MICROBATCHES)], span, 0)
         times.append(time.perf_counter())
     measured = [end - start for start, end in pairwise(times)]
-    return Row(name, MICROBATCHES, step_seconds(simulate_plan(made.plan, made.programs)), measured)
+    return Row(name, MICROBATCHES, simulated_seconds(made), measured)
+
+
+def simulated_seconds(made: Artifact) -> float:
+    return step_seconds(made.plan, simulate_plan(made.plan, made.programs))
 
 
 def parameters_of(made: Artifact) -> dict[str, torch.nn.Parameter]:

@@ -39,7 +39,6 @@ from pipec.ir import Phase
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
-from pipec.passes.permute_before_concat import PermuteBeforeConcat
 from pipec.passes.simplify import Simplify
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.step.batch_slice import BatchSlice
@@ -80,7 +79,7 @@ def profile_graph(
     if device.type == "meta":
         raise InputError("the meta device computes nothing: profile on a device like those that will train")
     tensors = _tensors(graph, model, device)
-    graph = PermuteBeforeConcat()(MergeSliceGradients()(Simplify()(graph)))
+    graph = MergeSliceGradients()(Simplify()(graph))
     nodes = _Timer(graph, call.batch_size, device)
     whole = _ModelTimer(graph, tensors, call, device, ranks)
     arguments = list(_arguments(graph, tensors, call, device))

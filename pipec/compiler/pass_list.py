@@ -17,7 +17,6 @@ from pipec.passes.make_row_sparse_gradients import MakeRowSparseGradients
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
-from pipec.passes.permute_before_concat import PermuteBeforeConcat
 from pipec.passes.precompute_weights import PrecomputeWeights
 from pipec.passes.recompose_linear import RecomposeLinear
 from pipec.passes.reuse_memory import ReuseMemory
@@ -73,7 +72,6 @@ def make_passes(
     return [
         Simplify(),
         MergeSliceGradients(),
-        PermuteBeforeConcat(),
         AnnotateCost(options.device_model, options.profile),
         MakeRowSparseGradients(),
         SplitOperators(len(options.topology.devices)),

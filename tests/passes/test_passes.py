@@ -36,7 +36,6 @@ from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
-from pipec.passes.permute_before_concat import PermuteBeforeConcat
 from pipec.passes.simplify import SCALAR_OVERLOADS, Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
@@ -306,24 +305,23 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
     assert files == [
         "00_simplify.txt",
         "01_merge_slice_gradients.txt",
-        "02_permute_before_concat.txt",
-        "03_annotate_cost.txt",
-        "04_make_row_sparse_gradients.txt",
-        "05_split_operators.txt",
-        "06_precompute_weights.txt",
-        "07_assign_stages.txt",
-        "08_untie_gradients.txt",
-        "09_make_row_sparse_gradients.txt",
-        "10_insert_communication.txt",
-        "11_mark_recompute.txt",
-        "12_mark_offload.txt",
-        "13_split_at_collectives.txt",
-        "14_split_backward.txt",
-        "15_reuse_memory.txt",
-        "16_recompose_linear.txt",
-        "17_fuse_cross_entropy.txt",
+        "02_annotate_cost.txt",
+        "03_make_row_sparse_gradients.txt",
+        "04_split_operators.txt",
+        "05_precompute_weights.txt",
+        "06_assign_stages.txt",
+        "07_untie_gradients.txt",
+        "08_make_row_sparse_gradients.txt",
+        "09_insert_communication.txt",
+        "10_mark_recompute.txt",
+        "11_mark_offload.txt",
+        "12_split_at_collectives.txt",
+        "13_split_backward.txt",
+        "14_reuse_memory.txt",
+        "15_recompose_linear.txt",
+        "16_fuse_cross_entropy.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[9:11])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[8:10])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before
@@ -402,44 +400,6 @@ def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None
     model(x).backward()
     for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
         assert torch.equal(found.grad, wanted.grad)
-
-
-class Permuted(nn.Module):
-    """Parts of tensors in another order of dimensions. What is joined at the end has another reader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.first(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
-        heads = (torch.sigmoid(q) * k + v).transpose(1, 2).flatten(2)
-        columns = self.second(heads).transpose(1, 2)
-        joined = torch.cat([columns[:, : WIDTH // 2].sin(), columns[:, WIDTH // 2 :].cos()], 1)
-        return joined.transpose(1, 2).contiguous().square().mean() + joined.mean()
-
-
-def test_parts_are_permuted_before_they_are_joined() -> None:
-    """Where nothing else reads what they make. Every element is copied once."""
-    x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
-    model = Permuted()
-    pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=2)
-    assert torch.equal(pipe.step(x), sum(map(model, x.chunk(2))) / 2)
-    for part in x.chunk(2):
-        (model(part) / 2).backward()
-    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert torch.equal(found.grad, wanted.grad)
-    graph = through(
-        capture(model, None, Mode.TRAIN, ModelCall((x,), {}, None)), Simplify(), MergeSliceGradients()
-    )
-    before, after = (joins_and_copies(each) for each in (graph, through(graph, PermuteBeforeConcat())))
-    assert before == ["cat", "clone", "cat", "clone", "stack", "clone"]
-    assert after == ["cat", "clone", "cat", "stack"]
-
-
-def joins_and_copies(graph: TrainingGraph) -> list[str]:
-    named = {aten.stack.default: "stack", aten.cat.default: "cat", aten.clone.default: "clone"}
-    return [named[node.target] for node in graph.nodes if node.target in named]
 
 
 class Products(nn.Module):
