@@ -116,8 +116,8 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
 
     run, numbers, met = pipe._run, count(1), list[bool]()
 
-    def waiting(turn: Any, begun: Any) -> Any:
-        results = run(turn, begun)
+    def waiting(turn: Any, groups: Any, begun: Any) -> Any:
+        results = run(turn, groups, begun)
         number = next(numbers)
         met.extend(event.wait(20.0) for event in read[number : number + 1])
         return results
