@@ -375,7 +375,7 @@ def test_a_rank_that_is_left_with_a_sum_says_so(open_page: Open) -> None:
     timeline = ended((2, 1), 3)
     page = open_page({"2-1": timeline})
     assert hover(page, lane(1, timeline.makespan - 0.5))[2].startswith(
-        "in the sum of gradients, to which rank 0"
+        "in the gradient reduction, to which rank 0"
     )
     assert hover(page, lane(2, timeline.makespan - 0.5))[2] == "nothing is left to compute"
 
