@@ -1,4 +1,4 @@
-"""Branches on values of tensors, which a graph follows one way: the way that the captured call took."""
+"""Branches on values of tensors: a graph follows the way that the captured call took, and checks it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ def _nothing(condition: Tensor, outcome: bool, branch: str) -> None:
 
 
 def is_branch_check(node: fx.Node) -> bool:
-    """Whether the node only checks that a condition is as it was when the model was captured."""
+    """Whether the node only checks that a condition has the value it had at capture."""
     return node.target is CHECK_BRANCH
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether the node makes nothing, and fails where what the capture took for granted does not hold."""
+    """Whether the node only checks an assumption of the capture."""
     return is_branch_check(node) or node.target in (require, check_row_independence)
 
 
 @dataclass(frozen=True)
 class InputBranches:
-    """The branches that follow from the arguments of ``step`` alone, which are looked at before each step.
+    """The branches that follow from the arguments of ``step`` alone, which are checked before each step.
 
     ``graph`` computes their conditions; its arguments are the leaves at ``positions``. ``outcomes`` and
     ``branches`` are those of the ``check_branch`` of each.
@@ -66,7 +66,7 @@ NO_INPUT_BRANCHES = InputBranches(fx.Graph(), (), (), ())
 def _computed(
     graph: fx.Graph, arguments: Sequence[Tensor], sizes: Mapping[sympy.Symbol, float]
 ) -> Sequence[Tensor]:
-    """What a graph makes of its arguments, on their device."""
+    """The results of a graph, on the device of its arguments."""
     given = iter(arguments)
     device = arguments[0].device if arguments else torch.device("cpu")
     known: dict[fx.Node, Any] = {}

@@ -1,4 +1,4 @@
-"""What a capture proved of the batch: whether microbatches make what the unsplit model makes of it."""
+"""Findings of a capture: whether microbatches reproduce the unsplit model's results."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import sympy
 
 @dataclass(frozen=True)
 class AssumedPerRow:
-    """A call of an operator that nobody knows, whose rows are taken to be computed each by itself.
+    """A call of an operator without a rule, which is assumed to compute each row by itself.
 
     ``op`` is its name, ``dims`` the dimension of the rows of each argument, None where it has none, and
     ``dim`` that of the result. ``location`` is the call in the model, with its line.

@@ -1,4 +1,4 @@
-"""Which statements of a function write their value into the memory of an operand that nobody reads later.
+"""Finds the statements of a function that may write into the memory of an operand that is not read later.
 
 ::
 
@@ -66,7 +66,7 @@ ROWWISE: Mapping[Any, OpOverload] = {
 
 
 def owns_new_storage(owner: fx.Node) -> bool:
-    """Whether memory is taken for a value because a function made it."""
+    """Whether a value takes memory because a function made it."""
     made_here = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
     return made_here and not accumulates_in_place(owner) and not is_row_sparse(owner)
 
@@ -96,17 +96,17 @@ def in_place_operands(function: PhaseFunction) -> dict[fx.Node, fx.Node]:
 
 
 def may_overwrite_saved(node: fx.Node) -> bool:
-    """Whether an operator may write into what a microbatch has saved.
+    """Whether an operator may write into a saved value.
 
-    Functions that torch compiles run more than once, so that others may not. This one does not do it there.
+    Functions that torch compiles may run more than once, so their operators may not.
     """
     return node.target is cross_entropy_gradient
 
 
 def _is_last(node: fx.Node, owner: fx.Node, body: set[fx.Node]) -> bool:
-    """Whether nothing of a function but one node reads what was saved, and nobody else was given it.
+    """Whether one node is the only reader of a saved value.
 
-    What a later function reads is among the function's results.
+    Values that a later function reads are among the function's results.
     """
     seen = {*storage_readers(owner)}
     shared = any(each.target is send or each.op == "output" or is_collective(each) for each in seen)
@@ -115,7 +115,7 @@ def _is_last(node: fx.Node, owner: fx.Node, body: set[fx.Node]) -> bool:
 
 @functools.cache
 def in_place_variant(target: Any) -> OpOverload | None:
-    """The operator that is an elementwise one, but for writing its first operand."""
+    """The in-place variant of an elementwise operator, which writes its first operand."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     packet = getattr(getattr(torch.ops, target.namespace), f"{target._schema.name.split('::')[1]}_", None)
@@ -124,7 +124,7 @@ def in_place_variant(target: Any) -> OpOverload | None:
 
 
 def out_variant(target: Any) -> OpOverload | None:
-    """The operator that is another one, but for a last argument that says where its value goes."""
+    """The out variant of an operator, whose last argument is the destination."""
     return ELEMENTWISE.get(target) or ROWWISE.get(target)
 
 
@@ -133,7 +133,7 @@ def _arguments(target: OpOverload) -> list[tuple[str, str]]:
 
 
 def storage_readers(owner: fx.Node) -> Iterator[fx.Node]:
-    """Whatever reads a node's memory, under any of its names."""
+    """All readers of a node's memory, under any of its names."""
     for user in owner.users:
         yield from storage_readers(user) if user.op == "call_function" and is_view(user) else (user,)
 
@@ -160,20 +160,20 @@ def _writable(node: fx.Node) -> Iterator[Any]:
 
 
 def _has_rows(node: fx.Node) -> bool:
-    """Whether kernels go through the operands row by row: on CPUs, where one row lies after another."""
+    """Whether kernels process the operands row by row: on CPUs, where rows are contiguous."""
     operands = [each for each in node.all_input_nodes if is_tensor(each)]
     return node.meta["val"].device.type == "cpu" and all(map(is_contiguous, operands))
 
 
 def _is_fresh(owner: fx.Node) -> bool:
-    """Whether an operator of torch made the memory. What others return may be what they hold."""
+    """Whether an operator of torch made the memory. Others may return memory that they keep."""
     maker = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
     is_torchs = isinstance(maker.target, OpOverload) and maker.target.namespace == "aten"
     return is_torchs and owns_new_storage(owner)
 
 
 def _is_whole(operand: fx.Node, owner: fx.Node) -> bool:
-    """Whether the operand shows each element of its memory once."""
+    """Whether the operand covers each element of its memory once."""
     node = operand
     while node is not owner:
         if depends_on_strides(node) or node.target is operator.getitem:
@@ -184,7 +184,7 @@ def _is_whole(operand: fx.Node, owner: fx.Node) -> bool:
 
 
 def _alike(operand: fx.Node, node: fx.Node) -> bool:
-    """Whether two values lie in memory alike. Their sizes may be symbols, and are compared as text.
+    """Whether two values have the same layout. Sizes may be symbols, and are compared as text.
 
     A single number is not worth it.
     """

@@ -193,7 +193,7 @@ def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _segments_are_ordered(graph: TrainingGraph) -> Iterator[Violation]:
-    """A function may read what earlier functions of its stage have made, its own phase's or another's."""
+    """A function reads only values of earlier functions of its stage, of its own phase or another."""
     for source, user in _stage_edges(graph):
         alike = stage_of(source) == stage_of(user) and is_forward(source) == is_forward(user)
         if alike and segment_of(source) > segment_of(user):
@@ -204,7 +204,7 @@ def _segments_are_ordered(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _collectives_begin_segments(graph: TrainingGraph) -> Iterator[Violation]:
-    """A function hands over what replicas join, and the next one takes what comes of it."""
+    """A segment ends with the input of a collective, and the next one begins with its result."""
     for node in filter(is_collective, graph.nodes):
         source = node.all_input_nodes[0]
         made = source.op == "call_function" and not is_constant(source) and _place(source) == _place(node)

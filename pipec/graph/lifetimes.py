@@ -1,7 +1,7 @@
-"""How long values are in memory: in a function, as generated code lets go of them, and between functions.
+"""The lifetimes of values: within a function, where generated code deletes them, and between functions.
 
-A value is a name for memory. What owns the memory is the node that made it; a view is another name for it,
-and keeps all of it. Tensors that a stage holds anyway, and what it was given or has received, lie in memory
+A value is a name for memory. The node that made the memory owns it; a view is another name for it, and keeps
+all of it alive. Tensors that a stage holds anyway, and what it was given or has received, lie in memory
 of their own and are not counted here.
 """
 
@@ -41,17 +41,17 @@ class FunctionMemory:
 
 
 def storage_owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that made the memory behind these values, each once. What is held anyway is left out."""
+    """The nodes that own the memory of these values, each once, without tensors that are held anyway."""
     return {owner for owner in map(storage_owner, nodes) if owns_new_storage(owner)}
 
 
 def storage_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
-    """What a microbatch holds with these values: views are free, and what they show counts whole."""
+    """The bytes of these values: views are free, and the memory behind them counts whole."""
     return sum(map(bytes_of, storage_owners(nodes)))
 
 
 def function_memory(function: PhaseFunction, bytes_of: BytesOf) -> FunctionMemory:
-    """What the values of a microbatch take while a function runs, which deletes what is ``dead_after``."""
+    """The memory of a microbatch's values while a function runs and deletes what is ``dead_after``."""
     before = storage_bytes(function.saved_in, bytes_of)
     peak = max((saved + made for _, saved, made in live_bytes(function, bytes_of)), default=0)
     after = storage_bytes(map(storage_owners_in(function), function.saved_out), bytes_of)
@@ -80,7 +80,7 @@ def live_bytes(function: PhaseFunction, bytes_of: BytesOf) -> Iterator[tuple[fx.
 def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
     """For each statement of a function, the tensors to delete after it: nothing reads their memory later.
 
-    Memory is let go of with the last of its names. Those of tensors that are held anyway may stay.
+    Memory is freed with the last of its names. Names of tensors that are held anyway may stay.
     """
     memory, body = storage_owners_in(function), {*function.body}
     kept = set(map(memory, function.result_nodes))
@@ -101,9 +101,9 @@ def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
 
 
 def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
-    """What a statement makes that has no name: the items of its tuple that are not in ``read``.
+    """The bytes of a statement's unnamed results: the items of its tuple that are not in ``read``.
 
-    Of losses that is also what their kernels make of each element, and reduce, or of some rows at a time.
+    For losses also the temporaries of their kernels, for each element or for some rows at a time.
     """
     if node.target in LOSSES_WITH_TEMPORARIES and not node.meta["val"].dim():
         return bytes_of(node.all_input_nodes[0])
@@ -116,7 +116,7 @@ def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) 
 
 
 def storage_owners_in(function: PhaseFunction) -> Callable[[fx.Node], fx.Node]:
-    """What owns the memory of a value, in a function that writes some values into others' memory."""
+    """The owners of a value's memory, in a function that writes some values into others' memory."""
     written = in_place_operands(function)
 
     def memory(node: fx.Node) -> fx.Node:

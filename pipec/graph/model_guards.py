@@ -1,4 +1,4 @@
-"""What a captured graph takes for granted of the model and the loss that it was captured from."""
+"""The guards of a captured graph on the model and the loss that it was captured from."""
 
 import operator
 import sys
@@ -36,7 +36,7 @@ class ModelGuards:
         constants: Iterable[str],
         take_snapshot: Callable[[nn.Module], Mapping[str, Any]],
     ) -> "ModelGuards":
-        """What holds now, of a module that was just captured. ``constants`` are names of tensors below it."""
+        """The guards of a module that was just captured. ``constants`` are names of tensors below it."""
         constant_guards = [constant_guard(name, operator.attrgetter(name), traced) for name in constants]
         return cls(traced, guards, constant_guards, take_snapshot, {} if guards else take_snapshot(traced))
 
@@ -46,7 +46,7 @@ class ModelGuards:
 
     @property
     def constants(self) -> dict[ValuePath, Any]:
-        """The numbers, strings and the like that were read of the model and the loss, and where."""
+        """The plain values that were read of the model and the loss, by place."""
         constants = self.guards.constants if self.guards else {}
         return {place: value for place, value in constants.items() if place.root or place.names[0] in _NAMES}
 
@@ -67,13 +67,13 @@ NO_MODEL_GUARDS = ModelGuards(nn.Module(), None, (), lambda _: {})
 
 
 def describe_changes(constants: Mapping[ValuePath, Any], traced: nn.Module) -> str:
-    """Which of the values that were read are others now: ``model.drop.p was 0.1 and is 0.2``."""
+    """The values read at capture that have changed: ``model.drop.p was 0.1 and is 0.2``."""
     now = {place: _found(place, traced) for place in constants}
     return "" if all(map(_same, constants.values(), now.values())) else _changed(constants, now)
 
 
 class TracedConstants:
-    """Values that were read, looked up time after time: what is on the way to several is taken once.
+    """The constants that were read, looked up again before each step, sharing lookups on common paths.
 
     ``model.h.0.drop.p`` and ``model.h.0.norm.eps`` are five lookups and four more.
     """
@@ -88,7 +88,7 @@ class TracedConstants:
         self._positions = [self._position(place.root, place.steps, known) for place in constants]
 
     def _position(self, root: str, steps: tuple[tuple[str, Any], ...], known: dict[Any, int]) -> int:
-        """Which lookup finds what is there after these steps; it is added if it is new."""
+        """The index of the lookup for a path, added if it is new."""
         if (root, steps) not in known:
             *before, (kind, key) = steps
             parent = self._position(root, tuple(before), known)
@@ -97,7 +97,7 @@ class TracedConstants:
         return known[root, steps]
 
     def changed(self, traced: nn.Module) -> str:
-        """Which of the values are others now, in words; empty if none is."""
+        """The values that have changed, in words; empty if none has."""
         found: list[Any] = [traced, *map(sys.modules.get, self._roots)]
         try:
             for parent, look_up, key in self._lookups:

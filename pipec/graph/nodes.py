@@ -1,4 +1,4 @@
-"""Nodes of the training graph: their metadata, and questions that can be asked of a node.
+"""Nodes of the training graph: their metadata, and predicates on nodes.
 
 These are pipec's keys of ``node.meta``; torch has others there:
 
@@ -49,8 +49,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Precomputed:
-    """What is made of the parameters ``fqns`` and of ``buffers`` that never change, once for each version of
-    the parameters: output ``index`` of the graph's ``precomputed``."""
+    """A value of the parameters ``fqns`` and of ``buffers`` that never change, computed once for each version
+    of the parameters: output ``index`` of the graph's ``precomputed``."""
 
     index: int
     fqns: tuple[str, ...]
@@ -75,7 +75,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class LossGradient:
-    """What the backward starts from: the weight of the microbatch's loss in the loss of the mini-batch."""
+    """The initial gradient of the backward: the weight of the microbatch's loss in the mini-batch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def stage_of(node: fx.Node) -> int:
 
 
 def segment_of(node: fx.Node) -> int:
-    """Which of the functions that its phase consists of runs the node."""
+    """The segment of its phase that runs the node."""
     part: int = node.meta.get("segment", 0)
     return part
 
@@ -177,7 +177,7 @@ def is_constant(node: fx.Node) -> bool:
 
 
 def source_parameters(node: fx.Node) -> tuple[str, ...]:
-    """The parameters that an argument of the graph is, or is made of; none of another argument."""
+    """The parameters that an argument of the graph is, or is computed from."""
     match node.meta.get("role"):
         case Parameter(fqn=fqn):
             return (fqn,)
@@ -187,7 +187,7 @@ def source_parameters(node: fx.Node) -> tuple[str, ...]:
 
 
 def source_buffers(node: fx.Node) -> tuple[str, ...]:
-    """The buffers that an argument of the graph is, or is made of; none of another argument."""
+    """The buffers that an argument of the graph is, or is computed from."""
     match node.meta.get("role"):
         case Buffer(fqn=fqn):
             return (fqn,)
@@ -202,12 +202,12 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_data_dependent_number(node: fx.Node) -> bool:
-    """Whether the node's value is a number that values tell, as the length of what a mask selects."""
+    """Whether the node's value is a data-dependent number, such as how many rows a mask selects."""
     return node.target in (torch.ops.aten.sym_size.int, size_expression)
 
 
 def is_contiguous(node: fx.Node) -> bool:
-    """Whether the elements of a tensor lie in memory one after the other, row by row."""
+    """Whether a tensor is contiguous."""
     tensor, step = node.meta["val"], sympy.Integer(1)
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if sympy.expand(sympy.sympify(stride) - step) != 0 and size != 1:
@@ -222,17 +222,17 @@ def has_data_dependent_size(node: fx.Node) -> bool:
 
 
 def accumulates_in_place(node: fx.Node) -> bool:
-    """Whether the node is a gradient that has no memory of its own: it is added to a sum as it is made."""
+    """Whether the node is a gradient that is added to its sum as it is computed."""
     return bool(node.meta.get("accumulated_in_place"))
 
 
 def is_row_sparse(node: fx.Node) -> bool:
-    """Whether the node is the gradient of a table, of which few rows are made, to be added to the sum."""
+    """Whether the node is the gradient of a table, computed for the rows that were looked up."""
     return bool(node.meta.get("row_sparse"))
 
 
 def reuses_memory(node: fx.Node) -> bool:
-    """Whether the node's value is made in memory that a former one has left."""
+    """Whether the node's value reuses the memory of an earlier one."""
     return bool(node.meta.get("reuses_memory"))
 
 
@@ -250,7 +250,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the replicas of a stage make the node's value together."""
+    """Whether the node is a collective of the replicas of a stage."""
     return node.target in COLLECTIVES
 
 
@@ -272,12 +272,12 @@ def _returns_views(operator: OpOverload) -> bool:
 
 
 def depends_on_strides(node: fx.Node) -> bool:
-    """Whether the node's value depends on how its input lies in memory, and not on its elements alone."""
+    """Whether the node's value depends on the strides of its input."""
     return node.target in (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 
 
 def storage_owner(node: fx.Node) -> fx.Node:
-    """The node that owns the memory of this one: what it is a view of, or itself."""
+    """The node that owns the memory of this one: the base of a view, or itself."""
     while node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""What each function of a stage takes, computes, keeps and returns, read off the classified graph.
+"""The functions of a stage: what each takes, computes, saves and returns, read off the classified graph.
 
 Every edge of the graph has one meaning:
 
@@ -9,8 +9,8 @@ an edge to another stage                  is a message
 ========================================  =============================================
 
 Parameters, buffers that never change and constants are arguments of every function and are never saved.
-Neither are views: they are made again where they are needed, and the tensor that owns the memory is saved.
-What is replayed is made again as well, in a function of its own or where a backward first reads it.
+Neither are views: they are made again where they are read, and the tensor that owns the memory is saved.
+Recomputed values are made again as well, in a function of their own or where a backward first reads them.
 
 A phase is one function, or several that run one after the other: its segments. Passes put nodes into segments
 with ``meta["segment"]``, where something has to happen between two of them. The phase that makes gradients is
@@ -191,7 +191,7 @@ def _segments(
 
 
 def _add_recomputed(nodes: Iterable[fx.Node], parts: Sequence[set[fx.Node]]) -> None:
-    """Add what backwards compute again to the first of these ``parts`` that reads it, with all its items."""
+    """Add recomputed nodes to the first of these ``parts`` that reads them, with all items of a tuple."""
     waiting = {node for node in nodes if node.meta.get("recompute") is Phase.BACKWARD}
     seen: set[fx.Node] = set()
     for segment in parts:
@@ -253,7 +253,7 @@ def _function(
 
 
 def _recompute_before_use(body: Sequence[fx.Node], own: set[fx.Node]) -> Iterator[fx.Node]:
-    """The body in order, but what is made again is moved down to where it is first read: all but ``own``."""
+    """The body in order, with nodes that are made again (all but ``own``) moved to their first reader."""
     pending = {node for node in body if node not in own}
 
     def emit(node: fx.Node) -> Iterator[fx.Node]:
@@ -292,7 +292,7 @@ def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[Resul
 def _closure(
     roots: Iterable[fx.Node], local: set[fx.Node], *, reads_changed: bool
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes to compute so that the roots exist, and the values that must come from outside for that.
+    """The nodes to compute for the roots, and the values from outside that they need.
 
     ``reads_changed`` says whether buffers are read that the forward changes.
     """
@@ -313,7 +313,7 @@ def _closure(
 
 
 def _arrives(node: fx.Node) -> bool:
-    """Whether the value comes from outside: from another stage, or from what replicas do together."""
+    """Whether the value is received from another stage or from a collective."""
     return node.target is recv or is_collective(node)
 
 
@@ -343,7 +343,7 @@ def _arguments(functions: Sequence[PhaseFunction], kind: type) -> tuple[fx.Node,
 
 
 def _parameters(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
-    """The parameters that some function reads, then those of which it reads what is made of them alone."""
+    """The parameters that some function reads, then those that it reads precomputed values of."""
     behind = {fqn for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].fqns}
     others = {Parameter(fqn) for fqn in behind}
     named = [node for node in graph.arguments if node.meta["role"] in others]
@@ -351,7 +351,7 @@ def _parameters(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tup
 
 
 def _buffers(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
-    """The buffers that some function reads, then those that get a new value, or that are read elsewhere."""
+    """The buffers that some function reads, then those that are updated, or read elsewhere."""
     others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.buffer_updates}
     others |= {
         Buffer(fqn) for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].buffers
@@ -372,7 +372,7 @@ def precomputed_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.
 
 
 def _leading_to(apart: fx.Graph | None, read: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes of a graph beside the training graph that lead to what its arguments ``read`` stand for."""
+    """The nodes of a side graph that compute the values of the arguments ``read``."""
     if apart is None:
         return []
     made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Which nodes of a phase run in which of its functions, if it consists of several."""
+"""Splits the nodes of a phase into its segments."""
 
 import operator
 from collections.abc import Collection, Mapping, Sequence

@@ -1,15 +1,15 @@
-"""The order of a function's statements in which less is held at a time, where there is one.
+"""Reorders a function's statements so that less memory is held at a time.
 
 Differentiation makes the gradient of an input before that of a weight, for example, although only the second
-lets go of what the forward has saved::
+frees a saved value::
 
     dx = mm(dy, w)                dw = mm(dy.t(), x)
     dw = mm(dy.t(), x)     ->     del x
     del x, dy                     dx = mm(dy, w)
                                   del dy
 
-What is held while a statement runs depends on nothing but what runs before it and what after. A value counts
-if it is made before and read after: so the best choice is a smallest cut (Ford and Fulkerson 1956).
+The memory held while a statement runs depends only on which statements run before it and which after. A value
+counts if it is made before and read after: so the best choice is a minimum cut (Ford and Fulkerson 1956).
 """
 
 from collections import defaultdict
@@ -62,10 +62,10 @@ def reorder_for_memory(function: PhaseFunction, bytes_of: BytesOf) -> PhaseFunct
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What the memory behind some names takes from statement ``maker`` to the last of its ``readers``.
+    """A piece of memory, held from statement ``maker`` to the last of its ``readers``.
 
-    It is there before the function if ``maker`` is -1, and afterwards if the function returns it, which is a
-    reader behind all statements.
+    It exists before the function if ``maker`` is -1, and afterwards if the function returns it, which counts
+    as a reader after all statements.
     """
 
     num_bytes: int
@@ -135,7 +135,7 @@ class _Statements:
         return held
 
     def _moved(self, order: Ints, peak: int, reach: int) -> Ints:
-        """The order in which least is held while its statement number ``peak`` runs."""
+        """The order that holds least while its statement number ``peak`` runs."""
         first = max(0, peak - reach)
         window = order[first : peak + reach + 1].tolist()
         at, before = window[peak - first], {*order[:first].tolist(), -1}
@@ -150,7 +150,7 @@ class _Statements:
 
 
 def _height(held: Ints) -> tuple[int, int]:
-    """How high a curve is, and how often: several statements may hold as much."""
+    """The maximum of a curve, and how often it is reached."""
     return int(held.max()), int((held == held.max()).sum())
 
 
@@ -168,7 +168,7 @@ class _Cut:
         self._size = len(window) + 2
 
     def side_of_source(self, statements: _Statements, now_before: set[int]) -> set[int]:
-        """What to run before. Of cuts that are as small, one that moves little is taken."""
+        """The statements to run before. Of equally small cuts, one that moves few statements is taken."""
         capacities: dict[tuple[int, int], int] = defaultdict(int)
         for edge, capacity in self._edges(statements, now_before):
             capacities[edge] = min(capacities[edge] + capacity, _NEVER)

@@ -1,4 +1,4 @@
-"""The training graph: one flat ATen graph. Its nodes say what caused them, and where and when they run."""
+"""The training graph: one flat ATen graph, whose nodes have an operator, a stage and a phase."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class LoweringLevel(IntEnum):
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """Forward, loss and backward as one graph, and what is known of it.
+    """Forward, loss and backward as one graph, with its symbols, guards and findings.
 
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
@@ -111,7 +111,7 @@ class TrainingGraph:
 
     @property
     def symbols(self) -> SymbolNames:
-        """What the symbols in the graph are called: ``b``, and the names of variables."""
+        """The names of the symbols in the graph: ``b``, and the variables."""
         return {**({self.batch: "b"} if self.batch is not None else {}), **self.variable_symbols}
 
     @property
@@ -121,12 +121,12 @@ class TrainingGraph:
 
     @property
     def fixed_sizes(self) -> Sizes:
-        """The variables that are the same in every call that the graph is valid for."""
+        """The variables that have one value in all calls for which the graph is valid."""
         symbolic = {*self.variable_symbols.values()}
         return {name: size for name, size in self.planned_sizes.items() if name not in symbolic}
 
     def is_valid_for(self, microbatch_size: int, values: Sizes | None = None) -> bool:
-        """Whether the captured graph is right for this microbatch size and these variables, or for some."""
+        """Whether the captured graph is valid for this microbatch size and these variables."""
         if self.batch is None and microbatch_size != self.batch_size:
             return False
         if values and any(values[name] != size for name, size in self.fixed_sizes.items()):
@@ -146,7 +146,7 @@ class TrainingGraph:
         return self.findings
 
     def guard_failure(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:
-        """Why capturing again would give another graph, for a call of these leaves; empty if it would not.
+        """The guard that a call of these leaves violates, in words; empty if there is none.
 
         ``sizes`` are those of the call, its rows among them. Without leaves, the model alone is looked at.
         """

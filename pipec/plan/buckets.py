@@ -1,4 +1,4 @@
-"""In what buckets the gradients of a stage travel between replicas, and so in what parts its backward runs.
+"""Chooses the buckets in which replicas reduce gradients, and so the segments of a stage's backward.
 
 A bucket is summed when the segment of the last backward is over that completes it. Few large buckets pay few
 latencies; of several, the first are on their way while the backward still runs. What is best is found by
@@ -54,7 +54,7 @@ def segment_backwards(
     launch_seconds: float,
     sync_spec: SyncSpec,
 ) -> list[StageFunctions]:
-    """The stages, with backwards in parts where sums of gradients are to overlap them.
+    """The stages, their backwards split into segments where reductions of gradients are to overlap them.
 
     Gradients of parameters that several stages use, and sparse ones, come last.
     """
@@ -108,7 +108,7 @@ Price = Callable[[Bucket], Bucket]
 def choose_buckets(
     gradients: GradientTimes, sync_spec: SyncSpec, price: Price, segment_seconds: float
 ) -> list[tuple[Value, ...]]:
-    """The gradients in groups, each to be completed by a segment of the backward and to travel together.
+    """The gradients in groups. A segment of the backward completes each group, which is one bucket.
 
     Every segment takes ``segment_seconds`` more.
     """
@@ -120,7 +120,7 @@ def choose_buckets(
 
 
 def _candidates(values: Sequence[Value]) -> Iterator[list[tuple[Value, ...]]]:
-    """All together, and groups of about a half, a quarter, an eighth and so on of all bytes."""
+    """Candidate groups: all together, and groups of about 1/2, 1/4, 1/8 and so on of all bytes."""
     total, found, number = sum(value_bytes(value, {}) for value in values), 0, 1
     while number <= min(MAX_SEGMENTS, len(values)):
         groups = list(_groups_of_at_least(values, total / number))
@@ -183,7 +183,7 @@ def _schedule() -> Schedule:
 def gradient_times(
     stage: StageFunctions, values: Mapping[str, Value], size: int, speed: float
 ) -> GradientTimes:
-    """When a backward of ``size`` rows completes the gradients of those parameters that ``values`` has."""
+    """When a backward of ``size`` rows completes the gradients of the parameters in ``values``."""
     completed = {fqn: 0.0 for function in stage.functions for fqn, _ in function.gradients if fqn in values}
     before = backward = 0.0
     for function in stage.functions:

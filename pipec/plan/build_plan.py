@@ -1,4 +1,4 @@
-"""Read the Plan off a classified graph: stages with costs, links between them, inputs and outputs."""
+"""Builds the Plan of a classified graph: stages with costs, links between them, inputs and outputs."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -140,9 +140,9 @@ def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: S
 def _link_memory(
     links: Sequence[Link], stages: Sequence[StageFunctions], names: Names, size: int
 ) -> Iterator[tuple[float, float]]:
-    """What the sender of each link holds for a message besides what it saves, and what it saves of it.
+    """The bytes that the sender of each link holds for a message: copies, and saved values.
 
-    A value that does not lie in memory one element after the other is copied to be sent.
+    A value that is not contiguous is copied before it is sent.
     """
     held: dict[tuple[int, str], tuple[int, int]] = {}
     for function in (function for stage in stages for function in stage.functions):
@@ -160,7 +160,7 @@ def _link_memory(
 
 
 def _last_reader(link: Link, stages: Sequence[StageFunctions], names: Names) -> Phase:
-    """The last phase of the target that reads a value of a link, or has it saved."""
+    """The last phase of the target that reads or saves a value of a link."""
     values, last = {value.name for value in link.values}, Phase.FORWARD
     for function in stages[link.target].functions if link.payload.per_microbatch else ():
         read = (*function.received, *(each for each in function.saved_in if each.target is recv))
@@ -226,7 +226,7 @@ def _stage(
 
 
 def _segment_fractions(stage: StageFunctions, size: int) -> dict[Phase, tuple[float, ...]]:
-    """The phases that consist of several functions, and what share of the phase each takes."""
+    """The phases with several segments, and the fraction of the phase's time that each takes."""
     found = {}
     for phase in stage.phases:
         seconds = [_seconds([function], size) for function in stage.phase_functions(phase)]
@@ -239,7 +239,7 @@ def _segment_fractions(stage: StageFunctions, size: int) -> dict[Phase, tuple[fl
 def _operators(nodes: Iterable[fx.Node]) -> list[int]:
     """The forward operators that a stage has to itself.
 
-    Views, and what follows from the model's inputs alone, such as masks, each stage that reads them makes.
+    Views, and values of the model's inputs alone such as masks, are computed by each stage that reads them.
     """
     every = list(nodes)
     own = [node for node in every if not is_view(node) and not depends_on_inputs_only(node)]
@@ -313,7 +313,7 @@ def _segment_memory(
     growth: float,
     sizes: Mapping[str, int],
 ) -> Iterator[SegmentMemory]:
-    """What each function of a phase holds. Together they let what is saved grow by ``growth``."""
+    """The memory of each function of a phase. Together they save ``growth`` more bytes than before."""
     left = growth
     for function, own in zip(functions, held, strict=True):
         change = left if function.is_last else own.after - own.before
@@ -327,7 +327,7 @@ def _is_given(node: fx.Node, batched: bool) -> bool:
 
 
 def _constant_bytes(stage: StageFunctions, bytes_of: BytesOf) -> int:
-    """What the stage's functions read of constants, which are made once."""
+    """The bytes of constants that the stage's functions read."""
     read = {node for function in stage.functions for node in function.read_nodes}
     return sum(map(bytes_of, {storage_owner(node) for node in stage.constants if node in read}))
 
@@ -344,9 +344,9 @@ def _batched(value: Value) -> Value:
 def _message_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, schedule: Schedule
 ) -> Iterator[Link]:
-    """One link for all values that go from one stage to another in the same direction.
+    """One link for all values from one stage to another, for each direction.
 
-    Of stages on the same ranks, the first that reads a value receives it, and hands it on to the others.
+    Of several stages on the same ranks, the first reader receives a value and hands it on to the others.
     """
     groups: dict[tuple[int, int, Payload], list[Value]] = {}
     handed_on = _handed_on(stages, schedule)
@@ -376,7 +376,7 @@ def _handed_on(stages: Sequence[StageFunctions], schedule: Schedule) -> dict[fx.
 
 
 def _turn(node: fx.Node) -> tuple[bool, int]:
-    """Sorts send nodes as their values are read: forwards in stage order, then backwards in reverse."""
+    """A sort key: send nodes in the order in which values are read, forwards before backwards."""
     return (False, _target(node)) if is_forward(node) else (True, -_target(node))
 
 
@@ -388,7 +388,7 @@ def _target(node: fx.Node) -> int:
 def _tied_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], owners: Mapping[str, int]
 ) -> Iterator[Link]:
-    """A link that lends a tied weight for the step, and one that brings its gradient home at the end."""
+    """A link that sends a tied weight to its borrower, and one that returns the gradient to the owner."""
     for stage in stages:
         trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
         for node in stage.parameters:
@@ -403,7 +403,7 @@ def _tied_links(
 def _result_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, streams: bool
 ) -> Iterator[Link]:
-    """The links of a step's results to all other ranks; in a stream, of those of each microbatch."""
+    """The links of a step's results to all other ranks; in a stream, one for each microbatch."""
     payload = Payload.MICROBATCH_RESULT if streams else Payload.RESULT
     axes = {node: role.axis or LEADING for role, node in graph.outputs if isinstance(role, Output)}
     for stage in stages:
@@ -413,7 +413,7 @@ def _result_links(
 
 
 def _result(graph: TrainingGraph, node: fx.Node, name: str, axis: BatchAxis) -> Value:
-    """A result of the graph, which has its rows in front if blocks of them are merged outside of them."""
+    """A result of the graph, its rows moved to the front where they are not one block each."""
     value, rows = plan_value(graph, node, name), graph.batch_size
     dim, inner = (0, 1) if axis.has_outer else (axis.dim, axis.inner)
     if graph.batch is None and value.shape[dim : dim + 1] == (rows * inner,):

@@ -1,11 +1,11 @@
-"""Whether replicas can run a plan that each were given their own part of the batch."""
+"""Checks that replicas can run a plan with local batches."""
 
 from pipec.errors import InputError
 from pipec.ir import Plan
 
 
 def check_local_batch(plan: Plan, num_replicas: int) -> None:
-    """Raise InputError unless whole pipelines stand side by side that need nothing of each other's rows.
+    """Raise InputError unless replicas are whole pipelines that need no rows of each other.
 
     Rank q is to be in pipeline q modulo ``num_replicas``, which every rank knows before there is a plan.
     """

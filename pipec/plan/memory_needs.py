@@ -1,4 +1,4 @@
-"""How many bytes each rank needs for a plan, and what is short when it does not fit."""
+"""The bytes that each rank needs for a plan, and the shortfall where that exceeds its limit."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pipec.programs.representative_replicas import ReplicatedPrograms
 
 
 def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
-    """What each rank needs. Periodic programs are followed until their steady state."""
+    """The memory that each rank needs. Periodic programs are followed until their steady state."""
     if isinstance(programs, ReplicatedPrograms):
         return programs.representative_replicas.expand(
             [
@@ -26,7 +26,7 @@ def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
 
 
 def memory_shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:
-    """What each rank needs for its stages against its limit."""
+    """A text that compares each rank's needs with its limit."""
     rows = []
     for need, limit in zip(needs, limits, strict=True):
         stages = " and ".join(map(str, stages_on(placement, need.rank)))

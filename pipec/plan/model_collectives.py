@@ -28,7 +28,7 @@ def model_collectives_of(
     topology: Topology,
     size: int,
 ) -> Iterator[ModelCollective]:
-    """What the ``ranks`` of a stage join, in the order in which a microbatch comes to it."""
+    """The model collectives of a stage on ``ranks``, in the order in which a microbatch reaches them."""
     for function in stage.functions:
         for node in function.collectives:
             op = _OPS[node.target]  # type: ignore[index]

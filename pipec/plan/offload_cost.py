@@ -1,4 +1,4 @@
-"""How long copies to host memory take."""
+"""The seconds that copies to host memory take."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from pipec.ir import Plan
 
 
 def with_offload_seconds(plan: Plan, link: LinkModel) -> Plan:
-    """The plan with what an offload takes on each stage, or a prefetch: a copy of each value."""
+    """The plan with the seconds of each stage's offloads and prefetches."""
     stages = []
     for stage in plan.stages:
         num_bytes = stage.cost.memory.offloaded

@@ -1,4 +1,4 @@
-"""What updates keep and take on each rank: optimizer state, and what sharding divides among replicas.
+"""The memory and seconds of updates on each rank: optimizer state, and shards of replicas.
 
 What replicas hold of a stage with P bytes of gradients, G of parameters and S of state, as they run it:
 
@@ -40,7 +40,7 @@ from pipec.ir.text_format import value_bytes
 
 @dataclass(frozen=True)
 class OptimizerProperties:
-    """What is known of an optimizer: ``state_bytes`` of each whole parameter, or None if it cannot be told.
+    """The costs of an optimizer: ``state_bytes`` of each whole parameter, or None if unknown.
 
     The parameters in ``elementwise`` may be updated in parts. For each byte of a parameter an update takes
     ``scratch`` bytes while it runs: for all of them ``all_at_once``, or for one after the other.
@@ -52,13 +52,13 @@ class OptimizerProperties:
     all_at_once: bool = False
 
     def scratch_bytes(self, sizes: Sequence[float]) -> float:
-        """What an update of parameters of these sizes takes while it runs."""
+        """The temporary bytes of an update of parameters of these sizes."""
         return self.scratch * (sum(sizes) if self.all_at_once else max(sizes, default=0))
 
 
 @dataclass(frozen=True)
 class _ShardBytes:
-    """Of one bucket, in bytes: of all replicas, and at most of one of them."""
+    """Bytes of one bucket: of all replicas together, and the most of one of them."""
 
     whole: int
     padded: int
@@ -90,9 +90,9 @@ def with_update_costs(plan: Plan, optimizer: OptimizerProperties, device: Device
 
 
 def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProperties) -> Plan:
-    """The plan of an evaluation, with what ``training`` keeps meanwhile: the optimizer's state.
+    """The plan of an evaluation, with the optimizer's state that ``training`` keeps meanwhile.
 
-    Parameters of which replicas keep shards are there whole beside these.
+    Sharded parameters are held whole beside their shards.
     """
     sizes = {value.name: value_bytes(value, {}) for value in plan.parameters}
 
@@ -111,7 +111,7 @@ def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProp
 
 
 def _with_bytes(bucket: Bucket, share: _ShardBytes, device: DeviceModel) -> Bucket:
-    """The bucket with what its collectives take: gloo receives the parts of a sum beside what it sends."""
+    """The bucket with the bytes of its collectives: gloo receives into memory beside what it sends."""
     in_transit = share.padded * (2 if device.name == "cpu" else 1)
     return replace(bucket, shard_bytes=share.own, unsharded_bytes=share.padded, in_transit_bytes=in_transit)
 
@@ -193,7 +193,7 @@ def _updated(
 
 
 def _travelling_bytes(plan: Plan, bucket: int) -> int:
-    """The memory that gradients of a bucket travel in, if that is not the memory they are added up in."""
+    """The bytes of a send buffer for a bucket, if its gradients are not sent from where they are summed."""
     values, dtype = plan.sync_spec.buckets[bucket].parameters, plan.sync_spec.gradient_dtype
     as_they_are = sum(value_bytes(value, {}) for value in values)
     as_they_travel = sum(value_bytes(replace(v, dtype=dtype or v.dtype), {}) for v in values)
@@ -201,7 +201,7 @@ def _travelling_bytes(plan: Plan, bucket: int) -> int:
 
 
 def _divided(sync_spec: SyncSpec, bucket: Bucket, share: _ShardBytes, memory: StageMemory) -> StageMemory:
-    """What one of the replicas holds of a bucket, in place of all of it."""
+    """The bytes of a bucket's shard on one replica."""
     in_transit = bucket.in_transit_bytes + share.own * (2 if sync_spec.reduces_every_round(bucket) else 1)
     if sync_spec.reshards_after_use(bucket):
         weights, in_transit = memory.weights + share.own - share.whole, in_transit + share.padded

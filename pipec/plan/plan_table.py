@@ -1,4 +1,4 @@
-"""A plan as a table for people: its stages, what bounds the step, and what else was considered."""
+"""A plan as a table: its stages, what bounds the step, and the alternatives."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -178,7 +178,7 @@ def _state_counted(plan: Plan) -> str:
 
 
 def _bounds(timeline: Timeline) -> str:
-    """What most of the critical path consists of. The path has no gaps: its messages count as part of it."""
+    """The main components of the critical path. It has no gaps: messages count as part of it."""
     seconds: dict[str, float] = defaultdict(float)
     path = critical_path(timeline, attribute_waits(timeline))
     for index, time in zip(path, critical_path_times(timeline, path), strict=True):

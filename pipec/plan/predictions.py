@@ -1,4 +1,4 @@
-"""What a plan predicts of a step: its timeline, and what its ranks hold."""
+"""Predictions of a step from its plan: the timeline, seconds and peak memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from pipec.timeline.steady_state import steady_state
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     """Simulate the programs with the plan's costs, periodic ones for some mini-batches.
 
-    Of equal replicas, a few are simulated.
+    Of equal replicas, only representatives are simulated.
     """
     compute = {
         (stage.index, phase): time + plan.host.call_seconds
@@ -48,13 +48,13 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
 
 
 def step_seconds(plan: Plan, timeline: Timeline) -> float:
-    """How long a step takes; in a stream, from one mini-batch to the next, each of which is checked, too."""
+    """The seconds of a step; in a stream, from one mini-batch to the next, checks included."""
     steady = steady_state(timeline)
     return steady.batch_interval + plan.host.step_seconds if steady else timeline.makespan
 
 
 def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
-    """How long the collectives of the rank take that spends most on them, one after the other."""
+    """The seconds of the collectives of the rank that spends most on them, one after the other."""
     seconds = _collectives(plan)
     return max(
         sum(seconds.get((each.op, each.stage, each.bucket), 0.0) for each in program.instructions)
@@ -71,7 +71,7 @@ def _collectives(plan: Plan) -> dict[tuple[Op, int, int], float]:
 
 
 def prediction_summary(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
-    """What the plan's costs say about a step: seconds, the bubble's share, peak bytes of each rank."""
+    """The predicted step: seconds, bubble rate, peak bytes of each rank."""
     timeline = simulate_plan(plan, programs)
     steady = steady_state(timeline)
     return {

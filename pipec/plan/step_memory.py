@@ -1,4 +1,4 @@
-"""What the ranks of a step hold, predicted or measured, as a table and as curves for people."""
+"""The memory of the ranks in a step, predicted or measured, as a table and as curves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from pipec.plan.plan_table import table_lines
 
 @dataclass(frozen=True)
 class StepMemory(Sequence[RankMemory]):
-    """What each rank holds in a step, predicted or measured. It prints as a table; see also ``curve``."""
+    """The memory of each rank in a step, predicted or measured. It prints as a table; see also ``curve``."""
 
     ranks: Sequence[RankMemory]
     programs: Sequence[Program] = field(repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> float:
-        """What the rank needs that needs most."""
+        """The peak bytes of the rank that needs most."""
         return max(each.peak_bytes for each in self.ranks)
 
     def __getitem__(self, rank: Any) -> Any:
@@ -51,7 +51,7 @@ class StepMemory(Sequence[RankMemory]):
         return f"{instruction.op} of stage {instruction.stage}{of}"
 
     def curve(self, rank: int) -> str:
-        """What a rank holds at most while each instruction of its program runs, as a text with bars."""
+        """The peak bytes of a rank during each instruction of its program, as a text with bars."""
         memory, lines = self.ranks[rank], instruction_lines(self.programs[rank])
         width = max(map(len, lines), default=0)
         scale = _BAR / max(memory.most.max(initial=0.0), 1.0)

@@ -1,4 +1,4 @@
-"""What a step does besides its microbatches, read off a cut graph: what replicas sum, and when they agree."""
+"""Builds the sync spec of a step from a cut graph: its buckets, and what replicas average."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ def build_sync_spec(
 
 
 def _require_dense(stages: Sequence[StageFunctions]) -> None:
-    """Replicas that keep shares sum slices of gradients, and a sparse one has none."""
+    """Refuse to shard sparse gradients: shards sum slices of gradients, and a sparse one has none."""
     sparse = [fqn for stage in stages for fqn, is_sparse in _gradients(stage).items() if is_sparse]
     if sparse:
         raise InputError(
@@ -101,7 +101,7 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
 def with_collective_seconds(
     bucket: Bucket, ranks: Sequence[int], topology: Topology, requested: SyncSpec
 ) -> Bucket:
-    """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
+    """The bucket with its seconds. With sharded state, each replica receives only its shard of the sums."""
     in_transit = [replace(v, dtype=requested.gradient_dtype or v.dtype) for v in bucket.parameters]
     reduced, gathered = (
         sum(value_bytes(v, {}) for v in values) for values in (in_transit, bucket.parameters)

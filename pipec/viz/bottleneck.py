@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does, in two lines: the longest wait of a rank, and the critical path."""
+"""Two lines on what bounds a step: the longest wait of a rank, and the critical path."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

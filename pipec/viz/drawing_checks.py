@@ -1,4 +1,4 @@
-"""What must hold for several timelines to be drawn on one axis."""
+"""Checks that several timelines can be drawn on one axis."""
 
 from collections.abc import Mapping, Sequence
 

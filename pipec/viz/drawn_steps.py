@@ -46,7 +46,7 @@ class DrawnStep:
 
 
 def draw_steps(path: Path, steps: Sequence[DrawnStep]) -> None:
-    """Draw the steps to ``path``, as its ending says. The first one says how many microbatches they have."""
+    """Draw the steps to ``path``, in the format of its suffix; the first has the number of microbatches."""
     schedules = " and ".join(dict.fromkeys(step.schedule for step in steps))
     timelines = {step.name: step.timeline for step in steps}
     memory = {step.name: step.memory for step in steps if step.memory}

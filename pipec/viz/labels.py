@@ -56,7 +56,7 @@ _MOST_NAMES = 2
 
 
 def ops_present(events: Events) -> list[Op]:
-    """What happens, in the order of ``NAMES``."""
+    """The ops that occur, in the order of ``NAMES``."""
     found = np.bincount(events.instructions.ops, minlength=len(OPS))
     return [op for op in NAMES if found[OP_CODE[op]]]
 
@@ -97,7 +97,7 @@ def overlap_rows(events: Events) -> list[int]:
 
 
 def payload_description(timeline: Timeline, event: Event) -> str:
-    """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``; or a copy."""
+    """The payload of a collective: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``; or a copy."""
     instruction = event.instruction
     if event.is_copy:
         return f"saved values of stage {instruction.stage}, microbatch {instruction.microbatch}"
@@ -126,7 +126,7 @@ def collective_ranks(timeline: Timeline, event: Event) -> Sequence[int]:
 
 
 def chunk_indices(timeline: Timeline) -> dict[int, int]:
-    """The place of each stage among the stages of its rank, from 0."""
+    """The index of each stage among the stages of its rank, from 0."""
     return {stage: chunk for held in timeline.stages for chunk, stage in enumerate(held)}
 
 

@@ -226,7 +226,7 @@ def _kind(event: Event) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """What a lane shows as one: a compute or update, or all of an op in a run of short ones."""
+    """A box of a lane: a compute or update, or all of an op in a run of short ones."""
 
     start: float
     end: float
@@ -315,7 +315,7 @@ def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
 
 
 def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
-    """The bands below the lanes. What overlaps shares the height of its rank's band."""
+    """The bands below the lanes. Overlapping collectives share the height of their rank's band."""
     label, events = _fitting_labels(timeline, layout), timeline.overlapped
     rows = np.array(overlap_rows(events), int)
     height = layout.band / (max(rows, default=0) + 1)

@@ -1,4 +1,4 @@
-"""Timelines drawn to a file, in the format that the ending of its name asks for."""
+"""Writes timelines to a file, in the format of its suffix."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def write_timelines(
     title: str = "",
     memory: Mapping[str, Sequence[Curve]] | None = None,
 ) -> None:
-    """Draw timelines, under their names, as the ending of ``path`` says.
+    """Draw timelines, under their names, in the format of the suffix of ``path``.
 
     ``.html`` is a page to explore, and ``.json`` a trace for Perfetto or chrome://tracing. Both show all
     timelines, and the ``memory`` of each rank. ``.svg`` and ``.txt`` show the last timeline alone.
