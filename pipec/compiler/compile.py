@@ -198,6 +198,7 @@ def _capture(
         )
         assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
         asked = replace(asked, num_microbatches=replicas)
+        sizes = split_sizes(request.batch, replicas)
     if _takes_whole_batch(request, asked, graph):
         if request.key.mode is Mode.TRAIN:
             asked = replace(asked, num_microbatches=1)

@@ -306,7 +306,7 @@ def partially_hooked() -> nn.Module:
         ),
         (
             lambda: Between(HiddenWeight),
-            r"shape \(4,\) requires a gradient but is no parameter of the model\n  at test_capture_",
+            r"shape \(4,\) requires a gradient but is no parameter of the model\n  at test_refused",
         ),
         (lambda: hooked(Tensor.register_hook), "last.weight has a hook on its gradient"),
         (lambda: hooked(Tensor.register_post_accumulate_grad_hook), "last.weight has a hook on its gradient"),
@@ -361,7 +361,7 @@ def test_an_output_that_counts_the_batch_is_refused() -> None:
             return super().forward(x), 2 * x.shape[0]
 
     pipe = pipec.compile(Counted(WIDTH, WIDTH), 1, microbatches=2)
-    with pytest.raises(CaptureError, match=r"the size of the batch\n  at test_capture_.*2 \* x\.shape"):
+    with pytest.raises(CaptureError, match=r"the size of the batch\n  at test_refused.*2 \* x\.shape"):
         pipe(batch()["x"])
 
 
