@@ -1,4 +1,4 @@
-"""Branches of the model in generated code, which takes one side and checks that the model would, too."""
+"""Checks in generated code that the model's branches go as they did at capture."""
 
 from torch import Tensor
 

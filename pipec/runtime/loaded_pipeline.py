@@ -241,7 +241,7 @@ class LoadedPipeline(StreamTraining):
 
     @exclusive_call
     def train(self, mode: bool = True) -> "LoadedPipeline":
-        """Do nothing if that is the mode that the artifact was made in.
+        """Accept the mode that the artifact was compiled in.
 
         Raises:
             InputError: it was made in the other mode, and holds no code for this one.
@@ -260,7 +260,7 @@ class LoadedPipeline(StreamTraining):
         return self._artifact.plan
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise InputError: an artifact does not say what a model's checkpoint has."""
+        """Refuse: an artifact does not know what a model's checkpoint holds."""
         raise InputError(
             "a loaded artifact has no model, so that nobody knows which of its tensors a checkpoint keeps, "
             "and under which names; save pipe.state_dict() and pipe.optimizer.state_dict(), or train what "
@@ -276,7 +276,7 @@ class _Leaves(CallArguments):
 
 @dataclass(frozen=True)
 class _Batch:
-    """The leaves of a call, which has so many rows, the rows of its microbatches, and its other sizes.
+    """The leaves of a call, its rows, the rows of its microbatches, and its other sizes.
 
     Leaves that are split have their rows in front; ``axes`` say where they are passed.
     """
@@ -320,7 +320,7 @@ def _elsewhere(value: Value) -> nn.Parameter:
 
 
 def check_sync_spec(sync_spec: SyncSpec, optimizer: Factory | None, max_norm: float | None) -> None:
-    """Raise InputError unless what was given is what the programs of an artifact need."""
+    """Raise InputError unless the given options are those that the artifact's programs need."""
     if sync_spec.updates and not callable(optimizer):
         raise InputError(
             f"the artifact's programs update the weights, but optimizer is {optimizer!r}; pass a function of "

@@ -56,7 +56,7 @@ class ModelTensors:
             end, end_of_trained = max(end, stop), max(end_of_trained, stop * trained)
 
     def select(self, fqns: Collection[str]) -> "ModelTensors":
-        """Those of these names."""
+        """The tensors of these names."""
         return replace(
             self,
             parameters={fqn: x for fqn, x in self.parameters.items() if fqn in fqns},
@@ -64,12 +64,12 @@ class ModelTensors:
         )
 
     def names_differing(self, other: "ModelTensors") -> list[str]:
-        """The names under which two models do not have the same object."""
+        """The names that refer to different objects in the two models."""
         mine, theirs = {**self.parameters, **self.buffers}, {**other.parameters, **other.buffers}
         return [fqn for fqn in {**mine, **theirs} if mine.get(fqn) is not theirs.get(fqn)]
 
     def requires_grad_flags(self) -> tuple[bool, ...]:
-        """Which parameters have requires_grad set."""
+        """The requires_grad flag of each parameter."""
         return tuple([parameter.requires_grad for parameter in self.parameters.values()])
 
     def set_requires_grad(self, flags: Iterable[bool]) -> None:
@@ -225,7 +225,7 @@ class UninitializedTensors:
                 self.marked[fqn] = tensor, tensor._version
 
     def of(self, copies: Mapping[str, Tensor]) -> "UninitializedTensors":
-        """What is noted of these copies of the tensors."""
+        """The marks of these copies of the tensors."""
         return UninitializedTensors({fqn: (copies[fqn], copies[fqn]._version) for fqn in self.marked})
 
     def refuse(self, held: Mapping[str, Tensor], plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""What a user holds of a pipeline, compiled or loaded: its tensors, and the artifacts linked to them."""
+"""The base of compiled and loaded pipelines: tensors, and the artifacts linked to them."""
 
 import contextlib
 import functools
@@ -77,7 +77,7 @@ class PipelineBase(nn.Module):
             yield parameter
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, which takes longer to find gradients than to let go of them."""
+        """As ``nn.Module.zero_grad``, in less time."""
         if not set_to_none:
             return super().zero_grad(set_to_none)
         modules: list[nn.Module] = [self]
@@ -151,7 +151,7 @@ class PipelineBase(nn.Module):
 
     @property
     def num_skipped(self) -> int:
-        """Of how many steps nothing came, because a loss or gradient was not finite.
+        """How many steps were skipped because a loss or gradient was not finite.
 
         See ``on_nan`` and ``precision="fp16-mixed"``.
         """
@@ -159,7 +159,7 @@ class PipelineBase(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What the backward of the next step multiplies the loss by: 1 but for ``precision="fp16-mixed"``.
+        """The loss scale of the next step: 1 unless ``precision="fp16-mixed"``.
 
         Neither losses nor gradients show it.
         """
@@ -186,7 +186,7 @@ class PipelineBase(nn.Module):
 
     @property
     def programs(self) -> Sequence[Program]:
-        """What each rank executes in one step; each prints as text, one instruction a line."""
+        """The program of each rank; it prints as text, one instruction a line."""
         return self._artifact.programs
 
     def source(self, stage: int) -> str:
@@ -235,7 +235,7 @@ class PipelineBase(nn.Module):
         return self._executions[artifact]
 
     def _update_facts(self) -> CallDescription:
-        """What of the optimizer must be the same on every rank of a step."""
+        """The part of the optimizer's settings that must be equal on all ranks."""
         if self._updates is None:
             return {}
         return {"accumulates": str(self._accumulates), **self._updates.optimizer.call_description()}
@@ -294,7 +294,7 @@ class PipelineBase(nn.Module):
             own[fqn].data = own[fqn].new_empty(0)
 
     def _gather_states(self, own: list[StateShard]) -> list[list[StateShard]]:
-        """What each process keeps of the optimizer's state, on every process."""
+        """Every process's part of the optimizer's state, on every process."""
         if not self._ranks.world.is_distributed:
             return [own]
         self._require_same_call("optimizer.state_dict", {})
@@ -311,7 +311,7 @@ class PipelineBase(nn.Module):
         return {value.name: getattr(torch, value.dtype) for value in self._artifact.plan.parameters}
 
     def _is_source(self, fqn: str) -> bool:
-        """Whether this process speaks for a tensor: of those that have it, the first one does.
+        """Whether this process is the first that holds a tensor, which then sends it.
 
         Rank 0 does for tensors that no stage uses.
         """

@@ -42,7 +42,7 @@ def generator_of_seed(device: torch.device, seed: Tensor) -> torch.Generator:
 
 
 def _signed(bits: int) -> int:
-    """The number whose 64 bits in two's complement these are."""
+    """The signed number with these 64 bits (two's complement)."""
     return bits - (bits >> 63 << 64)
 
 

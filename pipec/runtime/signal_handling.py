@@ -1,4 +1,4 @@
-"""How the ranks of a pipeline end together when one of them was sent a signal."""
+"""Ends all ranks of a pipeline together when one of them was sent a signal."""
 
 from collections.abc import Callable, Sequence
 

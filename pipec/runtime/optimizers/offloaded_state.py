@@ -30,7 +30,7 @@ class OffloadedState:
 
     @contextlib.contextmanager
     def on_device(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Let the state be where its parameters are inside a ``with``."""
+        """Copy the state to its parameters' device inside a ``with``."""
         for optimizer, parameter, key, value in _entries(optimizers):
             if value is self._hosts.get(self._key(parameter, key)):
                 optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
@@ -40,7 +40,7 @@ class OffloadedState:
             self.offload_state(optimizers)
 
     def offload_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """Copy to the host what is where its parameter is."""
+        """Copy the state on a parameter's device to the host."""
         for optimizer, parameter, key, value in _entries(optimizers):
             name = self._key(parameter, key)
             if value.device == parameter.device and value is not self._hosts.get(name):

@@ -80,7 +80,7 @@ class PipelineOptimizer(Optimizer):
             stage.load(states)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Those of each group as they are now, for updates that are made later."""
+        """The current hyperparameters of each group, for updates that are made later."""
         return [
             {key: x.clone() if isinstance(x, Tensor) else x for key, x in hyperparameters(group).items()}
             for group in self.param_groups
@@ -173,7 +173,7 @@ class PipelineOptimizer(Optimizer):
         }
 
     def parts(self) -> list[StateShard]:
-        """What this process keeps of the state. Until a program is bound, that is all of what was loaded."""
+        """This process's part of the state; all of the loaded state until a program is bound."""
         if self._gather is not None:
             return [part for stage in self._stages for part in stage.parts()]
         whole = {name: ParameterShard(name, 0, each.numel()) for name, each in self._whole.items()}

@@ -13,8 +13,8 @@ from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
 def update_scratch(factory: Factory, parameters: Mapping[str, Tensor], on_cuda: bool) -> tuple[float, bool]:
     """Bytes that an update takes for each byte of a parameter, and whether it takes them for all at once.
 
-    They are told from the largest parameter. On GPUs torch's own optimizers update all parameters with one
-    call. Nothing is counted for an optimizer that cannot run on meta.
+    Measured with the largest parameter. On GPUs torch's own optimizers update all parameters with one call.
+    Nothing is counted for an optimizer that cannot run on meta.
     """
     trained = {name: each.nbytes for name, each in parameters.items() if each.requires_grad}
     if trained:

@@ -61,7 +61,7 @@ class StageOptimizer:
 
     @property
     def pieces(self) -> tuple[ParameterShard, ...]:
-        """What this rank updates."""
+        """The pieces that this rank updates."""
         return tuple(self._pieces.values())
 
     @property
@@ -113,7 +113,7 @@ class StageOptimizer:
 
     @property
     def host_bytes(self) -> int:
-        """What of the state waits in host memory."""
+        """The bytes of the state in host memory."""
         return self._host.num_bytes if self._host else 0
 
     def _offload_state(self) -> None:
@@ -147,14 +147,14 @@ class StageOptimizer:
         self._offload_state()
 
     def _given(self, name: str, parameter: Tensor) -> Tensor:
-        """What the factory is given for a parameter: itself, or something that looks like it."""
+        """The factory's argument for a parameter: itself, or a stand-in."""
         own = self.parameters.get(name)
         if own is not None:
             return own
         return dummy_parameter(parameter, self._tensors[name].device if name in self._tensors else "meta")
 
     def _take(self, optimizers: tuple[Optimizer, ...], given: Mapping[str, Tensor]) -> None:
-        """Keep of the factory's optimizers what this rank updates."""
+        """Restrict the factory's optimizers to the pieces of this rank."""
         made = [(each, names) for each in optimizers for names in group_names(each, given)]
         self._require_same_groups([names for _, names in made])
         assert self._pieces.keys() <= {name for _, names in made for name in names}
@@ -217,7 +217,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def _updated(memory: Tensor, piece: ParameterShard, parameter: Tensor) -> Tensor:
-    """What the optimizer has in its groups for a piece: a parameter, if the piece is all of one."""
+    """The tensor in the optimizer's groups for a piece: the parameter, if the piece is all of one."""
     if isinstance(memory, nn.Parameter) or piece.size != parameter.numel():
         return memory
     return parameter_on(memory.view(parameter.shape), parameter)

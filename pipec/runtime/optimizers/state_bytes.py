@@ -1,4 +1,4 @@
-"""How much memory the state of an optimizer takes, learned from an update that computes next to nothing."""
+"""Predicts the memory of an optimizer's state from an update on meta or on small tensors."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ def state_bytes(factory: Factory, parameters: Mapping[str, Tensor]) -> dict[str,
 def _bytes(
     factory: Factory, parameters: Mapping[str, Tensor], sizes: Mapping[str, Sizes], device: str
 ) -> dict[str, int]:
-    """What an update leaves."""
+    """The bytes of the state after an update."""
     tried = {name: _made(each, sizes[name], device) for name, each in parameters.items()}
     optimizers = call_factory(factory, tried)
     alike = _one_of_each_kind(optimizers)

@@ -22,14 +22,14 @@ ParameterState = dict[str, Any]
 
 @dataclass(frozen=True)
 class StateShard:
-    """What one rank keeps for a piece of a parameter."""
+    """One rank's state for a piece of a parameter."""
 
     piece: ParameterShard
     entries: ParameterState
 
 
 def cut(entries: Mapping[str, Any], shape: torch.Size, piece: ParameterShard) -> ParameterState:
-    """The state of a piece of a parameter, given that of the whole. It shares no memory with it."""
+    """The state of a piece of a parameter, cut from the whole's, in memory of its own."""
     if piece.size == shape.numel():
         return {key: _copied(value) for key, value in entries.items()}
     return {key: _copied(_part(value, shape, piece)) for key, value in entries.items()}

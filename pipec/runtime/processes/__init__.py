@@ -1,1 +1,1 @@
-"""How processes find each other, and know who is there, who waits and who has failed."""
+"""How processes find each other, and know which are alive, waiting or failed."""

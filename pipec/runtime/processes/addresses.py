@@ -1,4 +1,4 @@
-"""Where a process can be reached by those on its own machine and on others, and with which secret."""
+"""The addresses of a process, for its own machine and for others, and the secret to show there."""
 
 import asyncio
 import contextlib

@@ -99,7 +99,7 @@ class HeartbeatConnections:
         return self._peers[peer].texts.popleft()
 
     def exchange_final_status(self, text: str, within: float) -> dict[int, str | None]:
-        """Tell others what this rank has when the pipeline cannot go on; what each other one has that lives.
+        """Exchange final statuses when the pipeline cannot go on; returns those of living ranks.
 
         None stands for a rank that lives and said nothing in so many seconds.
         """
@@ -173,34 +173,34 @@ class HeartbeatConnections:
             raise self._given_up(reason)
 
     def reason(self, within: float = 0.0) -> str | None:
-        """Why the ranks cannot go on, if that is known, or becomes known in so many seconds."""
+        """The reason why the ranks cannot go on, if it is known within so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, within)
             return self._failure or self._peers.ended(self._peers)
 
     def silent(self) -> str | None:
-        """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
+        """The ranks that seem dead before the timeout, in words; None if there are none."""
         return self._peers.silent()
 
     def waits_for(self, peer: int | None) -> str:
-        """Whom a rank waits for, and whom that one does; None stands for the first one that does not wait."""
+        """The chain of waits from a rank on, in words; see ``Peers.waits_for``."""
         return self._peers.waits_for(peer, self._waits.now.activity)
 
     def waiting(self, activity: str, peer: int | None = None, expected: bool = False) -> WaitScope:
-        """Let the others know what this rank does inside a ``with``, and for which rank it waits."""
+        """Tell the others this rank's activity inside a ``with``, and the rank that it waits for."""
         return WaitScope(self._waits, activity, peer, expected)
 
     def close(self) -> None:
-        """Say farewell, and end the thread."""
+        """Send CLEAN_CLOSE, and end the thread."""
         with contextlib.suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._closing.set)
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
 
     def close_in_child(self) -> None:
-        """Let go of a forked process's copies of the connections, which else outlive this process.
+        """Close a forked process's copies of the connections, which would outlive this process.
 
-        What is not there any more keeps its number, so that nobody closes another file under it.
+        A closed file descriptor keeps its number, so that nobody closes another file under it.
         """
         writers = [peer.writer for peer in self._peers.values() if peer.writer is not None]
         with open(os.devnull, "rb") as nothing:
@@ -280,7 +280,7 @@ class HeartbeatConnections:
         self._peers[rank].listening = asyncio.ensure_future(self._listen(rank, reader))
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
-        """Take in what a rank sends, until its connection ends."""
+        """Read a rank's packets until its connection ends."""
         peer = self._peers[rank]
         with contextlib.suppress(OSError, EOFError, ValueError):
             while True:

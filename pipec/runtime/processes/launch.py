@@ -1,4 +1,4 @@
-"""Which ranks this process runs, and on which devices.
+"""The ranks that this process runs, and their devices.
 
 A process that was started alone runs every rank. Processes that were started together, by ``torchrun`` or
 with a process group, run one rank each.

@@ -26,7 +26,7 @@ def encode_packet(kind: PacketKind, payload: bytes = b"") -> bytes:
 
 
 async def read_packet(reader: asyncio.StreamReader, longest: int | None = None) -> tuple[PacketKind, bytes]:
-    """The next packet. Raises EOFError at the end, ValueError for what is none or longer than ``longest``."""
+    """The next packet. Raises EOFError at the end, ValueError for a malformed or too long one."""
     kind, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     if longest is not None and size > longest:
         raise ValueError(f"a packet of {size} bytes, where {longest} are the most")

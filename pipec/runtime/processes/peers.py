@@ -11,7 +11,7 @@ from pipec.runtime.processes.stall_reports import describe_absent_rank, describe
 
 @dataclass
 class Peer:
-    """What is known of another rank. ``missed_heartbeats`` counts this rank's own heartbeats since its last.
+    """The state of another rank. ``missed_heartbeats`` counts this rank's own heartbeats since its last.
 
     ``activity`` is what it does while it waits for the rank ``waiting_for``, and ``last_activity`` what it
     did when it waited last. ``final_status`` is what it sent when the pipeline could not go on.
@@ -47,7 +47,7 @@ class Peers(dict[int, Peer]):
         return self[rank].missed_heartbeats * self._interval
 
     def silent(self) -> str | None:
-        """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
+        """The ranks that seem dead before the timeout, in words; None if there are none."""
         ranks = [rank for rank in self.living if self._seems_dead(rank)]
         return self.silent_since(ranks) if ranks else None
 
@@ -67,7 +67,7 @@ class Peers(dict[int, Peer]):
         )
 
     def ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
-        """What became of the rank whose connection ended first, at least so many seconds ago.
+        """How the connection that ended first, at least so many seconds ago, came to its end.
 
         A script that ends while a rank shows no sign of life has given up on that one.
         """
@@ -81,9 +81,9 @@ class Peers(dict[int, Peer]):
         return f"rank {rank}: its process died; its own output may say why"
 
     def waits_for(self, peer: int | None, activity: str) -> str:
-        """Whom a rank waits for, and whom that one does, as they said last: where the wait begins.
+        """The chain of waits from a rank on, in words: what each rank does, and which one it waits for.
 
-        None stands for the first rank whose activity is not this one's ``activity``.
+        ``peer`` None: from the first rank with another activity than this one's ``activity``.
         """
         if peer is None:
             peer = next((rank for rank, known in self.items() if known.activity != activity), None)

@@ -160,7 +160,7 @@ def _reach(peer: int, heartbeats: HeartbeatConnections, addresses: "_Addresses",
 
 @dataclass(frozen=True)
 class _Addresses:
-    """Where in the store ranks say how they are reached; ``ask`` calls the store."""
+    """The ranks' addresses in the store; ``ask`` calls the store."""
 
     store: Store
     ask: Callable[[Callable[[], Any]], Any]

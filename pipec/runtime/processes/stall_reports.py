@@ -27,7 +27,7 @@ NOT_WAITING = WaitStatus()
 
 @dataclass(slots=True)
 class CurrentWait:
-    """What a rank waits for ``now``, and its ``last_activity`` that waited."""
+    """The wait of a rank ``now``, and the ``last_activity`` that waited."""
 
     now: WaitStatus = NOT_WAITING
     last_activity: str = ""
@@ -84,7 +84,7 @@ def _say(what: str) -> None:
 
 
 def describe_absent_rank(rank: int, last_activity: str, is_silent: bool) -> str:
-    """What is known of a rank that has not come: whether it lives, and what it waited for last."""
+    """The description of an absent rank: whether it is alive, and its last wait."""
     state = "gives no sign of life" if is_silent else "lives and is elsewhere"
     return f"rank {rank} has not arrived: it {state}, and its last wait was {last_activity or 'none'}"
 

@@ -1,1 +1,1 @@
-"""One stage on its rank: its code, its tensors, and what its replicas do together."""
+"""One stage on its rank: its code, its tensors, and the collectives of its replicas."""

@@ -135,7 +135,7 @@ class BoundStage:
         self.gradients.begin_step(1 / loss_scale)
 
     def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
-        """Put into the frame what every stage has. ``sizes`` has the rows as ``b``, and the variables.
+        """Fill the frame with values that every stage has. ``sizes`` has the rows as ``b``, and the variables.
 
         ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
         the batch.
@@ -150,7 +150,7 @@ class BoundStage:
         return frame
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What there is at the start of a step by kind, as a meter counts it. Frames have been filled."""
+        """The memory at the start of a step, by kind, with frames filled."""
         constants = [each for frame in self.frames for each in frame.get("constants", ())]
         inputs = [frame[name] for frame in self.frames for name in self.inputs if name in frame]
         return {
@@ -176,7 +176,7 @@ class BoundStage:
             self.weights[self.code.PARAMETERS.index(fqn)] = weight
 
     def clear_weights(self, fqns: Iterable[str]) -> None:
-        """Let go of parameters that ``set_weights`` has brought."""
+        """Drop the parameters that ``set_weights`` has set."""
         self._precomputed.clear()
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _NOT_RECEIVED
@@ -212,7 +212,7 @@ class BoundStage:
         return separate
 
     def _apart(self, returned: Any) -> Any:
-        """What is sent, or saved, with copies in the place of weights."""
+        """Sent or saved values, with copies in place of weights."""
         if isinstance(returned, dict):
             return dict(zip(returned, map(self._copied, returned.values()), strict=True))
         return [*map(self._copied, returned)] if isinstance(returned, list) else returned
@@ -227,7 +227,7 @@ class BoundStage:
         frame["w"] = self.versions.of(frame["version"])
 
     def advance(self) -> None:
-        """Go on with the next version of the weights, once an update of a stream is over."""
+        """Switch to the next version of the weights after an update of a stream."""
         self.versions.advance()
         for number in [each for each in self._precomputed if each < self.versions.oldest]:
             del self._precomputed[number]
@@ -235,7 +235,7 @@ class BoundStage:
             del self._buffers_found[number]
 
     def restore(self, number: int) -> None:
-        """Go back to the weights and buffers after so many updates of a stream, if the weights are held."""
+        """Restore the weights and buffers after so many updates of a stream, if that version is held."""
         if number in self.versions.held:
             self.versions.restore(number)
         self.restore_buffers(number)
@@ -248,7 +248,7 @@ class BoundStage:
             self._buffers_found.setdefault(self.frames[microbatch]["batch"], self.buffers)
 
     def restore_buffers(self, number: float) -> None:
-        """Take the buffers that mini-batch ``number`` of a stream has found, if it has come to this stage."""
+        """Restore the buffers that mini-batch ``number`` of a stream has found, if it came to this stage."""
         self.buffers = self._buffers_found.get(number, self.buffers)  # type: ignore[call-overload]
 
     def update_buffers(self, updates: Sequence[Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""A replica's share of a bucket: of its gradients and optimizer state, and of the parameters themselves.
+"""A replica's shard of a bucket: of its gradients, optimizer state, and parameters.
 
 The parameters of the bucket lie in one flat tensor of as many equal slices as there are replicas. Each
 replica updates its slice; the slices of all are then gathered, at once or when they are needed.
@@ -75,7 +75,7 @@ class BucketShard:
         self._flat, self._own = flat, flat[self._first : self._first + self._own.numel()]
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What there is by kind, as a meter counts it."""
+        """The memory by kind."""
         gradients = [] if self._gradient is None else [self._gradient]
         return {"parameters": [self._own], "gradients": gradients}
 
@@ -130,7 +130,7 @@ class BucketShard:
         self._set(self._own, name, whole)
 
     def set_gradient(self, name: str, whole: Tensor | None) -> None:
-        """Let a parameter have this gradient, or none, whatever was added up before."""
+        """Set the gradient of a parameter, or None, whatever was accumulated before."""
         self._with_gradient = self._with_gradient - {name} if whole is None else self._with_gradient | {name}
         if not self._with_gradient:
             self._gradient = None
@@ -184,12 +184,12 @@ class BucketShard:
         return self._keeps
 
     def drop(self) -> None:
-        """Let go of the other replicas' slices, if they are gathered for use."""
+        """Drop the other replicas' slices, if they are gathered for use."""
         if not self._keeps:
             self._flat = None
 
     def reshard_updated(self) -> None:
-        """Keep this replica's slice of what the whole parameters have become, and drop the rest."""
+        """Keep this replica's slice of the updated whole parameters, and drop the rest."""
         assert self._flat is not None
         self._own.copy_(self._flat[self._first : self._first + self._own.numel()])
         self.drop()

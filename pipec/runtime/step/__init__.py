@@ -1,1 +1,1 @@
-"""A step of a program on the ranks of this process: linked, interpreted, and brought to its end."""
+"""Runs the steps of a program on the ranks of this process: linking, interpreting, synchronising."""

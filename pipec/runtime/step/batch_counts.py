@@ -1,4 +1,4 @@
-"""What the stages must know of the whole mini-batch, such as how many labels count: computed once a step."""
+"""Computes once a step what stages need of the whole mini-batch, such as how many labels count."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +52,9 @@ def batch_counts(
     microbatches: Sequence[Mapping[str, Tensor]],
     batch_slice: BatchSlice,
 ) -> dict[str, Tensor]:
-    """By name, what the stages of this process need of the batch ``leaves``, of which ``batch_slice`` is run.
+    """The batch counts that the stages of this process need, by name, for a batch with these ``leaves``.
 
-    Code for microbatches of one size cannot take the batch. Its values are sums, and added up.
+    Code for microbatches of one size cannot take the whole batch; its values are sums over microbatches.
     """
     found: dict[str, Tensor] = {}
     whole = {given.value.name: leaves[given.position] for given in plan.inputs}
@@ -78,7 +78,7 @@ def local_batch_counts(
     batch_slice: BatchSlice,
     group_of: Callable[[int], CollectiveGroup],
 ) -> dict[str, Tensor]:
-    """As ``batch_counts``, of a batch of which each replica has a part: the sums over the replicas.
+    """As ``batch_counts``, summed over replicas that each have a part of the batch.
 
     ``group_of`` gives the replicas of a stage. Sums are taken in their order: they have the same bits on all.
     """
@@ -106,5 +106,5 @@ def _sum(term: Tensor, group: CollectiveGroup) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def batch_fraction(size: int, batch: int) -> Tensor:
-    """The rows of a microbatch as a share of those of the batch."""
+    """The rows of a microbatch as a fraction of the batch's."""
     return torch.tensor(size / batch, dtype=torch.float64)

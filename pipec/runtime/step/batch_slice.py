@@ -1,4 +1,4 @@
-"""Which part of a mini-batch one execution runs: all of it, unless its microbatches are compiled apart."""
+"""The part of a mini-batch that one artifact runs: all of it, unless there are several artifacts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class BatchSlice:
 
     @property
     def own_microbatches(self) -> range:
-        """The microbatches of which this process has the rows."""
+        """The microbatches whose rows this process has."""
         return range(self.replica, len(self.sizes), self.num_replicas)
 
     @property
@@ -52,5 +52,5 @@ class BatchSlice:
 
     @property
     def loss_weights(self) -> Sequence[float]:
-        """By what the loss of each microbatch is multiplied."""
+        """The weight of each microbatch's loss."""
         return self.custom_loss_weights or [size / self.batch for size in self.sizes]

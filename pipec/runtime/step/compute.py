@@ -1,4 +1,4 @@
-"""Around the call of a stage's function: its arguments are fetched, and what it returns is kept."""
+"""Binds the call of a stage's function: fetches its arguments and stores its results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

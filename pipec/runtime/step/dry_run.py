@@ -121,7 +121,7 @@ class DryRuns:
 
 
 def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:
-    """A periodic program as that of one step, in which each replica of a stage has a microbatch."""
+    """A periodic program as one step, with one microbatch for each replica of a stage."""
     count = max(plan.num_microbatches, *map(len, plan.placement))
     written = [
         replace(each, version=-1)
@@ -196,7 +196,7 @@ class _Zeros:
 
 
 def _nothing() -> None:
-    """There is nobody to wait for."""
+    """Wait for nobody."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What to say of an instruction that failed: where it was, what the problem is, and what led there."""
+"""Error messages of failed instructions: the place, the problem, and the instructions before it."""
 
 import contextlib
 import traceback
@@ -16,7 +16,7 @@ _NUM_LINES = 5
 
 @contextlib.contextmanager
 def reporting_failures(transport: Transport, describe: Callable[[str], str]) -> Iterator[None]:
-    """Tell the other ranks of what fails inside a ``with``, and raise what ``describe`` makes of it."""
+    """Report failures inside a ``with`` to the other ranks, and raise the error that ``describe`` returns."""
     try:
         yield
     except TransportError as error:
@@ -33,7 +33,7 @@ def reporting_failures(transport: Transport, describe: Callable[[str], str]) -> 
 
 
 def _explained(transport: Transport, describe: Callable[[str], str], error: Exception) -> PipecError:
-    """What to raise for the error of an instruction, which may have read what was never received."""
+    """The error to raise for a failed instruction, which may have read a value that was never received."""
     try:
         transport.check()
     except TransportError as interruption:

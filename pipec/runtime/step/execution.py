@@ -49,7 +49,7 @@ InterpreterT = TypeVar("InterpreterT", bound=_ReadsInputs)
 
 
 class Ranks:
-    """Which ranks run in this process, on which devices, and over which transport they reach the others.
+    """The ranks that run in this process, their devices, and the transport to the other ranks.
 
     ``kernels`` says how they load the code of their stages. Ranks of a process that is ``alone``, whatever
     others were started with it, all run in it.
@@ -95,7 +95,7 @@ class Ranks:
         return self.distributed.call_on_rank_0(request, make) if self.world.is_distributed else make()
 
     def gathered(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-        """The steps with the timestamps of every rank, on every rank."""
+        """The recorded steps with the timestamps of all ranks, on every rank."""
         if not self.world.is_distributed:
             return list(steps)
         parts = [
@@ -110,7 +110,7 @@ class Ranks:
         ]
 
     def peak_memory(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
-        """For each rank what was measured when it held most, on every rank."""
+        """The peak memory of each rank, on every rank."""
         found = list(measured)
         if self.world.is_distributed:
             texts = self.distributed.all_gather_text(json.dumps([each.as_json() for each in measured]))
@@ -242,7 +242,7 @@ class LinkedArtifact(Generic[InterpreterT]):
             self._ranks.barrier()
 
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
-        """What the stages read for each microbatch, by name."""
+        """The inputs of the stages for each microbatch, by name."""
         microbatches = self._split(leaves, batch_slice)
         whole = self._batch_counts(leaves, microbatches, batch_slice)
         for microbatch, size, first in zip(
@@ -258,7 +258,7 @@ class LinkedArtifact(Generic[InterpreterT]):
     def _batch_counts(
         self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice
     ) -> dict[str, Tensor]:
-        """What stages must know of the batch. Where replicas have parts of it, they put it together."""
+        """The batch counts of the stages. Replicas with local batches sum theirs."""
         plan = self.artifact.plan
         if not batch_slice.is_local:
             return batch_counts(self._of_batch, plan, leaves, microbatches, batch_slice)
@@ -279,7 +279,7 @@ class LinkedArtifact(Generic[InterpreterT]):
             raise failure from error
 
     def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
-        """What this process reads of each microbatch of which it has the rows; of others there is nothing."""
+        """The inputs of each microbatch whose rows this process has; nothing for others."""
         microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
         own, sizes = (
             [microbatches[each] for each in batch_slice.own_microbatches],
@@ -380,7 +380,7 @@ class Execution(LinkedArtifact[Interpreter]):
         return results
 
     def _half_made(self) -> str | None:
-        """What to say if updates had begun when the step failed. The ranks that live all ask this."""
+        """A note on updates that had begun when the step failed. All living ranks call this."""
         begun = {stage for each in self._interpreters for stage in each.begun_updates}
         for told in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
             begun.update(json.loads(told or "[]"))
@@ -414,6 +414,6 @@ def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bo
 
 
 def _groups(plan: Plan) -> list[tuple[int, ...]]:
-    """The ranks that meet in collectives."""
+    """The groups of ranks that have collectives."""
     groups = [ranks for ranks in dict.fromkeys(plan.placement) if len(ranks) > 1]
     return [*groups, tuple(range(plan.num_ranks))] if plan.sync_spec.has_grad_norm else groups

@@ -170,7 +170,7 @@ class Interpreter:
 
     @property
     def non_finite(self) -> NonFinite | None:
-        """What was found by a step that looks for it, the same on every rank. Nothing came of that step."""
+        """The non-finite value that a step found, the same on every rank; such a step is skipped."""
         return self._update_state.non_finite
 
     @property
@@ -212,7 +212,7 @@ class Interpreter:
                 meter.note(sum(map(self._host_bytes, self._stages.values())))
 
     def _host_bytes(self, stage: BoundStage) -> int:
-        """What of a stage waits in host memory."""
+        """The bytes of a stage in host memory."""
         own = self._update_of(stage.index)
         return stage.host_bytes + (own.optimizer.host_bytes if own else 0)
 
@@ -223,7 +223,7 @@ class Interpreter:
         return next(filter(None, found), None)
 
     def _held(self) -> dict[str, list[Tensor]]:
-        """What the rank holds at the start of a step, by kind.
+        """The memory of the rank at the start of a step, by kind.
 
         Replicas of one process share parameters and state; each is counted with what it would have.
         """
@@ -257,7 +257,7 @@ class Interpreter:
         return merged
 
     def _part(self, value: Value, rank: int, stage: int, batch_slice: BatchSlice) -> Tensor | None:
-        """What a rank made of a result; None if its microbatches have no rows."""
+        """A rank's part of a result; None if its microbatches have no rows."""
         if not any(batch_slice.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
             return None
         if rank == self._rank.number:
@@ -272,7 +272,7 @@ class Interpreter:
         clear_block_cache()
 
     def _describe(self, problem: str) -> str:
-        """Where it happened, what the problem is, and the instructions that led there."""
+        """The place, the problem, and the instructions before it."""
         rank = f"rank {self._program.rank}"
         if self.position < 0:
             return f"{rank}, preparing the step: {problem}"
@@ -314,7 +314,7 @@ def bind_stages(
 
 
 def loss_of(plan: Plan) -> Value | None:
-    """The result that training differentiates."""
+    """The name of the result that training differentiates."""
     if plan.mode is not Mode.TRAIN:
         return None
     return next((value for value in result_values(plan) if value.name == "loss"), None)
@@ -322,5 +322,5 @@ def loss_of(plan: Plan) -> Value | None:
 
 @functools.lru_cache(maxsize=64)
 def loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
-    """What the backward of a microbatch starts from: its share of the batch, times the loss scale."""
+    """The initial gradient of a microbatch's backward: its weight times the loss scale."""
     return torch.full((), weight, dtype=getattr(torch, dtype), device=device)

@@ -113,7 +113,7 @@ class Linker:
         return self._sync_linker.link(instruction)
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
-        """Those that an instruction is about, or that made what it moves; none if it is not about any."""
+        """The microbatches of an instruction, or of the values that it moves; none if it has none."""
         link, number = instruction.link, self._rank.number
         if instruction.microbatch >= 0:
             return (instruction.microbatch,)
@@ -124,7 +124,7 @@ class Linker:
         )
 
     def finish(self) -> None:
-        """Close the program with what nothing has waited for."""
+        """Wait at the end of the program for everything that no instruction has waited for."""
         self.closing += [LinkedInstruction(*left) for left in self._sync_linker.unfinished()]
 
     def _receive(self, instruction: Instruction) -> Action:
@@ -177,7 +177,7 @@ class Linker:
         return lambda: send(source(), rank.sizes_with(num_rows()))
 
     def _num_rows(self, instruction: Instruction) -> Callable[[], int]:
-        """How many rows what is sent or received has in the step that runs."""
+        """The number of rows of a message in the current step."""
         sizes, microbatch = self._rank.sizes, instruction.microbatch
         if _link_of(instruction).payload is not Payload.RESULT:
             return lambda: sizes[microbatch]
@@ -187,7 +187,7 @@ class Linker:
         return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
 
     def _is_other_pipeline(self, peer: int) -> bool:
-        """Whether a rank is of another pipeline, where whole pipelines stand side by side."""
+        """Whether a rank belongs to another one of several whole pipelines."""
         placement = self._rank.plan.placement
         own, other = (
             next(ranks.index(rank) for ranks in placement if rank in ranks)
@@ -237,7 +237,7 @@ class Linker:
                 self._present[link.target, microbatch][value.name] = pending
 
     def _value_reader(self, link: Link, microbatch: int, away: bool = False) -> ValueReader:
-        """The function that fetches what a link carries from where it was left, maybe to send it away."""
+        """The function that fetches a link's value from where it was stored."""
         names = [value.name for value in link.values]
         match link.payload:
             case Payload.ACTIVATION | Payload.GRADIENT | Payload.MICROBATCH_RESULT:
@@ -256,7 +256,7 @@ class Linker:
         return lambda: [stage.gradients.pop(index) for index in indices]
 
     def _output_writer(self, link: Link, microbatch: int, peer: int) -> OutputWriter:
-        """The function that puts what a link carries to where its reader looks for it."""
+        """The function that stores a link's value where its reader finds it."""
         names = [value.name for value in link.values]
         if link.payload is Payload.RESULT:
             received = self._rank.received
@@ -373,7 +373,7 @@ class Linker:
         return _fetching(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
 
     def _weights(self, stage: int, reader: str) -> list[Action]:
-        """What must run before the weights of a stage are all there."""
+        """The waits before all weights of a stage are present."""
         if missing := self._rank.stages[stage].borrowed - self._tied_weights[stage].keys():
             raise VerifyError(
                 f"stage {stage}, {reader}: the parameters {', '.join(sorted(missing))} are borrowed, but "
@@ -383,7 +383,7 @@ class Linker:
         return [*lent, *self._sync_linker.unshard_waits(stage)]
 
     def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
-        """What must run before a microbatch has the buffers that its forward finds."""
+        """The waits before a microbatch has the buffers of its forward."""
         bound = self._rank.stages[stage]
         first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
         if reader == first and bound.code.UPDATED_BUFFERS:

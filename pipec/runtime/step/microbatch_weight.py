@@ -1,4 +1,4 @@
-"""How much the loss of each microbatch counts in the loss of the batch, where the user says it."""
+"""The weight of each microbatch's loss in the loss of the batch, where the user gives it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ CUSTOM_WEIGHT = "function"
 
 
 def weight_name(weight: MicrobatchWeight | None) -> str:
-    """What a plan says of ``weight``. None is "": the graph shows how losses add up."""
+    """The plan's text for ``weight``. None is "": the graph shows how losses add up."""
     return CUSTOM_WEIGHT if callable(weight) else weight or ""
 
 
@@ -26,7 +26,7 @@ def loss_weights(
     axes: Sequence[BatchAxis | None],
     sizes: Sequence[int],
 ) -> list[float] | None:
-    """By what the loss of each microbatch is multiplied. None: by its share of the rows.
+    """The weight of each microbatch's loss; None: its fraction of the rows.
 
     ``unflatten_call`` makes arguments, keyword arguments and the target of leaves such as those of the batch.
     Those that are split have their rows in front; ``axes`` say where the function is to get them.

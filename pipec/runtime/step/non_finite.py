@@ -54,7 +54,7 @@ def skip_notice(found: NonFinite, number: int, sync_spec: SyncSpec) -> str:
 
 
 def is_overflow(found: NonFinite, sync_spec: SyncSpec) -> bool:
-    """Whether nothing more may be wrong than the scale of the loss. Losses themselves are not scaled."""
+    """Whether the loss scale alone may be to blame. Losses themselves are not scaled."""
     return sync_spec.has_loss_scale and (bool(found.parameter) or sync_spec.on_nan is None)
 
 
@@ -83,7 +83,7 @@ def agree_on_non_finite(
     group: CollectiveGroup,
     device: torch.device,
 ) -> NonFinite | None:
-    """What some rank has found, the same on all ranks, which call this together; None if all is finite.
+    """The non-finite value that some rank has found; None if all is finite. All ranks call this together.
 
     A loss comes before gradients. Of these it is the last one in the model's order, that of ``names``, which
     backwards came to first.

@@ -1,4 +1,4 @@
-"""The updates of a program: what each rank of this process updates of each stage, with which gradients."""
+"""The updates of a program: the parameters that each rank of this process updates, and their gradients."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from pipec.runtime.step.sharded_bucket import GroupOf, ShardedBucket
 
 @dataclass(frozen=True)
 class StageUpdate:
-    """What one rank updates of a stage: whole parameters by name, and its share of buckets.
+    """One rank's update of a stage: whole parameters by name, and its shards of buckets.
 
     ``norm_parameters`` are those of the whole parameters whose gradients this rank counts in the global norm:
     of replicas that have the same, one counts them.
@@ -53,7 +53,7 @@ class StageUpdate:
         return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What the optimizer and the shares keep, by kind, as a meter counts it."""
+        """The memory of the optimizer and the shards, by kind."""
         found: dict[str, list[Tensor]] = {"optimizer": self.optimizer.held()}
         for shard in self.shards.values():
             for kind, tensors in shard.held().items():
@@ -61,7 +61,7 @@ class StageUpdate:
         return found
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, those that are on their way, too."""
+        """Drop all gradients, also those in transit."""
         for parameter in self.parameters.values():
             parameter.grad = None
         for shard in self.shards.values():
@@ -112,11 +112,11 @@ class OptimizerUpdates:
 
     @property
     def sharded_names(self) -> list[str]:
-        """The parameters that are there in shares alone, and empty until they are gathered."""
+        """The parameters that are held as shards alone, and are empty until they are gathered."""
         return [name for bucket in self._sharded_buckets() for name in bucket.names]
 
     def shards(self) -> dict[ParameterShard, Tensor]:
-        """The memory of what this process keeps of the parameters that are there in shares alone."""
+        """The memory of this process's shards of such parameters."""
         self.follow_script()
         return {
             piece: memory for bucket in self._sharded_buckets() for piece, memory in bucket.owned().items()
@@ -127,7 +127,7 @@ class OptimizerUpdates:
         return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
 
     def follow_script(self) -> None:
-        """Take over what the script has done to parameters and gradients that are sharded."""
+        """Apply the script's changes to sharded parameters and gradients."""
         for bucket in self._buckets:
             bucket.follow_script()
 
@@ -143,11 +143,11 @@ class OptimizerUpdates:
         return made
 
     def on(self, rank: int, stage: int) -> StageUpdate | None:
-        """What a rank updates of a stage. Replicas that share parameters leave it to the first one."""
+        """A rank's update of a stage. Replicas that share parameters leave it to the first one."""
         return self._stages.get((rank, stage))
 
     def factor(self, squares: Tensor) -> Tensor:
-        """What gradients are multiplied with, given the square of their global norm."""
+        """The factor for gradients, given the square of their global norm."""
         assert self.max_norm is not None
         return clip_factor(squares, self.max_norm)
 
@@ -232,7 +232,7 @@ class OptimizerUpdates:
         self.optimizer.attach([update.optimizer for update in self._stages.values()], parameters, gather)
 
     def copies(self, rank: int) -> Mapping[str, Tensor]:
-        """The parameters of which a rank has copies of its own."""
+        """The parameters that a rank has copies of."""
         return self._copies.get(rank, {})
 
     def refresh_copies(self, parameters: Mapping[str, Tensor]) -> None:
@@ -245,7 +245,7 @@ class OptimizerUpdates:
     def _copied(
         self, stage: Stage, rank: int, parameters: Mapping[str, nn.Parameter], device: torch.device
     ) -> Mapping[str, nn.Parameter]:
-        """Copies of what is trained of a stage, for a rank; what is not has no other versions."""
+        """A rank's copies of a stage's trained parameters; others have no other versions."""
         own = {
             name: parameter_on(parameters[name].detach().to(device, copy=True), parameters[name])
             for name in stage.parameters
@@ -262,7 +262,7 @@ class OptimizerUpdates:
     def _whole_on(
         self, plan: Plan, rank: int, stage: int, owner_ranks: Mapping[str, Sequence[int]]
     ) -> dict[str, Sequence[int]]:
-        """What a rank updates with a stage as whole parameters, by name, with all ranks that do so.
+        """The whole parameters that a rank updates with a stage, by name, with all ranks that do so.
 
         Those of a bucket are among them.
         """
@@ -331,5 +331,5 @@ def _little(like: Tensor, device: torch.device | str) -> nn.Parameter:
 
 
 def _key(plan: Plan) -> object:
-    """What decides how parameters are divided."""
+    """A key of the plan's fields that decide how parameters are divided."""
     return plan.placement, plan.sync_spec, tuple(stage.parameters for stage in plan.stages)

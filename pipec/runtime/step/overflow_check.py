@@ -1,4 +1,4 @@
-"""What the norm decides of a step of which nothing may come, because something in it is not finite."""
+"""Decides from the norm whether a step is skipped because a value in it is not finite."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class OverflowCheck:
         return torch.stack(losses).isnan().sum() if losses else 0
 
     def follow(self, squares: float, num_nan_losses: float) -> None:
-        """Let something come of the step, or nothing: no update, no gradient in ``.grad``, no buffer."""
+        """Keep the step or skip it: no update, no gradient in ``.grad``, no buffer."""
         rank, update_state = self._rank, self._rank.update_state
         updates = update_state.updates
         found = None

@@ -19,7 +19,7 @@ from pipec.runtime.step.timestamps import Clock, Moment
 
 @dataclass
 class UpdateState:
-    """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor.
+    """The optimizer, whether the step updates, and the clipping factor.
 
     ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
     ``non_finite`` is why the step is skipped, on every rank. ``begun`` has the stages whose update has begun
@@ -35,7 +35,7 @@ class UpdateState:
 
     @property
     def loss_scale(self) -> float:
-        """What backwards of this step multiply the loss by."""
+        """The factor of the loss in this step's backwards."""
         scaled = self.updates.loss_scale if self.updates else None
         return scaled.scale if scaled else 1.0
 
@@ -92,6 +92,6 @@ class PendingValue:
     action: Action | None = None
 
     def pop_waits(self) -> list[Action]:
-        """What the next reader must run first."""
+        """The waits that the next reader must run first."""
         action, self.action = self.action, None
         return [action] if action else []

@@ -1,4 +1,4 @@
-"""The parameters of a sharded bucket as the script has them, which may change them between two steps."""
+"""A sharded bucket's parameters as the script sees them, and may change them between steps."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,11 +48,11 @@ class ShardedBucket:
         return self._shards[0].keeps_parameters
 
     def owned(self) -> dict[ParameterShard, Tensor]:
-        """The memory of what this process keeps of the parameters."""
+        """The memory of this process's shards."""
         return {piece: memory for shard in self._shards for piece, memory in shard.owned().items()}
 
     def follow_script(self) -> None:
-        """Take over what the script has done since the last step.
+        """Apply the script's changes since the last step.
 
         Raises:
             InputError: it has given a parameter or a gradient other than what a shard can be taken of.
@@ -75,13 +75,13 @@ class ShardedBucket:
                 self._marks[name] = self._parameters[name].grad = _mark(self._parameters[name])
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for shard in self._shards:
             shard.drop_gradients()
         self.mark_gradients()
 
     def unshard(self, group_of: GroupOf) -> None:
-        """Let the parameters be whole."""
+        """Gather the parameters."""
         if self.keeps_parameters:
             return
         self._take_in()
@@ -91,7 +91,7 @@ class ShardedBucket:
                 self._parameters[name].data = tensor
 
     def reshard(self) -> None:
-        """Keep the shards of what the parameters have become since ``unshard``."""
+        """Keep the shards of the current parameters, and free the rest."""
         if not self.keeps_parameters:
             for shard in self._shards:
                 shard.reshard_updated()
@@ -99,7 +99,7 @@ class ShardedBucket:
                 parameter.data = parameter.new_empty(0)
 
     def release(self, group_of: GroupOf) -> None:
-        """Let parameters and gradients be whole, for good. Every rank does so together."""
+        """Gather parameters and gradients for good. All ranks call this."""
         self._follow_gradients()
         self.unshard(group_of)
         waits = [
@@ -173,6 +173,6 @@ class ShardedBucket:
 
 
 def _mark(parameter: Tensor) -> Tensor:
-    """What stands in ``.grad`` for a gradient that is elsewhere."""
+    """The mark in ``.grad`` for a gradient that is held as shards."""
     nan = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
     return nan.expand(parameter.shape)

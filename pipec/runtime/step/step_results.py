@@ -26,10 +26,10 @@ def check_mergeable(value: Value) -> None:
 
 
 class ResultCollector(Protocol):
-    """Takes what forwards return."""
+    """Collects the results that forwards return."""
 
     def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
-        """Keep what the forward of ``microbatch`` returned for results, among other things."""
+        """Keep the results among the values that the forward of ``microbatch`` returned."""
 
 
 class StepResults:
@@ -64,13 +64,13 @@ class StepResults:
         self.losses = self._parts.get("loss", {})
 
     def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
-        """Keep what the forward of ``microbatch`` returned for these results, and no memory besides."""
+        """Keep these results of the forward of ``microbatch``, and no other memory."""
         for name, parts in self._parts.items():
             if name in sent:
                 parts[microbatch] = sent[name] = compact(sent[name])
 
     def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
-        """What this rank's microbatches contribute to a result of the batch; see ``merge``."""
+        """The part of a result that this rank's microbatches make; see ``merge``."""
         if name not in self._merged:
             parts = self._parts.pop(name)
             own = [microbatch for microbatch in self._own[name] if sizes[microbatch]]
@@ -85,7 +85,7 @@ class StepResults:
         return self._merged[name]
 
     def sent_to_other_pipeline(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
-        """What ranks of other pipelines get of a result."""
+        """The part of a result that ranks of other pipelines receive."""
         whole, value = self.merged(name, sizes, values), self._values[name]
         return empty_result(value, values, whole.device) if self.is_local and has_rows(value) else whole
 
@@ -123,7 +123,7 @@ def merge_replicas(
     values: Sizes,
     is_sum: bool = False,
 ) -> Tensor:
-    """The result of the batch from what ``merge`` made on each replica, of microbatches in turn.
+    """The result of the batch from the merged results of each replica.
 
     A replica whose microbatches have no rows made nothing. Of three microbatches, the first of two replicas
     has the rows of the first and the last::
@@ -178,12 +178,12 @@ def merge_slices(
 
 
 def has_rows(value: Value) -> bool:
-    """Whether a value has something for each row of the batch."""
+    """Whether a value has an element for each row of the batch."""
     return bool(_batch_dims(value))
 
 
 def empty_result(value: Value, values: Sizes, device: torch.device) -> Tensor:
-    """What a result is of a part of the batch that has no rows."""
+    """A result for a part of the batch without rows."""
     shape = [evaluate_dim(dim, {**values, "b": 0}) for dim in value.shape]
     return torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
 

@@ -1,4 +1,4 @@
-"""What the microbatches of a stream return, brought together as soon as those of a mini-batch are there."""
+"""Collects the results of a stream's microbatches, and merges those of each finished mini-batch."""
 
 import math
 from collections import Counter
@@ -44,7 +44,7 @@ Arrival = Callable[[], Sequence[Tensor]]
 
 @dataclass
 class _Parts:
-    """What has come of one mini-batch, by name and microbatch."""
+    """The results of one mini-batch, by name and microbatch."""
 
     batch: StreamBatch
     found: dict[str, dict[int, Tensor]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class StreamResults:
         return number < self.num_finite
 
     def forget(self) -> None:
-        """Let go of what was collected of a stream that is over."""
+        """Drop the results of a stream that is over."""
         self._emit = lambda number, results: None
         self._parts, self._arriving = {}, []
 
@@ -92,19 +92,19 @@ class StreamResults:
         return self.first_nan if math.isinf(self.first_nan) else self.first_nan // self._per_batch
 
     def expect(self, number: int, batch: StreamBatch) -> None:
-        """Note that a mini-batch is to come."""
+        """Note that a mini-batch will follow."""
         self._parts[number] = _Parts(batch)
 
     def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
-        """Keep what the microbatch has returned that is in this frame now."""
+        """Keep the results of the microbatch that is in this frame now."""
         self._keep(self.microbatch, sent)
 
     def expect_received(self, names: Sequence[str], wait: Arrival) -> None:
-        """Note that what another rank has made of the microbatch is on its way."""
+        """Note that another rank's results of the microbatch are in transit."""
         self._arriving.append((self.microbatch, names, wait))
 
     def wait_received(self, last: float) -> None:
-        """Wait for what is on its way of the mini-batches up to this one."""
+        """Wait for the results in transit of the mini-batches up to this one."""
         due, self._arriving = self._arriving, []
         for each in due:
             microbatch, names, wait = each

@@ -1,7 +1,7 @@
-"""Linking of what a step does besides its microbatches: collectives of replicas, and updates.
+"""Links the gradient sync of a step: collectives of replicas, and updates.
 
-A collective is started where its instruction stands. Whoever reads what it brings waits for it; what nobody
-reads within the program is waited for when the program is over.
+A collective starts at its instruction. The first reader of its result waits for it; results without a reader
+in the program are waited for at its end.
 """
 
 import functools
@@ -34,15 +34,15 @@ class SyncLinker:
         self._reductions: dict[int, GradientReduction] = {}
 
     def expect_tied_gradient(self, instruction: Instruction, pending: PendingValue) -> None:
-        """Note that gradients are on their way that another stage has summed for a tied weight."""
+        """Note that another stage's gradients of a tied weight are in transit."""
         self._awaited.append((instruction, pending))
 
     def unfinished(self) -> PendingWaits:
-        """What is to be waited for when the program is over, each with the instruction that started it."""
+        """The waits at the end of the program, each with the instruction that started it."""
         return [(instruction, action) for instruction, each in self._awaited for action in each.pop_waits()]
 
     def unshard_waits(self, stage: int) -> list[Action]:
-        """What must be over before the parameters of a stage can be read."""
+        """The waits before the parameters of a stage can be read."""
         return self._waits(Op.UNSHARD, stage)
 
     def link(self, instruction: Instruction) -> Action:
@@ -189,7 +189,7 @@ class SyncLinker:
         return self._after(self.unshard_waits(stage.index), reshard)
 
     def _shard(self, instruction: Instruction) -> BucketShard | None:
-        """This rank's share of a bucket, if it keeps one."""
+        """This rank's shard of a bucket, if it has one."""
         updates = self._rank.update_state.updates
         update = updates.on(self._rank.number, instruction.stage) if updates else None
         return update.shards.get(instruction.bucket) if update else None
@@ -208,11 +208,11 @@ class SyncLinker:
         return act
 
     def _gradients_of(self, stage: int) -> list[Action]:
-        """What must be over before the gradients of a stage are complete, and summed over replicas."""
+        """The waits before the gradients of a stage are complete and reduced."""
         return [*self._waits(Op.RECV, stage), *self._waits(Op.REDUCE_GRAD, stage)]
 
     def _tied_gradient_waits(self, stage: int, bucket: Bucket) -> list[Action]:
-        """What must be over before the gradients of a bucket are those of every stage that uses it."""
+        """The waits before a bucket has the gradients of every stage that uses it."""
         return [
             action
             for begun, each in self._awaited
@@ -222,16 +222,16 @@ class SyncLinker:
         ]
 
     def _await(self, instruction: Instruction, finish: Action) -> None:
-        """Note what waits for the collective that is linked, for its first reader to run."""
+        """Note the wait for the current collective, for its first reader to run."""
         self._awaited.append((instruction, PendingValue(self._noted(finish))))
 
     def model_collective(self, finish: Action) -> PendingValue:
-        """What comes of the next collective of the program, which is of a microbatch."""
+        """The result of the program's next model collective, of a microbatch."""
         self._num_collectives += 1
         return PendingValue(self._noted(finish))
 
     def _noted(self, finish: Action) -> Action:
-        """Wait for the collective that is linked, and note when it was over."""
+        """Wait for the current collective, and note when it was over."""
         over, clock, number = self._rank.over, self._rank.clock, self._num_collectives - 1
 
         def wait() -> None:
@@ -253,7 +253,7 @@ class SyncLinker:
         return act
 
     def _waits(self, op: Op, stage: int) -> list[Action]:
-        """What instructions of a stage have started and nobody has waited for yet."""
+        """The waits that instructions of a stage have started and that nobody has run yet."""
         started = [each for begun, each in self._awaited if begun.op is op and begun.stage == stage]
         return [action for each in started for action in each.pop_waits()]
 
@@ -279,8 +279,8 @@ def _skip_update(stage: BoundStage, update: StageUpdate | None) -> None:
 
 
 def _ignore(gathered: object) -> None:
-    """Let go of views that nobody needs."""
+    """Drop views that nobody needs."""
 
 
 def _nothing() -> None:
-    """What a rank updates that leaves it to another replica."""
+    """The update of a rank that leaves it to another replica."""

@@ -46,7 +46,7 @@ class Clock:
         return time.perf_counter_ns()
 
     def note_arrival(self) -> None:
-        """Note that all has come that an instruction waits for."""
+        """Note that everything has arrived that an instruction waits for."""
         self.arrived = self.now()
 
     def times(self, marks: Sequence[Moment]) -> Timestamps:
@@ -55,7 +55,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """Notes, by events, when the current stream of a GPU comes to what is launched next.
+    """Notes, by CUDA events, when the current stream reaches the next launch.
 
     An event costs the host some microseconds, so that there are none unless a step is recorded.
     """
@@ -88,5 +88,5 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What notes the moments of a rank on a device."""
+    """The clock of a rank on a device."""
     return CudaClock() if device.type == "cuda" else Clock()

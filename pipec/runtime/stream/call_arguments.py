@@ -1,4 +1,4 @@
-"""What an iterable of mini-batches yields, as the arguments of a step."""
+"""Converts the items of an iterable of mini-batches to the arguments of a step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class CallArguments(NamedTuple):
 
 
 def call_arguments_of(batch: Any, takes_target: bool) -> CallArguments:
-    """The arguments that a batch stands for, which is anything that a DataLoader yields.
+    """The arguments of a batch, which is anything that a DataLoader yields.
 
     A dict has keyword arguments, with ``target`` among them. If the step ``takes_target``, a pair is of
     inputs and target, where the inputs are one argument, a tuple of some, or a dict by name. Anything else

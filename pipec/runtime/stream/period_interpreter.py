@@ -3,8 +3,8 @@
 A round is linked once for each of the frames that its microbatches take in turn. A stream then fills a frame
 when a microbatch is first named, and calls the actions, one after the other.
 
-A rank pauses before it would know all results of a mini-batch that the script has not asked for yet, or make
-an update of which such a one is the last. ``pipec.programs.result_rules`` proves that the script gets what
+A rank pauses before it has all results of a mini-batch that the script has not requested yet, and before an
+update whose last mini-batch is such a one. ``pipec.programs.result_rules`` proves that the script gets what
 comes before.
 """
 
@@ -97,7 +97,7 @@ class PeriodInterpreter:
         return set[str]().union(*(stage.inputs for stage in self._stages.values()))
 
     def begin(self, source: BatchSource, emit: Emit, seed: int) -> None:
-        """Start with a stream. Random operators draw from streams that depend on ``seed``."""
+        """Begin a stream. Random operators draw from streams that depend on ``seed``."""
         self._source, self._seed = source, seed
         self._stream_results.begin(emit)
         self._num_admitted, self._end = 0, math.inf
@@ -131,7 +131,7 @@ class PeriodInterpreter:
 
     @property
     def held(self) -> dict[int, set[int]]:
-        """After how many mini-batches there are weights of each stage."""
+        """The numbers of mini-batches after which weights of each stage are held."""
         held = {}
         for index, stage in self._stages.items():
             per_version = self._batches_per_version(index)
@@ -148,7 +148,7 @@ class PeriodInterpreter:
         )
 
     def restore(self, batch: int | None) -> None:
-        """Let all stages have their weights and buffers after a mini-batch; None leaves each its latest."""
+        """Restore the weights and buffers of all stages after a mini-batch; None leaves each its latest."""
         for index, stage in self._stages.items():
             latest = stage.versions.number
             stage.restore(latest if batch is None else batch // self._batches_per_version(index))
@@ -174,7 +174,7 @@ class PeriodInterpreter:
             yield
 
     def forget(self) -> None:
-        """Let go of every value of the stream."""
+        """Drop every value of the stream."""
         self._running, self._batch = iter(()), None
         for stage in self._stages.values():
             stage.forget_step()

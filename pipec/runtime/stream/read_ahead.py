@@ -44,7 +44,7 @@ class ReadAhead:
             self._changed.wait_for(lambda: self._num_read == self._num_allowed)
 
     def item(self, number: int) -> ReadItem:
-        """An item that was allowed, once it has been read. Those behind the last one are as that."""
+        """A requested item, once it has been read. Items after the last one repeat its end."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_read > number)
             if number in self._items:
@@ -53,7 +53,7 @@ class ReadAhead:
             return self._last
 
     def forget(self, number: int) -> None:
-        """Let go of an item."""
+        """Drop an item."""
         self._items.pop(number, None)
 
     def _read(self) -> None:

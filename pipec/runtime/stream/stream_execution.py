@@ -47,7 +47,7 @@ class StreamExecution(LinkedArtifact[PeriodInterpreter]):
         return len(self._interpreters)
 
     def batch(self, leaves: Sequence[object], batch_slice: BatchSlice) -> StreamBatch:
-        """A mini-batch as a source tells it: split, with what the stages need of the whole of it."""
+        """A mini-batch of a source: split, with its batch counts."""
         return StreamBatch(
             self._microbatches(leaves, batch_slice),
             batch_slice.sizes,
@@ -68,7 +68,7 @@ class StreamExecution(LinkedArtifact[PeriodInterpreter]):
         return ThreadedStreamRun(self._interpreters, self._num_ahead, source, seed, self._ranks.in_process)
 
     def found(self) -> tuple[int, NonFinite] | None:
-        """The first mini-batch of the run of which nothing comes, and why; None if there is none so far."""
+        """The first skipped mini-batch of the run, and why; None if there is none so far."""
         plan, first = self.artifact.plan, min(each.first_nan for each in self._interpreters)
         if math.isinf(first):
             return None
@@ -77,7 +77,7 @@ class StreamExecution(LinkedArtifact[PeriodInterpreter]):
 
     @contextlib.contextmanager
     def drop_gradients_on_failure(self) -> Iterator[None]:
-        """Forget all gradients if what is done inside a ``with`` fails, and say what weights are left."""
+        """Drop all gradients if the ``with`` fails, and say which weights are left."""
         try:
             yield
         except PipecError as error:

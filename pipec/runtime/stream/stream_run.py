@@ -51,14 +51,14 @@ class StreamRun(ABC):
 
     @abstractmethod
     def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
-        """Those of the next mini-batch, or None if there is none. The run is over then.
+        """The results of the next mini-batch; None if there is none, and the run is over.
 
         Raises:
             ExecutionError, TransportError: a rank failed.
         """
 
     def drain(self, groups: GroupHyperparameters) -> None:
-        """Complete what was begun. The run is over then.
+        """Complete all mini-batches in flight. The run is over then.
 
         ``groups`` are the hyperparameters of updates of which the last mini-batch has not been asked for.
         """
@@ -68,7 +68,7 @@ class StreamRun(ABC):
 
     @property
     def left(self) -> list[ResultsByName]:
-        """Those of all completed mini-batches that were not given; none if the run did not complete."""
+        """The results of completed mini-batches that were not returned; none if the run did not complete."""
         if not self._is_complete:
             return []
         assert self._end is not None, "a run that is over has ended"
@@ -110,7 +110,7 @@ class StreamRun(ABC):
             self._changed.notify_all()
 
     def forget_results(self) -> None:
-        """Let go of the results of the next mini-batch, which the script is given."""
+        """Drop the results of the next mini-batch, which the script receives."""
         with self._changed:
             del self._results[self._num_given]
             self._num_given += 1
@@ -197,7 +197,7 @@ class ThreadedStreamRun(StreamRun):
             self._changed.notify_all()
 
     def _work(self, interpreter: PeriodInterpreter) -> None:
-        """Be a rank: advance as far as the script has asked, and to the end when that is known."""
+        """Run a rank: advance as far as the script has requested, and to the end once that is known."""
         number = 0
         try:
             while (groups := self._allowed(number)) is not None:
@@ -210,14 +210,14 @@ class ThreadedStreamRun(StreamRun):
             raise
 
     def _forget_groups(self, number: int) -> None:
-        """Let go of hyperparameters that every rank has used."""
+        """Drop hyperparameters that every rank has used."""
         with self._changed:
             self._num_advanced[number] += 1
             if self._num_advanced[number] == len(self._interpreters):
                 del self._groups[number], self._num_advanced[number]
 
     def _give_up(self) -> None:
-        """Let every rank go on that waits for the script, and then notice that it has to stop."""
+        """Wake every rank that waits for the script, so that it notices that it has to stop."""
         with self._changed:
             self._drains = True
         self._stop_at(0)

@@ -1,4 +1,4 @@
-"""The mini-batches of a script's stream on their way through a pipeline that is not flushed."""
+"""The mini-batches of a script's stream in flight through an asynchronous pipeline."""
 
 import threading
 import weakref
@@ -21,7 +21,7 @@ Announce = Callable[[int, ReadItem], Callable[[], bool]]
 
 @dataclass(frozen=True)
 class CompiledStream:
-    """What runs the batches of a flow, and the seed of what they draw.
+    """The compiled execution of a stream's batches, and their seed.
 
     ``split`` splits a batch, or returns None if that needs other programs than the first one; it raises a
     PipecError if the batch does not fit at all. ``is_valid`` tells whether what was compiled is right for the
@@ -62,7 +62,7 @@ class StreamSession:
         self._leaving = weakref.finalize(self, self._run.abandon)
 
     def result(self, number: int, groups: GroupHyperparameters) -> BatchResult | None:
-        """That of batch ``number``, the next one; None if it is not among those of this run.
+        """The result of batch ``number``, the next one; None if it is not part of this run.
 
         ``groups`` are the hyperparameters that the script has set by now. No batch is being read afterwards.
 
@@ -94,7 +94,7 @@ class StreamSession:
         return self._batch_result(results)
 
     def found(self, number: int) -> NonFinite | None:
-        """Why batch ``number``, whose results have been given, ends the stream; None if nothing is wrong."""
+        """Why batch ``number``, whose results were returned, ends the stream; None if it does not."""
         if not self._over:
             self._found = self._execution.found()
         return self._found[1] if self._found and self._found[0] == number - self._first else None
@@ -124,7 +124,7 @@ class StreamSession:
         return BatchResult.of(self._execution.artifact.plan, results)
 
     def _read_ahead(self, number: int) -> None:
-        """Let batches be read that some rank may need for this one; announce those that have been read."""
+        """Request the batches that some rank may need for this one; announce those that have been read."""
         last = number + self._run.max_batches_ahead + 1
         if self._announce is not None:
             if number == self._first:
