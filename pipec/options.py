@@ -308,7 +308,7 @@ class Options:
         True,
         FLAG,
         """compile once for every size of microbatch, and from the second one on for every length of
-        sequences and every number among the arguments. False: for each anew, which takes half the time
+        sequences and every number among the arguments. False: for each separately, which takes half the time
         where there is only one, as for a plan that is only looked at; ``microbatches=None`` then means
         up to four a rank. A ``profile`` is of dynamic graphs.""",
     )

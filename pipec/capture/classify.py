@@ -87,7 +87,7 @@ def _noted(node: fx.Node) -> Mapping[str, Any]:
 def _operator_of(node: fx.Node) -> int | None:
     """The operator in the node's own annotation, unless the node reads what comes after it in its phase.
 
-    A view that torch makes anew, behind a change of what it shows, is annotated as the first one. Such a
+    A view that torch makes again, behind a change of what it shows, is annotated as the first one. Such a
     node, and one without an annotation, joins an operator among its inputs: the latest if it is a forward
     node, the earliest if it is a backward node. No edge to the node then runs against the order of the
     stages. Nothing is known of a node without an annotation and such inputs.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.options import Artifact, IntHigh, Json, Seed, Steps, compile_flags
+from pipec.cli.flags import Artifact, IntHigh, Json, Seed, Steps, compile_flags
 from pipec.cli.output import show_json, status
 from pipec.console import log
 from pipec.ir.text_format import format_seconds

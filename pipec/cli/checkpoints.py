@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.options import Json
+from pipec.cli.flags import Json
 from pipec.cli.output import show_json, status
 from pipec.ir.text_format import format_bytes
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipec.cli.options import Calibrate, Devices, Json, Target, compile_flags
+from pipec.cli.flags import Calibrate, Devices, Json, Target, compile_flags
 from pipec.cli.output import plan_summary, show_json, show_python
 from pipec.cli.target import compile_target
 from pipec.errors import InputError

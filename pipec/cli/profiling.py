@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.options import Json, Target, compile_flags
+from pipec.cli.flags import Json, Target, compile_flags
 from pipec.cli.output import show_json, status
 from pipec.cli.target import load_example
 from pipec.ir import Phase

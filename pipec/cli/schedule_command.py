@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipec.cli.drawing import check_output, draw, print_steps
-from pipec.cli.options import Devices, Drawing, Json, Target, compile_flags, parse_replicas
+from pipec.cli.flags import Devices, Drawing, Json, Target, compile_flags, parse_replicas
 from pipec.cli.output import show_json
 from pipec.errors import InputError
 from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS

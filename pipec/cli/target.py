@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pipec.cli.options import parse_replicas
+from pipec.cli.flags import parse_replicas
 from pipec.cli.output import status
 from pipec.errors import InputError, PipecError
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipec.cli.drawing import check_output, draw, print_steps
-from pipec.cli.options import Artifact, Drawing, IntHigh, Json, Seed, Steps, compile_flags
+from pipec.cli.flags import Artifact, Drawing, IntHigh, Json, Seed, Steps, compile_flags
 from pipec.cli.output import show_json, status
 
 WARMUP = 2

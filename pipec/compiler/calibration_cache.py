@@ -29,7 +29,7 @@ log = logging.getLogger("pipec")
 CACHE_DIR = "PIPEC_CACHE_DIR"
 
 _VERSION = 1
-"""Of what ``calibrate`` measures, and how: with another one, all machines are measured anew."""
+"""Of what ``calibrate`` measures, and how: with another one, all machines are measured again."""
 
 _FIGURES = ("memory_bytes_per_second", "launch_seconds", "attention_efficiency", "other_flops_per_second")
 
@@ -90,7 +90,7 @@ def _load(path: Path) -> DeviceModel | None:
     try:
         return _read(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("what is kept in %s cannot be read, and is measured anew: %s", path, error)
+        log.warning("what is kept in %s cannot be read, and is measured again: %s", path, error)
         return None
 
 

@@ -31,7 +31,7 @@ from pipec.programs.offload_intervals import num_offloaded
 from pipec.programs.representative_replicas import as_in_full_step
 
 _ATTEMPTS = 3
-"""How often a choice is made anew until it fits. An attempt knows what the one before lacked."""
+"""How often a choice is made again until it fits. An attempt knows what the one before lacked."""
 
 _SEGMENTS = (1, 2, 4, 8, 16)
 """The numbers of segments that a stage may be recomputed in, in the order in which they are tried."""
@@ -87,7 +87,7 @@ def _fitted(evaluated: EvaluatedPlan, offloads: bool) -> EvaluatedPlan:
 def _attempts(
     evaluated: EvaluatedPlan, groups: Sequence["_RankGroup"], most: int | None = None
 ) -> list[EvaluatedPlan]:
-    """Choices of all groups, made anew until one fits, or until a group has none left."""
+    """Choices of all groups, made again until one fits, or until a group has none left."""
     tried = list[EvaluatedPlan]()
     while len(tried) != most and all(group.choose_fastest() for group in groups):
         tried.append(_replaying(evaluated, groups))

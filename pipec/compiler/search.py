@@ -30,7 +30,7 @@ from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
 
 _MEMORY_ATTEMPTS = 4
-"""How often a cut is made anew until it fits into memory. An attempt knows what the one before lacked."""
+"""How often a cut is made again until it fits into memory. An attempt knows what the one before lacked."""
 
 _OF_REPLAYING = frozenset({"received", "sent", "running"})
 """The kinds of memory that the planner adds up, too, for stages that replay: then all memory is wanted."""

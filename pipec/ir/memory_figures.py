@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pipec.ir.values import Phase
 
 MMAP_THRESHOLD_BYTES = 32 << 20
-"""glibc maps each block of this size or more anew, and gives it back to the system when it is freed. It is
+"""glibc maps each block of this size or more by itself, and unmaps it when it is freed. It is
 the largest threshold that it takes on 64-bit systems (``man mallopt``, M_MMAP_THRESHOLD)."""
 
 

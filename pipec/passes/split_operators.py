@@ -63,7 +63,7 @@ def operator_steps(graph: TrainingGraph, operators: Collection[int]) -> dict[int
 
 
 def split_operators(graph: TrainingGraph, steps: Mapping[int, Mapping[fx.Node, int]]) -> TrainingGraph:
-    """Number the operators anew: each step of those in ``steps`` is one."""
+    """Number the operators again: each step of those in ``steps`` is one."""
     operators, first = list[Operator](), list[int]()
     for op, made in enumerate(graph.operators):
         first.append(len(operators))

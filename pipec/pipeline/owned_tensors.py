@@ -71,7 +71,7 @@ class OwnedTensorsModule(StreamTraining):
         """Write the whole model's parameters and buffers into ``model``, on rank 0 or on all ranks.
 
         Every rank calls this. ``model`` is the one that was compiled, or one of the same structure. The one
-        that was compiled has its memory again until the next step, which empties it anew.
+        that was compiled has its memory until the next step, which empties it again.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         whole = self._gather("gather_into", set(self._tensors.unique()), all_ranks)

@@ -70,7 +70,7 @@ def with_update_costs(plan: Plan, optimizer: OptimizerProperties, device: Device
     """The plan with the memory and the seconds of its updates.
 
     An update reads parameters, gradients and state, and writes parameters and state; what is made of them
-    alone, which is half as large where it is a cast, is made anew. State that waits on the host is copied to
+    alone, which is half as large where it is a cast, is made again. State that waits on the host is copied to
     the device for it, and back. Without a flush, a stage also keeps what it trains in versions that are still
     read.
     """

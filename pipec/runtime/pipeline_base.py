@@ -251,7 +251,7 @@ class PipelineBase(nn.Module):
     def _bound_updates(self, plan: Plan) -> OptimizerUpdates | None:
         """The optimizer, with what it updates where the plan says so.
 
-        Artifacts that were linked while parameters were divided in another way are linked anew.
+        Artifacts that were linked while parameters were divided in another way are linked again.
         """
         if not plan.sync_spec.updates:
             return None
@@ -389,7 +389,7 @@ class PipelineBase(nn.Module):
 
     @exclusive_call
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
+        """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked again."""
         self._unshard_parameters()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._executions.clear()

@@ -1,6 +1,6 @@
 """The third way to trace a module: forward and backward together, as autograd differentiates it.
 
-No Python is interpreted, and nothing is differentiated anew. So it is right where a forward differentiates
+No Python is interpreted, and nothing is differentiated again. So it is right where a forward differentiates
 something itself, for custom backwards and for hooks. What is lost is what the code has read, and that a loss
 can be rewritten before it is differentiated.
 """
@@ -230,7 +230,7 @@ class _Nodes:
         current: Any = torch._C._current_autograd_node()
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if draws and (current is not None or not self._is_forward):
-            raise TypeError("a backward draws random numbers, which a checkpoint would draw anew")
+            raise TypeError("a backward draws random numbers, which a checkpoint would draw again")
         if self._is_forward:
             self._numbers.append(torch.autograd._get_sequence_nr() - 1)
             self._made.append(node)

@@ -71,7 +71,7 @@ def test_updates_are_no_change_and_freezing_is_one(
     pair = Pair(**layout)
     for _ in range(3):
         pair.step()
-    assert "anew" not in capsys.readouterr().out
+    assert "recompiling" not in capsys.readouterr().out
     for frozen in (True, False, True, False):
         pair.on_both(lambda model, frozen=frozen: model[0].requires_grad_(not frozen))  # type: ignore[misc]
         for _ in range(2):

@@ -262,8 +262,8 @@ def test_a_wait_that_takes_long_is_told_and_so_is_its_end(
     time.sleep(0.4)
     first, *others = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"pipec: rank 0 has waited \d s, comparing notes with all ranks; rank 1 has not arrived: it lives "
-        r"and is elsewhere, and its last wait was comparing notes with all ranks",
+        r"pipec: rank 0 has waited \d s, comparing calls with all ranks; rank 1 has not arrived: it lives "
+        r"and is elsewhere, and its last wait was comparing calls with all ranks",
         first,
     )
     assert re.fullmatch(r"pipec: rank 0 goes on after \d s: all have arrived", others[-1])

@@ -131,7 +131,7 @@ class StageOptimizer:
         return [StateShard(self._pieces[self._names[id(key)]], entries) for key, entries in kept]
 
     def load(self, states: Mapping[str, ParameterState]) -> None:
-        """Go on from the state of whole parameters. Those without a name in ``states`` start anew."""
+        """Go on from the state of whole parameters. Those without a name in ``states`` start again."""
         for optimizer, _ in self._optimizers:
             groups = optimizer.state_dict()["param_groups"]
             numbers = [number for group in groups for number in group["params"]]

@@ -77,7 +77,7 @@ class HeartbeatConnections:
     def all_gather_text(self, text: bytes) -> list[bytes]:
         """The text of each rank, on every rank. Raises TransportError; it names who did not answer."""
         self.send_text(text)
-        with self.waiting("comparing notes with all ranks"):
+        with self.waiting("comparing calls with all ranks"):
             missing = functools.partial(self._peers.unanswered, self._waits.now.activity)
             self._wait(lambda: all(peer.texts for peer in self._peers.values()), missing, self._timeout)
         return [

@@ -135,7 +135,7 @@ class BoundStage:
         self.gradients.begin_step(1 / loss_scale)
 
     def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
-        """Fill the frame with values that every stage has. ``sizes`` has the rows as ``b``, and the variables.
+        """Fill the frame with values that every stage has. ``sizes`` has the rows, ``b``, and the variables.
 
         ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
         the batch.
