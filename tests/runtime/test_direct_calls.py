@@ -235,7 +235,7 @@ def test_inductor_looks_at_sizes_and_strides(monkeypatch: pytest.MonkeyPatch) ->
             require_right(watched, affine, arguments(x=torch.randn(rows, 3)))
     assert watched.num_guarded == 6
     assert not watched.has_failed
-    assert sorted(block.nbytes // 12 for block in block_cache._kept.blocks) == [4, 5, 6, 7]
+    assert sorted(block.nbytes // 12 for block in block_cache._cache.blocks) == [4, 5, 6, 7]
     clear_block_cache()
 
 

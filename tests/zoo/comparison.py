@@ -20,6 +20,7 @@ from pipec.errors import CaptureError, InputError, PlanError
 from pipec.graph import copy_graph
 from pipec.ir import Plan
 from pipec.passes import run_passes
+from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.operator_blocks import find_colocations, operator_blocks, operator_seconds
 from zoo.model_case import Case, Inputs
 from zoo.refusal_causes import cause_of
@@ -145,7 +146,7 @@ def _compared(
         found = [Left.by(model, pipe.step(**inputs)) for inputs in batches]
     warned = [text for text in told if "batch norms take their statistics" not in text]
     wrong = _differences(found, whole)
-    if _staged(pipe)._captured.findings.unproven:  # pipec has said that it does not know how losses add up
+    if _staged(pipe).captured.findings.unproven:  # pipec has said that it does not know how losses add up
         wrong = min(wrong, _differences(found, in_turn), key=lambda each: max(error for _, error in each))
     plan = pipe.plan
     same = [
@@ -253,10 +254,9 @@ def _balance(plan: Plan) -> float:
 def _possible(pipe: pipec.Pipeline) -> float:
     """The balance of the best cut between the operators as they were when stages were cut."""
     staged = _staged(pipe)
-    before = takewhile(
-        lambda each: each is not staged._cut, pass_list.make_passes(staged.options, staged._cut, NO_RECOMPUTE)
-    )
-    graph = run_passes(copy_graph(staged._captured), list(before))
+    passes = pass_list.make_passes(staged.options, AssignStages(staged.graph.assignment), NO_RECOMPUTE)
+    before = takewhile(lambda each: not isinstance(each, AssignStages), passes)
+    graph = run_passes(copy_graph(staged.captured), list(before))
     seconds = operator_seconds(graph, pipe.plan.microbatch_size)
     sums = Counter[int]()
     for block, time_of_operator in zip(
