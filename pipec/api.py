@@ -56,6 +56,7 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
         {options}
 
     Raises:
+        TypeError: there is no such option.
         InputError: an argument does not fit, ``devices`` contradicts the number of processes started, or
             these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """

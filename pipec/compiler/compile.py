@@ -124,17 +124,17 @@ class CompiledCall:
     cached: CompiledGraphs
 
 
-def compile_call(request: CompileRequest, asked: Candidate, cached: CompiledGraphs) -> CompiledCall:
+def compile_call(request: CompileRequest, candidate: Candidate, cached: CompiledGraphs) -> CompiledCall:
     """Compile what runs the microbatches of a call: groups of consecutive ones, with the rows of each.
 
-    There is one group unless the model specialises on the number of rows. ``asked`` is what the user and
+    There is one group unless the model specialises on the number of rows. ``candidate`` has what the user and
     earlier calls decided.
 
     Raises:
         CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
     """
-    graph, asked = _capture_call(request, asked, cached.graphs)
-    choice = _choose(request, asked, graph, cached.graphs)
+    graph, candidate = _capture_call(request, candidate, cached.graphs)
+    choice = _choose(request, candidate, graph, cached.graphs)
     _warn_of_batch(request, choice)
     compiled = _generate_groups(request, choice, cached)
     _check_microbatches(request, compiled)
@@ -145,15 +145,15 @@ def compile_call(request: CompileRequest, asked: Candidate, cached: CompiledGrap
 
 
 def _capture_call(
-    request: CompileRequest, asked: Candidate, known: Sequence[StagedGraph]
+    request: CompileRequest, candidate: Candidate, known: Sequence[StagedGraph]
 ) -> tuple[TrainingGraph, Candidate]:
     """The graph of the first microbatch. Its model collectives may decide the number of microbatches."""
-    sizes = split_sizes(request.batch, asked.counts(request.batch)[0])
+    sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
     if staged := _valid_graph(known, sizes[0], request.values):
-        return staged.captured, asked
-    graph, asked = _capture(request, asked, sizes, known[-1].captured if known else None)
-    sizes = split_sizes(request.batch, asked.counts(request.batch)[0])
-    return (graph, asked) if graph.is_valid_for(sizes[0]) else _capture(request, asked, sizes, graph)
+        return staged.captured, candidate
+    graph, candidate = _capture(request, candidate, sizes, known[-1].captured if known else None)
+    sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
+    return (graph, candidate) if graph.is_valid_for(sizes[0]) else _capture(request, candidate, sizes, graph)
 
 
 def _valid_graph(known: Sequence[StagedGraph], size: int, values: Sizes) -> StagedGraph | None:
@@ -162,15 +162,15 @@ def _valid_graph(known: Sequence[StagedGraph], size: int, values: Sizes) -> Stag
 
 
 def _capture(
-    request: CompileRequest, asked: Candidate, sizes: Sequence[int], like: TrainingGraph | None
+    request: CompileRequest, candidate: Candidate, sizes: Sequence[int], like: TrainingGraph | None
 ) -> tuple[TrainingGraph, Candidate]:
-    """The graph of one microbatch, and ``asked`` with the number of microbatches that it needs, if it does.
+    """The graph of one microbatch, and the candidate with the number of microbatches if the graph decides it.
 
     ``sizes`` are the rows of the last microbatches of the call, the first of which is captured. The graph is
     for any size if they are several, or may change. It is for any value of the variables as well, except for
     those for which that was found to be impossible, such as by the graph of another call ``like`` this one.
     """
-    start, settings, replicas = request.batch - sum(sizes), request.settings, asked.policy.replicas
+    start, settings, replicas = request.batch - sum(sizes), request.settings, candidate.policy.replicas
     traced = functools.partial(
         capture,
         request.model,
@@ -182,29 +182,29 @@ def _capture(
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
         outputs=request.key.outputs,
-        num_replicas=None if asked.tunes_replicas or isinstance(replicas, tuple) else replicas,
+        num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
     )
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
     with request.stopwatch.timed("capture and differentiate"), autocasts:
-        graph = _trace_variables(request.key.variables, traced, like) if asked.dynamic else None
-        graph = graph or traced(symbolic=asked.dynamic or len(set(sizes)) > 1)
+        graph = _trace_variables(request.key.variables, traced, like) if candidate.dynamic else None
+        graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
-    if graph.first_collective and asked.num_microbatches is None:
+    if graph.first_collective and candidate.num_microbatches is None:
         log.info(
             "%s is a collective of replicas: a step is one round, of %s microbatches",
             graph.first_collective,
             replicas,
         )
         assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
-        asked = replace(asked, num_microbatches=replicas)
+        candidate = replace(candidate, num_microbatches=replicas)
         sizes = split_sizes(request.batch, replicas)
-    if _takes_whole_batch(request, asked, graph):
+    if _takes_whole_batch(request, candidate, graph):
         if request.key.mode is Mode.TRAIN:
-            asked = replace(asked, num_microbatches=1)
+            candidate = replace(candidate, num_microbatches=1)
     elif len(sizes) > 1:
         require_independent_rows(_findings(request, graph), len(sizes))
-    return graph, asked
+    return graph, candidate
 
 
 def _trace_variables(
@@ -233,12 +233,12 @@ def _findings(request: CompileRequest, graph: TrainingGraph) -> BatchFindings:
     return graph.findings if weighs else graph.findings_for(request.batch, request.values)
 
 
-def _takes_whole_batch(request: CompileRequest, asked: Candidate, graph: TrainingGraph) -> bool:
+def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: TrainingGraph) -> bool:
     """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several.
 
     First another dimension of the arguments is tried, if there is one that may be the batch.
     """
-    if request.refuses_mixed_rows or asked.num_microbatches is not None or asked.policy.replicas != 1:
+    if request.refuses_mixed_rows or candidate.num_microbatches is not None or candidate.policy.replicas != 1:
         return False
     found = _findings(request, graph)
     if why := found.mixed_rows or found.output:
@@ -260,36 +260,36 @@ class _Choice:
 
 
 def _choose(
-    request: CompileRequest, asked: Candidate, graph: TrainingGraph, known: Sequence[StagedGraph]
+    request: CompileRequest, candidate: Candidate, graph: TrainingGraph, known: Sequence[StagedGraph]
 ) -> _Choice:
     """The fastest way to run the call. The first call of all also decides where stages and parameters are."""
-    if request.settings.calibrates_cpu and asked.cut is None:
+    if request.settings.calibrates_cpu and candidate.cut is None:
         with request.stopwatch.timed("calibrate the CPU"):
-            asked = asked.on_device_model(cached_calibration())
+            candidate = candidate.on_device_model(cached_calibration())
     step = request.step_of(graph, known)
-    counts = [1] if _takes_whole_batch(request, asked, graph) else asked.counts(request.batch)
+    counts = [1] if _takes_whole_batch(request, candidate, graph) else candidate.counts(request.batch)
     trains = request.key.mode is Mode.TRAIN
-    if trains and (asked.cut is None or asked.tunes_shard or len(counts) > 1):
-        return _search(request, asked, step)
-    if asked.cut is not None:
-        return _Choice(asked, step.cut_as_decided(asked), counts[0])
-    placement = asked.policy.placements(counts[:1])[0]
-    how = asked.fastest_cut(placement, counts[0], split_sizes(request.batch, counts[0])[0])
-    staged = step.cut(how, asked.options)
-    return _Choice(asked.on_stages_of(staged, placement), staged, counts[0])
+    if trains and (candidate.cut is None or candidate.tunes_shard or len(counts) > 1):
+        return _search(request, candidate, step)
+    if candidate.cut is not None:
+        return _Choice(candidate, step.cut_as_decided(candidate), counts[0])
+    placement = candidate.policy.placements(counts[:1])[0]
+    how = candidate.fastest_cut(placement, counts[0], split_sizes(request.batch, counts[0])[0])
+    staged = step.cut(how, candidate.options)
+    return _Choice(candidate.on_stages_of(staged, placement), staged, counts[0])
 
 
-def _search(request: CompileRequest, asked: Candidate, step: CapturedStep) -> _Choice:
+def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -> _Choice:
     """The fastest way to train on the call, which must fit into memory."""
     with request.stopwatch.timed("search"):
-        found = search(step, asked)
-        best, candidate = found.best, found.candidate
-        if asked.cut is None:
-            require_memory(best, lambda devices: search(step, candidate.on_topology(devices)).best)
-    decided = candidate.for_next_steps(best.schedule)
-    if asked.cut is None:
+        found = search(step, candidate)
+        best, chosen = found.best, found.candidate
+        if candidate.cut is None:
+            require_memory(best, lambda devices: search(step, chosen.on_topology(devices)).best)
+    decided = chosen.for_next_steps(best.schedule)
+    if candidate.cut is None:
         decided = decided.on_stages_of(found.base, best.schedule.placement)
-    counts = candidate.counts(request.batch)
+    counts = chosen.counts(request.batch)
     count = best.plan.num_microbatches if len(counts) > 1 else counts[0]
     return _Choice(decided, found.base, count, found)
 

@@ -1,6 +1,6 @@
 """The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them.
 
-Without a flush that is the time from one mini-batch to the next.
+For asynchronous schedules that is the time from one mini-batch to the next.
 
 A candidate is tried on the stages of a cut graph: each of its schedules is lowered, verified and simulated,
 once. The best plan is what is returned, with its programs.
@@ -49,7 +49,7 @@ class CapturedStep:
     known: StagedGraph | None = None
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
-        """Runs every pass on a copy of the graph, which the given one cuts."""
+        """Run all passes on a copy of the graph; ``how`` is the one that assigns stages."""
         return StagedGraph(self.graph, how, options, observers=self.observers)
 
     def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
@@ -76,19 +76,19 @@ class SearchResult:
         return self.base, self.best.plan.num_microbatches, self.best.plan.microbatch_size
 
 
-def search(step: CapturedStep, asked: Candidate) -> SearchResult:
-    """The best of all candidates that ``asked`` leaves to the search, on stages that are cut for it.
+def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
+    """The best of all candidates that ``candidate`` leaves to the search, on stages that are cut for it.
 
     Raises:
         InputError, InfeasibleError, PlanError: nothing could be tried, and why.
     """
     found = []
-    for candidate in sharding_levels(asked):
-        shard = candidate.options.sync_spec.shard if asked.tunes_shard else None
+    for each in sharding_levels(candidate):
+        shard = each.options.sync_spec.shard if candidate.tunes_shard else None
         with suppress(InputError) if shard else nullcontext():  # what cannot be sharded
-            evaluate = _with_best_replicas if candidate.cut is None else _on_decided_stages
-            found.append(evaluate(step, candidate))
-    return min(found, key=lambda each: each.best.score)
+            evaluate = _with_best_replicas if each.cut is None else _on_decided_stages
+            found.append(evaluate(step, each))
+    return min(found, key=lambda result: result.best.score)
 
 
 def _on_decided_stages(step: CapturedStep, candidate: Candidate) -> SearchResult:
@@ -97,7 +97,7 @@ def _on_decided_stages(step: CapturedStep, candidate: Candidate) -> SearchResult
     return evaluate_stages(staged, candidate, step.batch, candidate.counts(step.batch))
 
 
-def _with_best_replicas(step: CapturedStep, asked: Candidate) -> SearchResult:
+def _with_best_replicas(step: CapturedStep, candidate: Candidate) -> SearchResult:
     """The best candidate with this level of sharding.
 
     If the numbers of replicas may be chosen, all that divide the ranks are tried, and where a schedule runs
@@ -107,21 +107,21 @@ def _with_best_replicas(step: CapturedStep, asked: Candidate) -> SearchResult:
     """
     found, others, first_error = list[SearchResult](), list[SearchResult](), None
     try:
-        found.append(_best_arranged(step, asked))
+        found.append(_best_arranged(step, candidate))
     except PlanError as error:
-        if not asked.tunes_replicas:
+        if not candidate.tunes_replicas:
             raise
         first_error = error
-    is_open = asked.tunes_replicas or not asked.num_microbatches
-    if asked.dynamic and is_open and not has_model_collectives(step.graph):
-        for replicas in asked.policy.other_replica_counts():
+    is_open = candidate.tunes_replicas or not candidate.num_microbatches
+    if candidate.dynamic and is_open and not has_model_collectives(step.graph):
+        for replicas in candidate.policy.other_replica_counts():
             with suppress(InputError, PlanError):
-                others.append(_best_arranged(step, asked.with_replicas(replicas)))
-        for policy in asked.policy.with_unequal_replicas():
-            others += _with_unequal_replicas(step, replace(asked, policy=policy))
+                others.append(_best_arranged(step, candidate.with_replicas(replicas)))
+        for policy in candidate.policy.with_unequal_replicas():
+            others += _with_unequal_replicas(step, replace(candidate, policy=policy))
     if first_error and not others:
         raise first_error
-    chosen = fastest_result([*found, *others]) if asked.tunes_replicas else found[0]
+    chosen = fastest_result([*found, *others]) if candidate.tunes_replicas else found[0]
     tried = [alternative for other in others for alternative in other.alternatives]
     return replace(chosen, alternatives=(*chosen.alternatives, *tried))
 
@@ -195,7 +195,7 @@ def _planned(step: CapturedStep, candidate: Candidate, how: ChooseReplicas) -> l
 
 
 def fastest_result(found: Sequence[SearchResult]) -> SearchResult:
-    """The fastest result that fits; of those about as fast, one with a flush, if there is one."""
+    """The fastest result that fits; of those about as fast, a synchronous one, if there is one."""
     fastest = min((each.best for each in found), key=lambda evaluated: evaluated.score)
 
     def order(evaluated: EvaluatedPlan) -> tuple[bool, bool, tuple[float, float]]:
@@ -341,8 +341,8 @@ def best_evaluated(
     """The fastest that fits; of those about as fast, the simplest.
 
     It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
-    many it needs the least memory. Only what is faster is taken without a flush. Of several cuts for a
-    schedule, only the fastest counts.
+    many it needs the least memory. An asynchronous schedule is taken only if it is faster. Of several cuts
+    for a schedule, only the fastest counts.
 
     What is about as fast as the fastest may still gain too little over what is simpler and is not. So of
     all schedules for these microbatches, a simpler one is given up only for one that is clearly faster::

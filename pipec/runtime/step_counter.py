@@ -1,4 +1,4 @@
-"""How many steps there were, of how many nothing came, and the scale of the loss that follows from that."""
+"""Counts steps and skipped steps, and updates the loss scale."""
 
 from pipec.artifact.artifact import Artifact
 from pipec.console import log
@@ -9,10 +9,10 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 
 
 class StepCounter:
-    """Takes note of what became of a step, once it is over on all ranks.
+    """Counts each step once it is over on all ranks.
 
-    ``num_steps`` counts those before the checkpoint that was loaded, too. Nothing came of ``num_skipped``,
-    because a loss or gradient was not finite.
+    ``num_steps`` includes the steps before a loaded checkpoint. ``num_skipped`` steps were skipped because a
+    loss or gradient was not finite.
     """
 
     def __init__(self, updates: OptimizerUpdates | None) -> None:
