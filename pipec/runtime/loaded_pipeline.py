@@ -30,10 +30,13 @@ from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text_format import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.call_guard import LossIterator, exclusive_call
+from pipec.runtime.linked_artifacts import LinkedArtifacts
+from pipec.runtime.messages.agreement import RankReply
 from pipec.runtime.messages.call_description import CallDescription, describe_leaf
 from pipec.runtime.model_tensors import ModelTensors, register_tensors
 from pipec.runtime.optimizers import Factory
-from pipec.runtime.pipeline_base import tensor_devices
+from pipec.runtime.pipeline_base import PipelineBase
+from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.processes.launch import Devices
 from pipec.runtime.random_seeds import advance_default_generator, peek_seed
 from pipec.runtime.stages.input_layout import as_contiguous
@@ -48,6 +51,7 @@ from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.stream.stream_session import CompiledStream
 from pipec.runtime.stream_training import OnStarted, StreamTraining, nothing
+from pipec.runtime.tensor_owners import owner_ranks, tensor_devices
 
 
 def load(
@@ -103,7 +107,7 @@ UnflattenCall = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
 """Makes arguments, keyword arguments and the target of their leaves."""
 
 
-class LoadedPipeline(StreamTraining):
+class LoadedPipeline(PipelineBase):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
     def __init__(
@@ -115,20 +119,24 @@ class LoadedPipeline(StreamTraining):
         max_norm: float | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
-        held = _tensors_of(artifact.plan, tensors, artifact.constants, ranks)
-        whole = {v.name: held.parameters.get(v.name, _elsewhere(v)) for v in artifact.plan.parameters}
-        loss_scale = LossScale() if artifact.plan.sync_spec.has_loss_scale else None
+        plan = artifact.plan
+        here = _tensors_of(plan, tensors, artifact.constants, ranks)
+        whole = {v.name: here.parameters.get(v.name, _elsewhere(v)) for v in plan.parameters}
+        loss_scale = LossScale() if plan.sync_spec.has_loss_scale else None
         updates = None if optimizer is None else OptimizerUpdates(optimizer, max_norm, whole, loss_scale)
-        super().__init__(ranks, artifact, updates)
-        self.training = artifact.plan.training
-        if (artifact.plan.microbatch_weight == CUSTOM_WEIGHT) != callable(microbatch_weight):
+        if (plan.microbatch_weight == CUSTOM_WEIGHT) != callable(microbatch_weight):
             raise InputError(
                 "the artifact was compiled with a function as microbatch_weight; pass that to load"
                 if microbatch_weight is None
                 else "the artifact was compiled without a function as microbatch_weight, and takes none"
             )
-        self._weight = microbatch_weight or artifact.plan.microbatch_weight
-        register_tensors(self, held)
+        context = PipelineContext(ranks, updates, artifact)
+        context.owners.ranks = owner_ranks(plan)
+        super().__init__(context)
+        self.training = plan.training
+        register_tensors(self, here)
+        self._calls = _ArtifactCalls(context, self._linked, microbatch_weight or plan.microbatch_weight)
+        self._stream = StreamTraining(self._calls, context)
 
     @exclusive_call
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -137,107 +145,17 @@ class LoadedPipeline(StreamTraining):
         Raises:
             InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        return self._step(self._batch_of(CallArguments(args, kwargs, target)))
-
-    @property
-    def _has_target(self) -> bool:
-        return any(path.startswith("target") for path in self.plan.arguments)
-
-    @property
-    def _may_be_asynchronous(self) -> bool:
-        return self.plan.sync_spec.stream is not None
-
-    def _compiled_stream(self, given: CallArguments) -> CompiledStream:
-        batch = self._batch_of(given)
-        seed = self._agreed_seed(batch)
-        execution = self._execution(self._artifact)
-        assert isinstance(execution, StreamExecution), "an asynchronous schedule has periodic programs"
-
-        def split(given: CallArguments) -> StreamBatch | None:
-            other = self._batch_of(given)
-            if (other.sizes, other.values) != (batch.sizes, batch.values):
-                return None
-            return execution.batch(other.leaves, other.batch_slice(self._weight))
-
-        return CompiledStream(execution, seed, split, lambda: True)
-
-    def _digest_of_batch(self, given: CallArguments) -> CallDescription:
-        return self._batch_facts(self._batch_of(given))
-
-    def _stream_step(self, given: CallArguments, begun: OnStarted) -> Tensor:
-        return self._step(self._batch_of(given), begun)
-
-    def _agree_to_end(self, why: str) -> None:
-        self._require_same_call("step", {"batches": why})
+        return self._calls.stream_step(CallArguments(args, kwargs, target), nothing)
 
     @exclusive_call
     def step_with_leaves(self, leaves: Sequence[Any]) -> Tensor:
         """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
-        return self._step(self._batch_of(_Leaves(tuple(leaves))))
+        return self._calls.stream_step(_Leaves(tuple(leaves)), nothing)
 
     def stream_of_leaves(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
         """As ``stream``, for the leaves of each batch as ``step_with_leaves`` takes them."""
-        given = (_Leaves(tuple(leaves)) for leaves in batches)
-        return LossIterator(self._call_guard, self._losses_of(given))
-
-    def _step(self, batch: "_Batch", begun: OnStarted = nothing) -> Tensor:
-        self.drain()
-        seed = self._agreed_seed(batch)
-        execution, update = self._execution(self._artifact), not self._accumulates
-        begun()
-        results = execution.run(batch.leaves, batch.batch_slice(self._weight), seed, self._recorded, update)
-        return self._deliver(BatchResult.of(self.plan, results), execution.non_finite)
-
-    def _agreed_seed(self, batch: "_Batch") -> int:
-        """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
-        seed, after = peek_seed()
-        if self._ranks.world.is_distributed:
-            call_description = self._batch_facts(batch) | self._update_facts()
-            every = self._require_same_call("step", call_description, [seed])
-            self._stop(self._signals.sent_to(every))
-            seed = every[0].reply_values[0]
-        self._stop([self._signals.sent_here()])
-        if self._artifact.has_random_operators:
-            advance_default_generator(after)
-        return seed
-
-    def _batch_facts(self, batch: "_Batch") -> CallDescription:
-        return {given.path: describe_leaf(_leaf(given, batch.leaves)) for given in self.plan.inputs}
-
-    def _batch_of(self, given: CallArguments) -> "_Batch":
-        """The arguments of a call. Raises InputError if they are not those of the artifact."""
-        if isinstance(given, _Leaves):
-            return self._check_call(given.args, lambda leaves: (leaves, {}, None))
-        tree = {"args": given.args, "kwargs": dict(sorted(given.kwargs.items())), "target": given.target}
-        found, structure = pytree.tree_flatten_with_path(tree)
-        paths = [leaf_path(keys) for keys, _ in found]
-        if paths != list(self.plan.arguments):
-            raise InputError(
-                f"step was given {_listed(paths)}; this artifact was made for "
-                f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
-            )
-        return self._check_call(
-            [leaf for _, leaf in found],
-            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
-        )
-
-    def _check_call(self, leaves: Sequence[Any], unflatten_call: UnflattenCall) -> "_Batch":
-        plan = self.plan
-        rows = _batch_size(plan, leaves)
-        leaves = [_rows_in_front(plan, k, as_contiguous(leaf), rows) for k, leaf in enumerate(leaves)]
-        sizes = split_sizes(rows, plan.num_microbatches)
-        values = _values(plan, leaves)
-        for given in plan.inputs:
-            _check(given, leaves, {"b": rows, **values}, plan.batch_axes[given.position])
-        _check_guards(plan, sizes, values)
-        if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
-            raise InputError(
-                f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
-                f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"
-            )
-        if plan.model_collectives:
-            require_equal_rows(sizes)
-        return _Batch(leaves, plan.batch_axes, unflatten_call, rows, sizes, values)
+        arguments = (_Leaves(tuple(leaves)) for leaves in batches)
+        return LossIterator(self._call_guard, self._stream.losses_of(arguments))
 
     @exclusive_call
     def train(self, mode: bool = True) -> "LoadedPipeline":
@@ -268,6 +186,103 @@ class LoadedPipeline(StreamTraining):
         )
 
     load_checkpoint = save_checkpoint
+
+
+class _ArtifactCalls:
+    """Makes the steps of an artifact, for arguments of the shapes that it was compiled for."""
+
+    def __init__(self, context: PipelineContext, linked: LinkedArtifacts, weight: MicrobatchWeight) -> None:
+        self._context, self._linked, self._weight = context, linked, weight
+        self._plan = context.artifact.plan
+
+    @property
+    def has_target(self) -> bool:
+        return any(path.startswith("target") for path in self._plan.arguments)
+
+    @property
+    def may_be_asynchronous(self) -> bool:
+        return self._plan.sync_spec.stream is not None
+
+    def compiled_stream(self, arguments: CallArguments) -> CompiledStream | None:
+        batch = self._batch_of(arguments)
+        seed = self._agreed_seed(batch)
+        execution = self._linked.execution(self._context.artifact)
+        assert isinstance(execution, StreamExecution), "an asynchronous schedule has periodic programs"
+
+        def split(arguments: CallArguments) -> StreamBatch | None:
+            other = self._batch_of(arguments)
+            if (other.sizes, other.values) != (batch.sizes, batch.values):
+                return None
+            return execution.batch(other.leaves, other.batch_slice(self._weight))
+
+        return CompiledStream(execution, seed, split, lambda: True)
+
+    def describe_batch(self, arguments: CallArguments) -> CallDescription:
+        return self._description(self._batch_of(arguments))
+
+    def stream_step(self, arguments: CallArguments, on_started: OnStarted) -> Tensor:
+        batch, steps = self._batch_of(arguments), self._context.steps
+        self._context.drain()
+        seed = self._agreed_seed(batch)
+        execution, update = self._linked.execution(self._context.artifact), not steps.accumulates
+        on_started()
+        results = execution.run(batch.leaves, batch.batch_slice(self._weight), seed, steps.recorded, update)
+        return self._context.deliver(BatchResult.of(self._plan, results), execution.non_finite)
+
+    def _agreed_seed(self, batch: "_Batch") -> int:
+        """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
+        seed, after = peek_seed()
+        replies: list[RankReply] = []
+        if self._context.is_distributed:
+            description = self._description(batch) | self._context.describe_updates()
+            replies = self._context.require_same_call("step", description, [seed])
+            seed = replies[0].reply_values[0]
+        self._context.exit_on_signal(replies)
+        if self._context.artifact.has_random_operators:
+            advance_default_generator(after)
+        return seed
+
+    def _description(self, batch: "_Batch") -> CallDescription:
+        return {given.path: describe_leaf(_leaf(given, batch.leaves)) for given in self._plan.inputs}
+
+    def _batch_of(self, arguments: CallArguments) -> "_Batch":
+        """The arguments of a call. Raises InputError if they are not those of the artifact."""
+        if isinstance(arguments, _Leaves):
+            return self._check_call(arguments.args, lambda leaves: (leaves, {}, None))
+        tree = {
+            "args": arguments.args,
+            "kwargs": dict(sorted(arguments.kwargs.items())),
+            "target": arguments.target,
+        }
+        found, structure = pytree.tree_flatten_with_path(tree)
+        paths = [leaf_path(keys) for keys, _ in found]
+        if paths != list(self._plan.arguments):
+            raise InputError(
+                f"step was given {_listed(paths)}; this artifact was made for "
+                f"{_listed(self._plan.arguments)}. Pass the same, by position or by name as there"
+            )
+        return self._check_call(
+            [leaf for _, leaf in found],
+            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+        )
+
+    def _check_call(self, leaves: Sequence[Any], unflatten_call: UnflattenCall) -> "_Batch":
+        plan = self._plan
+        rows = _batch_size(plan, leaves)
+        leaves = [_rows_in_front(plan, k, as_contiguous(leaf), rows) for k, leaf in enumerate(leaves)]
+        sizes = split_sizes(rows, plan.num_microbatches)
+        values = _values(plan, leaves)
+        for given in plan.inputs:
+            _check(given, leaves, {"b": rows, **values}, plan.batch_axes[given.position])
+        _check_guards(plan, sizes, values)
+        if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
+            raise InputError(
+                f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
+                f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"
+            )
+        if plan.model_collectives:
+            require_equal_rows(sizes)
+        return _Batch(leaves, plan.batch_axes, unflatten_call, rows, sizes, values)
 
 
 class _Leaves(CallArguments):

@@ -1,29 +1,34 @@
-"""Counts steps and skipped steps, and updates the loss scale."""
+"""The steps of a pipeline so far, and how the next one runs."""
 
 from pipec.artifact.artifact import Artifact
 from pipec.console import log
 from pipec.errors import NonFiniteError
-from pipec.ir import NonFiniteAction
+from pipec.ir import NonFiniteAction, RankMemory
 from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite_message, skip_notice
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.timestamps import RecordedStep
 
 
-class StepCounter:
-    """Counts each step once it is over on all ranks.
+class StepState:
+    """Counts each step once all ranks have completed it, and updates the loss scale.
 
-    ``num_steps`` includes the steps before a loaded checkpoint. ``num_skipped`` steps were skipped because a
-    loss or gradient was not finite.
+    ``num_steps`` includes the steps before a loaded checkpoint; ``num_skipped`` of them were skipped because
+    a loss or gradient was not finite. A step adds its timestamps to ``recorded`` and its memory to
+    ``measured``, unless they are None. If it ``accumulates``, it makes no update.
     """
 
     def __init__(self, updates: OptimizerUpdates | None) -> None:
         self._updates = updates
         self.num_steps = 0
         self.num_skipped = 0
+        self.accumulates = False
+        self.recorded: list[RecordedStep] | None = None
+        self.measured: list[RankMemory] | None = None
 
-    def count(self, found: NonFinite | None, trained: Artifact | None, accumulates: bool) -> None:
-        """Count a step of an artifact, and its update if it made one.
+    def count(self, found: NonFinite | None, trained: Artifact | None) -> None:
+        """Count a step of ``trained``, and its update if it made one.
 
-        Raises NonFiniteError for what was ``found``.
+        Raises NonFiniteError for a value ``found`` that is not finite, if ``on_nan`` is "raise".
         """
         updates, overflowed = self._updates, False
         if found is not None:
@@ -33,7 +38,7 @@ class StepCounter:
             if sync_spec.on_nan is NonFiniteAction.RAISE and not overflowed:
                 raise NonFiniteError(non_finite_message(found, self.num_steps, sync_spec))
         self.num_steps += 1
-        if updates is not None and accumulates:
+        if updates is not None and self.accumulates:
             return
         if found is not None:
             self.num_skipped += 1

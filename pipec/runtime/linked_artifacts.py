@@ -1,0 +1,126 @@
+"""The artifacts of a pipeline, linked to its tensors, and the optimizer bound to the parameters."""
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipec.artifact.artifact import Artifact
+from pipec.errors import InputError
+from pipec.ir import Plan
+from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.runtime.model_tensors import EmptiedTensors, UninitializedTensors
+from pipec.runtime.optimizers import StateShard
+from pipec.runtime.pipeline_context import PipelineContext
+from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.stream.stream_execution import StreamExecution
+
+
+class LinkedArtifacts:
+    """Links an artifact at its first call, and again after tensors were replaced or sharded in another way.
+
+    The tensors are those of ``module``. ``emptied`` has the shapes of those that are sharded, or that other
+    processes hold; ``uninitialized`` those to which nothing was written yet.
+    """
+
+    def __init__(self, module: nn.Module, context: PipelineContext) -> None:
+        self._module, self._context = module, context
+        self._executions: dict[Artifact, Execution | StreamExecution] = {}
+        self.emptied = EmptiedTensors()
+        self.uninitialized = UninitializedTensors()
+
+    def execution(self, artifact: Artifact) -> Execution | StreamExecution:
+        """The artifact linked to the tensors.
+
+        Raises:
+            InputError: a tensor has no values; or the artifact updates weights, and there is no optimizer.
+        """
+        self._context.refuse_fork()
+        if artifact not in self._executions:
+            tensors = self.tensors()
+            _refuse_meta(tensors)
+            self.uninitialized.refuse(tensors, artifact.plan)
+        updates = self._bound_updates(artifact.plan)
+        if artifact not in self._executions:
+            tensors = self.tensors()
+            kind = StreamExecution if artifact.programs[0].period else Execution
+            self._executions[artifact] = kind(artifact, tensors, tensors, self._context.ranks, updates)
+        return self._executions[artifact]
+
+    def tensors(self, every_name: bool = False) -> dict[str, Tensor]:
+        """The tensors of this process under their first names, or under all names of tied ones."""
+        once = not every_name
+        return {
+            **dict(self._module.named_parameters(remove_duplicate=once)),
+            **dict(self._module.named_buffers(remove_duplicate=once)),
+        }
+
+    def keep(self, artifacts: Collection[Artifact]) -> None:
+        """Unlink all other artifacts."""
+        self._executions = {made: x for made, x in self._executions.items() if made in artifacts}
+
+    def clear(self) -> None:
+        """Unlink all artifacts, because the tensors are replaced."""
+        self._executions.clear()
+
+    def unshard(self) -> None:
+        """Gather sharded parameters, before they are sharded in another way or replaced."""
+        self._context.drain()
+        if self._context.updates is not None:
+            self._context.updates.release(self._group_of)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Gather sharded parameters inside a ``with``. All ranks do so together."""
+        self._context.drain()
+        if self._context.updates is None:
+            yield
+        else:
+            with self._context.updates.gathered(self._group_of):
+                yield
+
+    def _bound_updates(self, plan: Plan) -> OptimizerUpdates | None:
+        """The optimizer, bound to the parameters as the plan shards them."""
+        if not plan.sync_spec.updates:
+            return None
+        updates, context = self._context.updates, self._context
+        if updates is None:
+            raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
+        if not updates.is_bound_to(plan):
+            self.unshard()
+            self._executions.clear()
+            own = dict(self._module.named_parameters())
+            devices, owners = context.ranks.devices, context.owners.ranks
+            updates.bind(plan, own, devices, context.is_distributed, self._gather_states, owners)
+            self.emptied.empty({fqn: own[fqn] for fqn in updates.sharded_names})
+            updates.mark_gradients()
+        return updates
+
+    def _group_of(self, rank: int, stage: int) -> CollectiveGroup:
+        placement = self._context.artifact.plan.placement
+        return self._context.ranks.transport(rank).group(placement[stage])
+
+    def _gather_states(self, own: list[StateShard]) -> list[list[StateShard]]:
+        """The shards of the optimizer's state of every process, on every process."""
+        context = self._context
+        if not context.is_distributed:
+            return [own]
+        context.require_same_call("optimizer.state_dict", {})
+        leaves, structure = pytree.tree_flatten([(shard.piece, shard.entries) for shard in own])
+        gathered = []
+        for rank in range(context.ranks.count):
+            activity = "gathering the optimizer's state"
+            theirs, shape = context.ranks.agreement.broadcast_pytree(rank, activity, leaves, structure)
+            gathered.append([StateShard(*shard) for shard in pytree.tree_unflatten(theirs, shape)])
+        return gathered
+
+
+def _refuse_meta(tensors: dict[str, Tensor]) -> None:
+    if meta := [fqn for fqn, tensor in tensors.items() if tensor.is_meta]:
+        raise InputError(
+            f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and hold no values. "
+            "Call to_empty(device=...) and then load_state_dict(...) on the pipeline; or save the "
+            "artifact with tensors=True"
+        )
