@@ -153,7 +153,7 @@ def seconds(job: Callable[[], object]) -> float:
 
 def check(pipe: pipec.Pipeline, inputs: dict[str, object]) -> None:
     """What ``step`` does before its first instruction."""
-    pipe._compiled(pipe._agree(CallRequest("step", Mode.TRAIN), (), inputs))
+    pipe._calls.compiled(pipe._agreement.agree(CallRequest("step", Mode.TRAIN), (), inputs))
 
 
 def before_steps() -> Iterator[tuple[str, float, float]]:

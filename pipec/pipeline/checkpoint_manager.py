@@ -17,7 +17,7 @@ from pipec.console import log
 from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
 from pipec.ir.argument_checks import FLAG, NONE, PATH, check_arguments, instance, integer_between
-from pipec.pipeline.checkpointing import CheckpointModule
+from pipec.pipeline.pipeline import Pipeline
 
 _NAME = re.compile(r"step-\d{8,}")
 
@@ -57,7 +57,7 @@ class CheckpointManager:
         self._own: set[str] = set()
         self._saved = 0
         self._latest: _Step | None = None
-        self._watched: weakref.ref[CheckpointModule] | None = None
+        self._watched: weakref.ref[Pipeline] | None = None
 
     def profile(self) -> Profile | None:
         """The profile by which the newest checkpoint's stages were cut, for stages on other devices.
@@ -74,7 +74,7 @@ class CheckpointManager:
 
     def resume(
         self,
-        pipe: CheckpointModule,
+        pipe: Pipeline,
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scheduler: Any = None,
@@ -99,7 +99,7 @@ class CheckpointManager:
 
     def step(
         self,
-        pipe: CheckpointModule,
+        pipe: Pipeline,
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scheduler: Any = None,
@@ -113,7 +113,7 @@ class CheckpointManager:
 
     def save(
         self,
-        pipe: CheckpointModule,
+        pipe: Pipeline,
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scheduler: Any = None,
@@ -134,13 +134,13 @@ class CheckpointManager:
         self._own.add(name)
         self._saved = pipe.num_steps
 
-    def _watch(self, pipe: CheckpointModule) -> None:
+    def _watch(self, pipe: Pipeline) -> None:
         """Let all ranks save before a signal ends them."""
         if self._watched is None or self._watched() is not pipe:
             self._watched = weakref.ref(pipe)
             pipe.before_stop(functools.partial(self._save_before_stop, self._watched))
 
-    def _save_before_stop(self, watched: "weakref.ref[CheckpointModule]") -> None:
+    def _save_before_stop(self, watched: "weakref.ref[Pipeline]") -> None:
         pipe, latest = watched(), self._latest
         if pipe is None or pipe.num_steps == 0:
             return
@@ -189,6 +189,6 @@ MANAGER_ARGUMENTS = {
     "every": integer_between(1, 2**63 - 1),
     "keep": integer_between(1, 2**63 - 1) | NONE,
     "asynchronous": FLAG,
-    "pipe": instance("what pipec.compile returned", CheckpointModule),
+    "pipe": instance("what pipec.compile returned", Pipeline),
 }
 """What each argument must be."""

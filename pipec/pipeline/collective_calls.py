@@ -25,7 +25,7 @@ from pipec.compiler.compiler import Compiler
 from pipec.errors import InputError, PipecError
 from pipec.graph import TracedConstants
 from pipec.ir import Mode
-from pipec.pipeline.owned_tensors import OwnedTensorsModule
+from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.runtime.messages.agreement import CallRole, RankReply
 from pipec.runtime.messages.call_description import (
     CallDescription,
@@ -34,10 +34,9 @@ from pipec.runtime.messages.call_description import (
     describe_tensor,
 )
 from pipec.runtime.model_tensors import ModelTensors
+from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.random_seeds import peek_seed
 from pipec.runtime.stages.input_layout import as_contiguous
-from pipec.runtime.step.execution import Ranks
-from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.torch_compat import pytree
 
@@ -64,46 +63,43 @@ class _KnownState:
     state: ModelState
 
 
-class CollectiveCallModule(OwnedTensorsModule):
-    """Agrees with the other ranks on the next call."""
+class CallAgreement:
+    """Makes each call of a pipeline one of all ranks: the same arguments, seed and compiled code.
+
+    Args:
+        batch: "same", "rank0" or "local", as ``pipec.compile`` says.
+        batched: which arguments are split, as ``pipec.compile`` says.
+    """
 
     def __init__(
         self,
+        context: PipelineContext,
         compiler: Compiler,
-        tensors: ModelTensors,
-        ranks: Ranks,
+        owned: OwnedTensors,
         batch: str,
-        updates: OptimizerUpdates | None,
         batched: BatchedOption | None,
     ) -> None:
-        super().__init__(compiler, tensors, ranks, updates)
-        self._batch = batch
-        self._batched = batched
-        self._known_splits: dict[str, bool] = {}
-        self._variables = VariableHistory()
-        self._read: dict[Mode, TracedConstants] = {}
-        self._calls = CallCache()
+        self._context, self._ranks, self._compiler, self._owned = context, context.ranks, compiler, owned
+        self.batch, self.batched = batch, batched
+        self.known_splits: dict[str, bool] = {}
+        self.variables = VariableHistory()
+        self.traced_constants: dict[Mode, TracedConstants] = {}
+        self.checked_calls = CallCache()
         self._states: dict[Mode, _KnownState] = {}
-        if batch == "local":
-            self._batch_mismatch_advice = _LOCAL_BATCH_REMEDY
 
     @property
     def num_replicas(self) -> int:
-        """The number of parts in which ranks pass a batch, for a ``DistributedSampler``.
-
-        With ``batch="local"`` under ``torchrun`` these are the replicas of each stage. Else it is 1: every
-        rank passes the whole batch.
-        """
+        """The number of parts in which ranks pass a batch."""
         replicas = self._compiler.policy.replicas
-        divides = self._batch == "local" and self._ranks.world.is_distributed
+        divides = self.batch == "local" and self._context.is_distributed
         return replicas if divides and isinstance(replicas, int) else 1
 
     @property
     def replica(self) -> int:
-        """Which part of a batch this rank passes, from 0. Ranks of the same pipeline have the same."""
+        """The part of a batch that this rank passes, from 0."""
         return self._ranks.world.rank % self.num_replicas
 
-    def _agree(
+    def agree(
         self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> CollectiveCall:
         """The call that all ranks make: what each of them was given, or what rank 0 was, or part of it.
@@ -111,12 +107,12 @@ class CollectiveCallModule(OwnedTensorsModule):
         A rank that cannot use its arguments raises only when the others know. The seed, and the decision
         whether what was compiled is still right, are rank 0's.
         """
-        self.drain()
-        if not self._ranks.world.is_distributed:
-            self._stop([self._signals.sent_here()])
-            snapshot = self._snapshots.current()
-            self._adopt_model_changes(snapshot)
-            call = self._check_call(request.mode, args, kwargs, target)
+        self._context.drain()
+        if not self._context.is_distributed:
+            self._context.exit_on_signal()
+            snapshot = self._owned.snapshot()
+            self._owned.adopt_model_changes(snapshot)
+            call = self.check_call(request.mode, args, kwargs, target)
             key = self._capture_key(request, call, self._state(request.mode, snapshot))
             seed, after = peek_seed()
             return CollectiveCall(
@@ -129,46 +125,40 @@ class CollectiveCallModule(OwnedTensorsModule):
         call, refusal = ModelCall((), {}), None
         if self._passes:
             try:
-                call = self._check_call(request.mode, args, kwargs, target)
+                call = self.check_call(request.mode, args, kwargs, target)
                 call.signature()  # refuses what no stage can take
             except PipecError as error:
                 refusal = error
         return self._agree_across_ranks(request, call, refusal)
 
-    def _agree_on_batch(self, given: CallArguments) -> CollectiveCall:
-        """The step that all ranks make with a batch of a stream."""
-        return self._agree(CallRequest("step", Mode.TRAIN), given.args, dict(given.kwargs), given.target)
-
-    def _agree_to_end(self, why: str) -> None:
-        self._require_same_call("step", {"batches": why})
-
-    def _digest_of_batch(self, given: CallArguments) -> CallDescription:
-        call = self._check_call(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+    def describe_batch(self, arguments: CallArguments) -> CallDescription:
+        """What must be equal on all ranks of a batch of a stream."""
+        call = self.check_call(Mode.TRAIN, arguments.args, dict(arguments.kwargs), arguments.target)
         return _facts_of_batch(call, CallRequest("step", Mode.TRAIN))
 
-    def _is_valid(self, signature: CaptureSignature) -> bool:
+    def is_valid(self, signature: CaptureSignature) -> bool:
         """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
-        snapshot = self._snapshots.current()
-        if self._replaced_names(snapshot) or self._state(Mode.TRAIN, snapshot) != signature.key.state:
+        snapshot = self._owned.snapshot()
+        if self._owned.replaced_names(snapshot) or self._state(Mode.TRAIN, snapshot) != signature.key.state:
             return False
         return self._ranks.world.rank != 0 or self._compiler.is_valid(signature)
 
     @property
     def _passes(self) -> bool:
         """Whether the arguments of this rank count."""
-        return self._batch != "rank0" or self._ranks.world.rank == 0
+        return self.batch != "rank0" or self._ranks.world.rank == 0
 
     def _agree_across_ranks(
         self, request: CallRequest, call: ModelCall, refusal: PipecError | None
     ) -> CollectiveCall:
-        snapshot, part = self._snapshots.current(), CallDescription()
+        snapshot, part = self._owned.snapshot(), CallDescription()
         state = self._state(request.mode, snapshot)
         facts = self._model_facts(request, state, snapshot)
         if refusal is not None:
             facts |= {"refused": str(refusal)}
-        elif self._batch == "same":
+        elif self.batch == "same":
             facts |= _facts_of_batch(call, request)
-        elif self._batch == "local":
+        elif self.batch == "local":
             facts |= _local_batch_digest(call, request)
             part = _facts_of_rows(call, request)
         key = self._capture_key(request, call, state) if self._passes and refusal is None else None
@@ -176,35 +166,35 @@ class CollectiveCallModule(OwnedTensorsModule):
         reply_values = [seed, *self._reply_values(key, call)] + (
             [call.batch_size, _digest(part)] if part else []
         )
-        call_role = CallRole.OPTIONAL if self._batch == "local" else CallRole.REQUIRED
-        every = self._require_same_call(request.name, facts, reply_values, call_role)
-        self._stop(self._signals.sent_to(every))
+        call_role = CallRole.OPTIONAL if self.batch == "local" else CallRole.REQUIRED
+        every = self._context.require_same_call(request.name, facts, reply_values, call_role)
+        self._context.exit_on_signal(every)
         if refusal is not None:
             raise refusal
-        rows = self._rows_per_replica(every, part) if self._batch == "local" else None
+        rows = self._rows_per_replica(every, part) if self.batch == "local" else None
         if any(told.joined for told in every):
             _, call, every = self._inform_joined_ranks(every, request, call)
         if self._changes_model(every, snapshot):
             return self._agree_across_ranks(request, call, None)
-        if self._batch == "rank0":
+        if self.batch == "rank0":
             call = self._sent(request, call)
             key = self._capture_key(request, call, state)
         assert key is not None, "a rank whose arguments count, and are right, knows the key of its call"
         return _collective_call(call, key, every, after, rows)
 
-    def _next_call_of_others(self) -> tuple[CallRequest, CollectiveCall] | None:
+    def next_call_of_others(self) -> tuple[CallRequest, CollectiveCall] | None:
         """The next call of the ranks that have rows, which this one has not; None if all have joined."""
-        self._refuse_fork()
+        self._context.refuse_fork()
         own = {"batch": "none, for it has joined"}
-        every = self._require_same_call("join", own, call_role=CallRole.JOINED)
-        self._stop(self._signals.sent_to(every))
+        every = self._context.require_same_call("join", own, call_role=CallRole.JOINED)
+        self._context.exit_on_signal(every)
         if all(told.joined for told in every):
             return None
         rows = self._rows_per_replica(every, own)
         request, call, every = self._inform_joined_ranks(every)
-        snapshot = self._snapshots.current()
+        snapshot = self._owned.snapshot()
         if self._changes_model(every, snapshot):
-            return self._next_call_of_others()
+            return self.next_call_of_others()
         key = self._capture_key(request, call, self._state(request.mode, snapshot))
         return request, _collective_call(call, key, every, peek_seed()[1], rows)
 
@@ -219,36 +209,34 @@ class CollectiveCallModule(OwnedTensorsModule):
         given: Any = None
         if request and call:
             row, options = call.rows(0, 1), (request.method, request.mode, request.outputs)
-            given = options, self._accumulates, row.tree, row.split, row.ambiguous_leaves
+            given = options, self._context.steps.accumulates, row.tree, row.split, row.ambiguous_leaves
         activity = "telling ranks that have joined what the others do"
         sent = self._ranks.agreement.broadcast_pytree(owner, activity, *pytree.tree_flatten(given))
         options, accumulates, (args, kwargs, target), split, ambiguous_leaves = pytree.tree_unflatten(*sent)
         request = CallRequest(*options)
         if call is None:
-            call, self._accumulates = ModelCall(args, kwargs, target, split, ambiguous_leaves), accumulates
-        if request.method == "step" and self._updates is None:
+            call = ModelCall(args, kwargs, target, split, ambiguous_leaves)
+            self._context.steps.accumulates = accumulates
+        if request.method == "step" and self._context.updates is None:
             raise InputError(
                 "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
-        snapshot = self._snapshots.current()
+        snapshot = self._owned.snapshot()
         state = self._state(request.mode, snapshot)
         reply_values = [peek_seed()[0], *self._reply_values(self._capture_key(request, call, state), call)]
-        return (
-            request,
-            call,
-            self._require_same_call(request.name, self._model_facts(request, state, snapshot), reply_values),
-        )
+        facts = self._model_facts(request, state, snapshot)
+        return request, call, self._context.require_same_call(request.name, facts, reply_values)
 
     def _reply_values(self, key: CaptureKey | None, call: ModelCall) -> list[int]:
         """What rank 0 finds of its guards, and whether parameters that this rank holds were switched."""
-        whole = call if self._batch != "local" else None
+        whole = call if self.batch != "local" else None
         version = self._compiler.version(key, whole) if key and self._ranks.world.rank == 0 else 0
-        return [version, hash(self._tensors.requires_grad_flags())]
+        return [version, hash(self._owned.tensors.requires_grad_flags())]
 
     def _changes_model(self, every: Sequence[RankReply], snapshot: ModelSnapshot) -> bool:
         """Whether the model is another one than before; every rank has followed it then."""
-        return self._adopt_model_changes(snapshot) or self._agree_on_trained(
+        return self._owned.adopt_model_changes(snapshot) or self._owned.agree_on_trained(
             [told.reply_values[_TRAINED] for told in every]
         )
 
@@ -273,7 +261,7 @@ class CollectiveCallModule(OwnedTensorsModule):
     def _capture_key(self, request: CallRequest, call: ModelCall, state: ModelState) -> CaptureKey:
         key: CaptureKey | None = call.cache.get((request, state))
         if key is None:
-            variables = self._variables.of(call, request.mode)
+            variables = self.variables.of(call, request.mode)
             key = CaptureKey(request.mode, call.signature(variables), request.outputs, state, variables)
             call.cache[request, state] = key
         return key
@@ -282,11 +270,11 @@ class CollectiveCallModule(OwnedTensorsModule):
         """The state of the model, and of torch: the very object of the last time if it is the same."""
         with autocast(self._compiler.precision, self._compiler.device):
             modes = torch_modes()
-        tensors, layouts = self._tensors, self._emptied.layouts
+        tensors, layouts = self._owned.tensors, self._owned.emptied.layouts
         known = self._states.get(mode)
         if known and known.tensors is tensors and known.read_of == (snapshot, modes, layouts):
             return known.state
-        state = ModelState.of(snapshot, mode, self._emptied.shapes(tensors.unique()), modes)
+        state = ModelState.of(snapshot, mode, self._owned.emptied.shapes(tensors.unique()), modes)
         self._states[mode] = _KnownState(tensors, (snapshot, modes, dict(layouts)), state)
         return state
 
@@ -295,22 +283,20 @@ class CollectiveCallModule(OwnedTensorsModule):
     ) -> CallDescription:
         """What the ranks must have in common before a call. That is also what the compiled code once read."""
         mode = request.mode
-        read = self._read.get(mode)
+        read = self.traced_constants.get(mode)
         changed = (read.changed(self._compiler.traced(mode)) if read else "") or "none"
-        replaced = ", ".join(self._replaced_names(snapshot)) or "none"
+        replaced = ", ".join(self._owned.replaced_names(snapshot)) or "none"
         facts = state.digest | {"replaced": replaced, "changed values": changed}
-        return facts | (self._update_facts() if request.method == "step" else {})
+        return facts | (self._context.describe_updates() if request.method == "step" else {})
 
-    def _check_call(
-        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> ModelCall:
+    def check_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         check_autocast(self._compiler.precision, self._compiler.device, mode)
         key, leaves = CallKey.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
-        cached = self._calls.get(key) if key else None
+        cached = self.checked_calls.get(key) if key else None
         if cached is None:
             cached = self._checked_anew(mode, args, kwargs, target)
             if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
-                self._calls.put(key, cached)
+                self.checked_calls.put(key, cached)
             return cached
         laid_out = cached.batch_first([*map(as_contiguous, leaves)], cached.batch_size)
         if not same_objects(laid_out, leaves):
@@ -330,9 +316,7 @@ class CollectiveCallModule(OwnedTensorsModule):
         return call
 
     def _divided(self, call: ModelCall) -> ModelCall:
-        return with_batch_axes(
-            call, self._batched, positional_names(self._compiler.model), self._known_splits
-        )
+        return with_batch_axes(call, self.batched, positional_names(self._compiler.model), self.known_splits)
 
 
 _TRAINED, _ROWS = 2, 3
@@ -396,7 +380,7 @@ def _other_parts(every: Sequence[CallDescription], count: int) -> str:
     )
 
 
-_LOCAL_BATCH_REMEDY = (
+LOCAL_BATCH_ADVICE = (
     'With batch="local" the parts of all replicas have the same structure, types and sizes but for their '
     "rows, and what is not split is the same. See that every rank makes its part in the same way; say what "
     "is split with batched=... if the sizes do not tell it apart"

@@ -249,11 +249,8 @@ class _ArtifactCalls:
         """The arguments of a call. Raises InputError if they are not those of the artifact."""
         if isinstance(arguments, _Leaves):
             return self._check_call(arguments.args, lambda leaves: (leaves, {}, None))
-        tree = {
-            "args": arguments.args,
-            "kwargs": dict(sorted(arguments.kwargs.items())),
-            "target": arguments.target,
-        }
+        kwargs = dict(sorted(arguments.kwargs.items()))
+        tree = {"args": arguments.args, "kwargs": kwargs, "target": arguments.target}
         found, structure = pytree.tree_flatten_with_path(tree)
         paths = [leaf_path(keys) for keys, _ in found]
         if paths != list(self._plan.arguments):

@@ -76,7 +76,7 @@ class PipelineContext:
         return self.updates.optimizer
 
     def drain(self) -> None:
-        """Complete the mini-batches that a stream has begun, so that all stages have made the same updates."""
+        """Complete the mini-batches that a stream has begun. All stages have made the same updates then."""
         session, self.stream_session = self.stream_session, None
         if session is not None:
             self.undelivered = session.drain(self.optimizer.hyperparameters())
@@ -115,7 +115,7 @@ class PipelineContext:
         return {"accumulates": str(self.steps.accumulates), **self.updates.optimizer.call_description()}
 
     def refuse_fork(self) -> None:
-        """Raise InputError in a forked process: it has neither the threads nor the connections of the ranks."""
+        """Raise InputError in a forked process, which has no threads and connections of the ranks."""
         if os.getpid() != self._process:
             raise InputError(
                 "this process is a fork of the one that made the pipeline, and has none of its threads and "

@@ -80,9 +80,8 @@ class StreamTraining:
     def _track_position(self, reader: ResumableReader, steps: Generator[Tensor]) -> Generator[Tensor]:
         """The losses of the steps, while checkpoints know the position."""
         before, self._context.undelivered = self._reader, ()
-        self._context.steps.num_steps -= len(
-            reader.undelivered
-        )  # they count again as the loop is given their losses
+        # these count again as the loop is given their losses
+        self._context.steps.num_steps -= len(reader.undelivered)
         try:
             with contextlib.closing(steps):
                 while reader.undelivered:

@@ -393,7 +393,7 @@ def test_what_was_used_longest_ago_is_let_go(
     for call in (*calls, calls[0], lambda: pipe.step(x, target=target, outputs=True)):
         call()
         graphs = [each.graph for each in pipe._compiler.cache.staged_graphs]
-        alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._execution(pipe._artifact))))
+        alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._linked.execution(pipe._artifact))))
     collect()
     assert [execution() is not None for _, execution in alive] == [True, False, True, True]
     assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
@@ -406,7 +406,7 @@ def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.Monke
     found = [pair.step(**sequences(4, rows)) for rows in (4, 6, 4, 8, 4, 6)]
     assert found == [1, 1, 0, 1, 0, 1]
     assert pair.pipe.compile_seconds["capture and differentiate"] > 0
-    assert len(pair.pipe._executions) <= 2
+    assert len(pair.pipe._linked._executions) <= 2
 
 
 # what a person is told

@@ -30,8 +30,7 @@ from random_training_loops import (
 )
 
 from pipec.ir import ParameterShard, Sharding
-from pipec.pipeline import pipeline
-from pipec.pipeline.owned_tensors import OwnedTensorsModule
+from pipec.pipeline import compiled_calls, pipeline
 from pipec.runtime.optimizers import PipelineOptimizer, StageOptimizer
 from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.stages.bucket_shard import BucketShard
@@ -211,9 +210,9 @@ FAULTS: Mapping[str, Fault] = {
     "eval_step leaves the mode": replaced(pipeline.Pipeline, "eval_step", left_in_evaluation),
     "a loaded state is ignored": replaced(StageOptimizer, "load", nothing),
     "loaded learning rates are ignored": replaced(PipelineOptimizer, "load_state_dict", own_groups_kept),
-    "load_state_dict leaves one out": replaced(OwnedTensorsModule, "load_state_dict", last_left_out),
+    "load_state_dict leaves one out": replaced(pipeline.Pipeline, "load_state_dict", last_left_out),
     "what scripts do to shards is not seen": replaced(OptimizerUpdates, "follow_script", nothing),
-    "microbatches count alike": replaced(pipeline, "loss_weights", alike),
+    "microbatches count alike": replaced(compiled_calls, "loss_weights", alike),
 }
 
 OF_RANKS: Mapping[str, Fault] = {

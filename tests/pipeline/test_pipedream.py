@@ -393,7 +393,7 @@ def test_stages_hold_the_versions_that_the_plan_counts(
 
     monkeypatch.setattr(WeightVersions, "advance", spy)
     list(pipe.stream(batches(8)))
-    execution = next(iter(pipe._executions.values()))
+    execution = next(iter(pipe._linked._executions.values()))
     held = {
         stage.index: most[id(stage.weights)]
         for interpreter in execution._interpreters

@@ -213,7 +213,7 @@ def _counted(prepare: Any, number: int, found: list[int]) -> Any:
 def counted_prepares(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by a stage's number whenever its weights are precomputed."""
     found: list[int] = []
-    execution = pipe._execution(pipe._artifact)
+    execution = pipe._linked.execution(pipe._artifact)
     for interpreter in execution._interpreters if isinstance(execution, Execution) else ():
         for stage in interpreter._stages.values():
             monkeypatch.setattr(stage, "_precompute", _counted(stage._precompute, stage.index, found))

@@ -114,7 +114,7 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
             event.set()
             yield [x, y]
 
-    run, numbers, met = pipe._run, count(1), list[bool]()
+    run, numbers, met = pipe._calls.run, count(1), list[bool]()
 
     def waiting(turn: Any, groups: Any, begun: Any) -> Any:
         results = run(turn, groups, begun)
@@ -122,7 +122,7 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
         met.extend(event.wait(20.0) for event in read[number : number + 1])
         return results
 
-    pipe._run = waiting  # type: ignore[method-assign]
+    pipe._calls.run = waiting  # type: ignore[method-assign]
     assert len(list(pipe.stream(reading()))) == 4
     assert met == [True] * 3
 

@@ -21,7 +21,7 @@ def bytes_of(tensors):
 
 def held_bytes(pipe):
     "What is alive after a step: parameters, gradients, and the optimizer's state."
-    shards = [s for u in pipe._updates._stages.values() for s in u.shards.values()]
+    shards = [s for u in pipe._context.updates._stages.values() for s in u.shards.values()]
     optimizers = [o for s in pipe.optimizer._stages for o, _ in s._optimizers]
     whole = bytes_of(pipe.parameters())
     flats = {{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()

@@ -159,7 +159,7 @@ def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.Mon
     x, y = torch.ones(8, 4), torch.ones(8, 2)
     pipe.step(x, target=y)
     assert copied == []
-    (linked,) = pipe._executions.values()
+    (linked,) = pipe._linked._executions.values()
     linked._read_by_gpus = linked._interpreters[1].inputs  # as if that rank had a GPU
     pipe.step(x, target=y)
     assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
