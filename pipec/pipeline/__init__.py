@@ -1,7 +1,7 @@
 """What a user steps.
 
-``owned_tensors`` holds the tensors of the model; ``pipeline`` compiles and runs its calls.
-``collective_calls`` makes every call one of all ranks.
+``pipeline`` has the methods; its parts do the work. ``owned_tensors`` are the tensors of the model,
+``collective_calls`` makes every call one of all ranks, ``compiled_calls`` compiles and runs it.
 ``checkpointing`` saves and loads checkpoints, and ``checkpoint_manager`` looks after those of a run.
 """
 

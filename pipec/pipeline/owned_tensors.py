@@ -1,5 +1,6 @@
 """The tensors of a model that is compiled: which of them this process keeps, and how all come together."""
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -43,7 +44,8 @@ class OwnedTensors:
         context: PipelineContext,
         linked: LinkedArtifacts,
     ) -> None:
-        self._module, self._compiler, self.tensors = module, compiler, tensors
+        self._module: nn.Module = weakref.proxy(module)  # which owns this
+        self._compiler, self.tensors = compiler, tensors
         self._context, self._ranks, self._linked = context, context.ranks, linked
         self._owners, self.emptied = context.owners, linked.emptied
         self._mutable_buffers: set[str] = set()

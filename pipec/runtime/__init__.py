@@ -15,8 +15,9 @@ without loading the compiler. Each part imports only the parts above it:
 * ``step``: ``execution`` is an artifact linked on the ranks of this process, ``interpreter`` runs the program
   of one rank, and ``linker`` resolves every name of it beforehand.
 * ``stream``: the same for periodic programs.
-* ``pipeline_base``, ``model_tensors``, ``loaded_pipeline`` and ``stream_training`` are what a user holds: the
-  tensors, a saved artifact to train, and the steps of a stream of batches.
+* ``pipeline_base`` is what a user holds, and ``loaded_pipeline`` such a module for a saved artifact. Their parts:
+  ``pipeline_context``, which the others share; ``linked_artifacts``, linked to ``model_tensors``; and
+  ``stream_training``, the steps of a stream of batches.
 """
 
 from pipec.runtime.messages.distributed_transport import DistributedTransport

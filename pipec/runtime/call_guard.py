@@ -64,10 +64,10 @@ def exclusive_call(method: Method) -> Method:
 
 
 class LossIterator(Iterator[Tensor]):
-    """The losses of a stream. To ask for the next one is a call."""
+    """The losses of a stream of a pipeline. To ask for the next one is a call."""
 
-    def __init__(self, calls: CallGuard, losses: Generator[Tensor]) -> None:
-        self._call_guard, self._losses = calls, losses
+    def __init__(self, pipeline: Any, losses: Generator[Tensor]) -> None:
+        self._pipeline, self._call_guard, self._losses = pipeline, pipeline._call_guard, losses
 
     def __next__(self) -> Tensor:
         self._call_guard.begin("stream")

@@ -1,6 +1,7 @@
 """The artifacts of a pipeline, linked to its tensors, and the optimizer bound to the parameters."""
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ class LinkedArtifacts:
     """
 
     def __init__(self, module: nn.Module, context: PipelineContext) -> None:
-        self._module, self._context = module, context
+        self._module: nn.Module = weakref.proxy(module)  # which owns this
+        self._context = context
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self.emptied = EmptiedTensors()
         self.uninitialized = UninitializedTensors()

@@ -155,7 +155,7 @@ class LoadedPipeline(PipelineBase):
     def stream_of_leaves(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
         """As ``stream``, for the leaves of each batch as ``step_with_leaves`` takes them."""
         arguments = (_Leaves(tuple(leaves)) for leaves in batches)
-        return LossIterator(self._call_guard, self._stream.losses_of(arguments))
+        return LossIterator(self, self._stream.losses_of(arguments))
 
     @exclusive_call
     def train(self, mode: bool = True) -> "LoadedPipeline":

@@ -65,7 +65,7 @@ class PipelineBase(nn.Module):
             KeyboardInterrupt, SystemExit: some rank was sent SIGINT or SIGTERM; see ``before_stop``.
         """
         check_arguments(METHODS, locals())
-        return LossIterator(self._call_guard, self._stream.losses(batches, resume))
+        return LossIterator(self, self._stream.losses(batches, resume))
 
     @property
     def num_steps(self) -> int:
