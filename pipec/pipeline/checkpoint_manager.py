@@ -1,4 +1,4 @@
-"""The checkpoints of a run: made every so many steps, the last few kept, the newest gone on from."""
+"""The checkpoints of a run: written every so many steps, the last few kept, the newest resumed from."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ _NAME = re.compile(r"step-\d{8,}")
 
 @dataclass(frozen=True)
 class _Step:
-    """What belonged to a training when a step was complete."""
+    """The state of a training after a step."""
 
     number: int
     optimizer: Optimizer | Sequence[Optimizer] | None
@@ -166,7 +166,7 @@ class CheckpointManager:
         )
 
     def _tidied(self) -> list[str]:
-        """The names, once what killed runs have left is no more."""
+        """The names, after the remains of killed runs were removed."""
         if self._directory.exists():
             clean_up(self._directory)
         return self._names()

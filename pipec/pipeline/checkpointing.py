@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline: what there is of it in this process, and how it is saved and loaded."""
+"""Saves and loads checkpoints of a pipeline: what of its state is in this process."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ from pipec.runtime.stream_training import StreamTraining, nothing
 class Checkpoints:
     """Writes and reads checkpoints of a pipeline, in any layout.
 
-    It may overwrite those alone that this run has written or loaded: it knows their digests, by path.
+    It overwrites only checkpoints that this run has written or loaded: it knows their digests, by path.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Checkpoints:
         updates.loss_scale = copy.copy(saved) or LossScale()
 
     def _agreed_path(self, method: str, directory: str | Path, asynchronous: bool = False) -> Path:
-        """The folder, once all ranks have called this for the same one, and hold the tensors of the model."""
+        """The folder, once all ranks have called this for the same one, and adopted the model's tensors."""
         self.finish_saving()
         self._context.drain()
         snapshot = self._owned.snapshot()
@@ -132,23 +132,23 @@ class Checkpoints:
         return Path(directory).resolve()
 
     def _training(self, optimizer: Any, scheduler: Any, only_owned: bool) -> TrainingState:
-        """What this process has; with ``only_owned``, without tensors whose values another process has."""
+        """The state in this process; with ``only_owned``, without tensors that other processes own."""
         unique, parameters = self._owned.tensors.unique(), self._owned.tensors.unique_parameters()
-        kept = self._owned.tensors.persistent | self._owned.tensors.parameters.keys()
-        first = {name: self._owned.canonical[name] for name in self._owned.canonical if name in kept}
+        saved = self._owned.tensors.persistent | self._owned.tensors.parameters.keys()
+        first = {name: self._owned.canonical[name] for name in self._owned.canonical if name in saved}
         once = frozenset(first.values())
         shapes = {fqn: self._owned.emptied.shape(fqn, x) for fqn, x in unique.items() if fqn in once}
         kinds = {fqn: tensor_spec(fqn, unique[fqn].dtype, shape) for fqn, shape in shapes.items()}
         updates = self._context.updates
         shares = updates.shards() if updates is not None else {}
-        in_shares = frozenset(updates.sharded_names if updates is not None else ())
+        sharded = frozenset(updates.sharded_names if updates is not None else ())
         parts = [
             TensorShard(piece.name, kinds[piece.name], piece.start, piece.stop, x)
             for piece, x in shares.items()
         ]
         for fqn, kind in kinds.items():
             here = self._context.owners.is_here(fqn) if only_owned else unique[fqn].shape == shapes[fqn]
-            if here and fqn not in in_shares:
+            if here and fqn not in sharded:
                 parts.append(unsharded(fqn, kind, unique[fqn].detach()))
         return TrainingState(
             self._compiler.model,
@@ -181,13 +181,13 @@ class Checkpoints:
 
 
 def _with_extra_state(model: nn.Module) -> list[str]:
-    """The modules that have a state which is neither a parameter nor a buffer."""
+    """The modules with extra state: neither a parameter nor a buffer."""
     plain = nn.Module.get_extra_state
     return [name for name, module in model.named_modules() if type(module).get_extra_state is not plain]
 
 
 def _listed(given: Any) -> list[Any]:
-    """What was given, or the several that were."""
+    """A list of what was given: one, several or none."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,8 +1,8 @@
-"""The calls that all ranks make: what each was given is compared, sent or put together before anything runs.
+"""The calls that all ranks make together: before anything runs, they compare their arguments or get rank 0's.
 
-With ``batch="local"`` each replica has a part of the batch. The ranks of a replica compare its rows among
-themselves, and all ranks what the parts have in common. A rank that has joined has no rows and no arguments:
-it learns from a rank that has some which call is made.
+With ``batch="local"`` each replica has a part of the batch. The ranks of a replica compare its rows; all
+ranks compare types and sizes. A rank that has joined has no rows and no arguments: a rank that has some tells
+it which call is made.
 """
 
 import hashlib
@@ -56,10 +56,10 @@ class CallRequest:
 
 @dataclass(frozen=True, eq=False)
 class _KnownState:
-    """A state, and all that it was read of."""
+    """A state, and what it was computed from."""
 
     tensors: ModelTensors
-    read_of: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     state: ModelState
 
 
@@ -102,10 +102,10 @@ class CallAgreement:
     def agree(
         self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> CollectiveCall:
-        """The call that all ranks make: what each of them was given, or what rank 0 was, or part of it.
+        """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica.
 
-        A rank that cannot use its arguments raises only when the others know. The seed, and the decision
-        whether what was compiled is still right, are rank 0's.
+        A rank that cannot use its arguments raises only when the others know. Rank 0 gives the seed, and
+        decides whether the compiled code is still valid.
         """
         self._context.drain()
         if not self._context.is_distributed:
@@ -123,7 +123,7 @@ class CallAgreement:
                 (call.batch_size,),
             )
         call, refusal = ModelCall((), {}), None
-        if self._passes:
+        if self._has_arguments:
             try:
                 call = self.check_call(request.mode, args, kwargs, target)
                 call.signature()  # refuses what no stage can take
@@ -134,17 +134,17 @@ class CallAgreement:
     def describe_batch(self, arguments: CallArguments) -> CallDescription:
         """What must be equal on all ranks of a batch of a stream."""
         call = self.check_call(Mode.TRAIN, arguments.args, dict(arguments.kwargs), arguments.target)
-        return _facts_of_batch(call, CallRequest("step", Mode.TRAIN))
+        return _describe_batch(call, CallRequest("step", Mode.TRAIN))
 
     def is_valid(self, signature: CaptureSignature) -> bool:
-        """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
+        """Whether the compiled code is valid for the model as it is now. Rank 0 alone has guards."""
         snapshot = self._owned.snapshot()
         if self._owned.replaced_names(snapshot) or self._state(Mode.TRAIN, snapshot) != signature.key.state:
             return False
         return self._ranks.world.rank != 0 or self._compiler.is_valid(signature)
 
     @property
-    def _passes(self) -> bool:
+    def _has_arguments(self) -> bool:
         """Whether the arguments of this rank count."""
         return self.batch != "rank0" or self._ranks.world.rank == 0
 
@@ -153,59 +153,59 @@ class CallAgreement:
     ) -> CollectiveCall:
         snapshot, part = self._owned.snapshot(), CallDescription()
         state = self._state(request.mode, snapshot)
-        facts = self._model_facts(request, state, snapshot)
+        description = self._describe_model(request, state, snapshot)
         if refusal is not None:
-            facts |= {"refused": str(refusal)}
+            description |= {"refused": str(refusal)}
         elif self.batch == "same":
-            facts |= _facts_of_batch(call, request)
+            description |= _describe_batch(call, request)
         elif self.batch == "local":
-            facts |= _local_batch_digest(call, request)
-            part = _facts_of_rows(call, request)
-        key = self._capture_key(request, call, state) if self._passes and refusal is None else None
+            description |= _describe_types(call, request)
+            part = _describe_rows(call, request)
+        key = self._capture_key(request, call, state) if self._has_arguments and refusal is None else None
         seed, after = peek_seed()
         reply_values = [seed, *self._reply_values(key, call)] + (
             [call.batch_size, _digest(part)] if part else []
         )
         call_role = CallRole.OPTIONAL if self.batch == "local" else CallRole.REQUIRED
-        every = self._context.require_same_call(request.name, facts, reply_values, call_role)
-        self._context.exit_on_signal(every)
+        replies = self._context.require_same_call(request.name, description, reply_values, call_role)
+        self._context.exit_on_signal(replies)
         if refusal is not None:
             raise refusal
-        rows = self._rows_per_replica(every, part) if self.batch == "local" else None
-        if any(told.joined for told in every):
-            _, call, every = self._inform_joined_ranks(every, request, call)
-        if self._changes_model(every, snapshot):
+        rows = self._rows_per_replica(replies, part) if self.batch == "local" else None
+        if any(reply.joined for reply in replies):
+            _, call, replies = self._inform_joined_ranks(replies, request, call)
+        if self._changes_model(replies, snapshot):
             return self._agree_across_ranks(request, call, None)
         if self.batch == "rank0":
             call = self._sent(request, call)
             key = self._capture_key(request, call, state)
         assert key is not None, "a rank whose arguments count, and are right, knows the key of its call"
-        return _collective_call(call, key, every, after, rows)
+        return _collective_call(call, key, replies, after, rows)
 
     def next_call_of_others(self) -> tuple[CallRequest, CollectiveCall] | None:
-        """The next call of the ranks that have rows, which this one has not; None if all have joined."""
+        """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
         self._context.refuse_fork()
         own = {"batch": "none, for it has joined"}
-        every = self._context.require_same_call("join", own, call_role=CallRole.JOINED)
-        self._context.exit_on_signal(every)
-        if all(told.joined for told in every):
+        replies = self._context.require_same_call("join", own, call_role=CallRole.JOINED)
+        self._context.exit_on_signal(replies)
+        if all(reply.joined for reply in replies):
             return None
-        rows = self._rows_per_replica(every, own)
-        request, call, every = self._inform_joined_ranks(every)
+        rows = self._rows_per_replica(replies, own)
+        request, call, replies = self._inform_joined_ranks(replies)
         snapshot = self._owned.snapshot()
-        if self._changes_model(every, snapshot):
+        if self._changes_model(replies, snapshot):
             return self.next_call_of_others()
         key = self._capture_key(request, call, self._state(request.mode, snapshot))
-        return request, _collective_call(call, key, every, peek_seed()[1], rows)
+        return request, _collective_call(call, key, replies, peek_seed()[1], rows)
 
     def _inform_joined_ranks(
-        self, every: Sequence[RankReply], request: CallRequest | None = None, call: ModelCall | None = None
+        self, replies: Sequence[RankReply], request: CallRequest | None = None, call: ModelCall | None = None
     ) -> tuple[CallRequest, ModelCall, list[RankReply]]:
-        """The call that is made, on all ranks, and what each of them tells of it.
+        """The call, on all ranks, and their replies to it.
 
-        All call this, those that have joined without arguments. They get a row, to know the types.
+        Every rank calls this; ranks that have joined pass no arguments, and get a row, to know the types.
         """
-        owner = next(rank for rank, told in enumerate(every) if told.reply_values[_ROWS])
+        owner = next(rank for rank, reply in enumerate(replies) if reply.reply_values[_ROWS])
         given: Any = None
         if request and call:
             row, options = call.rows(0, 1), (request.method, request.mode, request.outputs)
@@ -225,28 +225,28 @@ class CallAgreement:
         snapshot = self._owned.snapshot()
         state = self._state(request.mode, snapshot)
         reply_values = [peek_seed()[0], *self._reply_values(self._capture_key(request, call, state), call)]
-        facts = self._model_facts(request, state, snapshot)
-        return request, call, self._context.require_same_call(request.name, facts, reply_values)
+        description = self._describe_model(request, state, snapshot)
+        return request, call, self._context.require_same_call(request.name, description, reply_values)
 
     def _reply_values(self, key: CaptureKey | None, call: ModelCall) -> list[int]:
-        """What rank 0 finds of its guards, and whether parameters that this rank holds were switched."""
+        """The version that rank 0's guards choose, and a hash of the requires_grad flags of this rank."""
         whole = call if self.batch != "local" else None
         version = self._compiler.version(key, whole) if key and self._ranks.world.rank == 0 else 0
         return [version, hash(self._owned.tensors.requires_grad_flags())]
 
-    def _changes_model(self, every: Sequence[RankReply], snapshot: ModelSnapshot) -> bool:
-        """Whether the model is another one than before; every rank has followed it then."""
+    def _changes_model(self, replies: Sequence[RankReply], snapshot: ModelSnapshot) -> bool:
+        """Whether the model's tensors or what is trained have changed. Every rank has followed then."""
         return self._owned.adopt_model_changes(snapshot) or self._owned.agree_on_trained(
-            [told.reply_values[_TRAINED] for told in every]
+            [reply.reply_values[_TRAINED] for reply in replies]
         )
 
-    def _rows_per_replica(self, every: Sequence[RankReply], part: CallDescription) -> tuple[int, ...]:
-        """The rows of each replica. Raises InputError if the ranks of one passed different ones."""
+    def _rows_per_replica(self, replies: Sequence[RankReply], part: CallDescription) -> tuple[int, ...]:
+        """The rows of each replica. Raises InputError if the ranks of a replica passed different rows."""
         count = self.num_replicas
-        told = [(each.joined, *each.reply_values[_ROWS:]) for each in every]
-        if any(each != told[rank % count] for rank, each in enumerate(told)):
-            self._ranks.agreement.raise_mismatch(part, lambda facts: _other_parts(facts, count))
-        rows = tuple(each.reply_values[_ROWS] for each in every[:count])
+        parts = [(reply.joined, *reply.reply_values[_ROWS:]) for reply in replies]
+        if any(each != parts[rank % count] for rank, each in enumerate(parts)):
+            self._ranks.agreement.raise_mismatch(part, lambda every: _replica_mismatch(every, count))
+        rows = tuple(reply.reply_values[_ROWS] for reply in replies[:count])
         if not any(rows):
             raise InputError("no replica passed any rows; leave the call out on all ranks")
         return rows
@@ -267,34 +267,35 @@ class CallAgreement:
         return key
 
     def _state(self, mode: Mode, snapshot: ModelSnapshot) -> ModelState:
-        """The state of the model, and of torch: the very object of the last time if it is the same."""
+        """The state of the model and of torch; the same object as last time if it is equal."""
         with autocast(self._compiler.precision, self._compiler.device):
             modes = torch_modes()
         tensors, layouts = self._owned.tensors, self._owned.emptied.layouts
         known = self._states.get(mode)
-        if known and known.tensors is tensors and known.read_of == (snapshot, modes, layouts):
+        if known and known.tensors is tensors and known.inputs == (snapshot, modes, layouts):
             return known.state
         state = ModelState.of(snapshot, mode, self._owned.emptied.shapes(tensors.unique()), modes)
         self._states[mode] = _KnownState(tensors, (snapshot, modes, dict(layouts)), state)
         return state
 
-    def _model_facts(
+    def _describe_model(
         self, request: CallRequest, state: ModelState, snapshot: ModelSnapshot
     ) -> CallDescription:
-        """What the ranks must have in common before a call. That is also what the compiled code once read."""
+        """What must be equal on all ranks before a call, values that the traced code reads among them."""
         mode = request.mode
         read = self.traced_constants.get(mode)
         changed = (read.changed(self._compiler.traced(mode)) if read else "") or "none"
         replaced = ", ".join(self._owned.replaced_names(snapshot)) or "none"
-        facts = state.digest | {"replaced": replaced, "changed values": changed}
-        return facts | (self._context.describe_updates() if request.method == "step" else {})
+        description = state.digest | {"replaced": replaced, "changed values": changed}
+        return description | (self._context.describe_updates() if request.method == "step" else {})
 
     def check_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
+        """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
         check_autocast(self._compiler.precision, self._compiler.device, mode)
         key, leaves = CallKey.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
         cached = self.checked_calls.get(key) if key else None
         if cached is None:
-            cached = self._checked_anew(mode, args, kwargs, target)
+            cached = self._checked(mode, args, kwargs, target)
             if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
                 self.checked_calls.put(key, cached)
             return cached
@@ -304,9 +305,7 @@ class CallAgreement:
             args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
         return cached.with_arguments(args, kwargs, target, laid_out)
 
-    def _checked_anew(
-        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> ModelCall:
+    def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         refuse_nested_batches((args, kwargs, target))
         call = ModelCall(*pytree.tree_map(as_contiguous, (args, kwargs, target)))
         call.check(self._compiler.model)
@@ -320,34 +319,34 @@ class CallAgreement:
 
 
 _TRAINED, _ROWS = 2, 3
-"""Positions in ``reply_values``: the digest of what is trained, and the rows of the rank's part, if any."""
+"""Positions in ``reply_values``: a hash of the requires_grad flags; the rows of the rank's part, if any."""
 
 
 def _collective_call(
     call: ModelCall,
     key: CaptureKey,
-    every: Sequence[RankReply],
+    replies: Sequence[RankReply],
     after: Generator,
     rows: tuple[int, ...] | None,
 ) -> CollectiveCall:
-    """The call that the ranks agreed on. Rank 0 decides the seed, and which capture is valid."""
-    seed, version, *_ = every[0].reply_values
+    """The call on which the ranks agreed. Rank 0 decides the seed, and which capture is valid."""
+    seed, version, *_ = replies[0].reply_values
     return CollectiveCall(call, CaptureSignature(key, version), seed, after, rows or (call.batch_size,))
 
 
-def _facts_of_batch(call: ModelCall, request: CallRequest) -> CallDescription:
-    """What the ranks must have in common; where nothing is run, that does not include values."""
-    facts = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
-    return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
+def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What must be equal on all ranks: rows, types and sizes, and values unless nothing is run."""
+    leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
+    return {"rows": str(call.batch_size), **dict(zip(call.paths, leaves, strict=True))}
 
 
-def _local_batch_digest(call: ModelCall, request: CallRequest) -> CallDescription:
-    """What the parts of a batch must have in common: the types of what is split, and all of the rest."""
-    facts = [
+def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What must be equal in the parts of a batch: the types of tensors that are split, and all others."""
+    leaves = [
         f"rows of {_row_type(leaf)}" if split else describe_leaf(leaf, values=request.method != "prepare")
         for leaf, split in zip(call.leaves, call.batched, strict=True)
     ]
-    return dict(zip(call.paths, facts, strict=True))
+    return dict(zip(call.paths, leaves, strict=True))
 
 
 def _row_type(leaf: Tensor) -> str:
@@ -355,20 +354,20 @@ def _row_type(leaf: Tensor) -> str:
     return describe_tensor(leaf.new_empty(leaf.shape[1:], device="meta")) + layout
 
 
-def _facts_of_rows(call: ModelCall, request: CallRequest) -> CallDescription:
-    """What the ranks of one replica must have in common besides."""
+def _describe_rows(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What must also be equal on the ranks of one replica: the rows of tensors that are split."""
     split = dict(zip(call.paths, call.batched, strict=True))
-    facts = _facts_of_batch(call, request)
-    return {path: fact for path, fact in facts.items() if split.get(path, True)}
+    description = _describe_batch(call, request)
+    return {path: each for path, each in description.items() if split.get(path, True)}
 
 
-def _digest(facts: CallDescription) -> int:
-    digest = hashlib.blake2b(json.dumps(list(facts.items())).encode(), digest_size=8).digest()
+def _digest(description: CallDescription) -> int:
+    digest = hashlib.blake2b(json.dumps(list(description.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
-def _other_parts(every: Sequence[CallDescription], count: int) -> str:
-    """What is wrong if the ranks of a replica have these facts."""
+def _replica_mismatch(every: Sequence[CallDescription], count: int) -> str:
+    """How the descriptions differ on ranks of the same replica."""
     lines = [
         f"the ranks of replica {k} passed different parts of the batch:\n{found}"
         for k in range(count)

@@ -62,10 +62,10 @@ class CompiledCalls:
     def agree(
         self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> CollectiveCall:
-        """The call that all ranks make, by the dimension that is the batch.
+        """The call that all ranks make, with its batch dimension found.
 
-        That is dimension 0, unless rows along it are proved to depend on one another, the user says nothing
-        of it, and along dimension 1 they are proved not to.
+        It is dimension 0, unless the user says otherwise, or rows along dimension 0 depend on one another and
+        are proved not to along dimension 1.
         """
         agreement, other = self._agreement, None
         if not self._batch_axis_is_known and agreement.batched is None and agreement.batch == "same":
@@ -106,7 +106,7 @@ class CompiledCalls:
     def _agree_and_compile(
         self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> CollectiveCall:
-        """The call that all ranks make, if its microbatches are proved to make what the batch does."""
+        """The call that all ranks make. Raises MixedRowsError if rows of the batch are not independent."""
         collective_call = self._agreement.agree(request, args, kwargs, target)
         self._compiler.refuses_mixed_rows = True
         try:
@@ -138,8 +138,9 @@ class CompiledCalls:
             return None
         if len(groups) > 1:
             raise InputError(
-                "the microbatches of a mini-batch are compiled apart, because the model makes a constant of "
-                "their rows, so that they make no stream; pass batches that divide evenly"
+                "the microbatches of a mini-batch have two sizes, and each needs a graph of its own, because "
+                "the model makes a constant of their rows; an asynchronous schedule takes one. Pass batches "
+                "that divide evenly"
             )
         if groups[0][0].artifact.has_random_operators:
             advance_default_generator(collective_call.generator_after)
@@ -190,7 +191,7 @@ class CompiledCalls:
         return loss, output_of(compiled, results, plan.outputs[1 + len(plan.log_names) :])
 
     def compiled(self, collective_call: CollectiveCall) -> MicrobatchGroups:
-        """What runs each group of consecutive microbatches, and their sizes.
+        """The artifact of each group of consecutive microbatches, and their rows.
 
         There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly.
         """
@@ -205,33 +206,33 @@ class CompiledCalls:
         return groups if len(collective_call.rows) == 1 else self._of_local_batch(collective_call, groups)
 
     def _rows_to_compile(self, collective_call: CollectiveCall) -> int:
-        """The rows of the batch; if replicas have their own, as if all had as many as one has at most."""
+        """The rows of the batch; with ``batch="local"``, as if all replicas had as many as the largest."""
         if len(collective_call.rows) == 1:
             return collective_call.rows[0]
         return max(len(collective_call.rows) * max(collective_call.rows), self._compiler.microbatches or 0)
 
     def _of_local_batch(self, collective_call: CollectiveCall, groups: MicrobatchGroups) -> MicrobatchGroups:
-        """What runs the microbatches of all replicas, each of which splits its own rows."""
+        """The artifact for the microbatches of all replicas, each of which splits its own rows."""
         compiled, _ = groups[0]
         plan = compiled.artifact.plan
         check_local_batch(plan, self._agreement.num_replicas)
         sizes = replica_microbatch_sizes(collective_call.rows, plan.num_microbatches)
         if plan.model_collectives:
             require_equal_rows(sizes)
-        kinds = frozenset(sizes) - {0}
+        distinct = frozenset(sizes) - {0}
         values = variable_values(collective_call.signature.key.variables, collective_call.call.leaves)
-        served = compiled.number, kinds, tuple(values.values())
+        served = compiled.number, distinct, tuple(values.values())
         if served not in self._checked_sizes:
-            request = f"microbatches of {sorted(kinds)} rows"
+            request = f"microbatches of {sorted(distinct)} rows"
             require = functools.partial(
-                self._compiler.require_one_graph_for, collective_call.signature, sorted(kinds), values
+                self._compiler.require_one_graph_for, collective_call.signature, sorted(distinct), values
             )
             self._context.ranks.call_on_rank_0(request, require)
             self._checked_sizes.add(served)
         return [(compiled, sizes)]
 
     def _compile(self, collective_call: CollectiveCall, rows: int) -> MicrobatchGroups:
-        """Compile in one process, for all, and let go of what was used longest ago."""
+        """Compile on rank 0, for all ranks, and drop the artifacts that were used longest ago."""
         key, version, call = (
             collective_call.signature.key,
             collective_call.signature.version,
@@ -274,9 +275,10 @@ class CompiledCalls:
         executions = [self._linked.execution(compiled.artifact) for compiled, _ in groups]
         if len(groups) > 1 and groups[0][0].artifact.plan.sync_spec.may_skip_step:
             raise InputError(
-                "the microbatches of the batch are compiled apart, because the model makes a constant of "
-                "their rows, so that there is no moment before anything comes of any gradient; pass batches "
-                "that divide evenly, or compile without on_nan=... and in another precision than 'fp16-mixed'"
+                "the microbatches of the batch have two sizes, and each needs a graph of its own, because "
+                "the model makes a constant of their rows; so a step cannot be skipped as a whole. Pass "
+                "batches that divide evenly, or compile without on_nan=... and in another precision than "
+                "'fp16-mixed'"
             )
         batch_slices = self._batch_slices(collective_call, [sizes for _, sizes in groups])
         recorded = self._context.steps.recorded if collective_call.signature.key.mode is Mode.TRAIN else None
@@ -292,7 +294,7 @@ class CompiledCalls:
         return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 
     def _batch_slices(self, collective_call: CollectiveCall, groups: Sequence[list[int]]) -> list[BatchSlice]:
-        """What each group of microbatches is of the batch."""
+        """The rows and the loss weights of each group of microbatches."""
         call, every, batch = (
             collective_call.call,
             [size for sizes in groups for size in sizes],

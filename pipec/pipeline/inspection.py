@@ -1,4 +1,4 @@
-"""What can be looked at of a plan and its programs: timelines, and the memory of the ranks."""
+"""Views of a plan and its programs: timelines, and the memory of the ranks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

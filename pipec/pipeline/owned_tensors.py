@@ -1,7 +1,8 @@
-"""The tensors of a model that is compiled: which of them this process keeps, and how all come together."""
+"""The tensors of a compiled model: which of them this process keeps, and how they are gathered."""
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class OwnedTensors:
         context: PipelineContext,
         linked: LinkedArtifacts,
     ) -> None:
-        self._module: nn.Module = weakref.proxy(module)  # which owns this
+        self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._compiler, self.tensors = compiler, tensors
         self._context, self._ranks, self._linked = context, context.ranks, linked
         self._owners, self.emptied = context.owners, linked.emptied
@@ -129,11 +130,11 @@ class OwnedTensors:
         for fqn in sorted(fixed):
             lacking = tuple(rank for rank in found[fqn] if rank not in self._owners.ranks[fqn])
             if lacking:
-                self._bring(fqn, unique[fqn], lacking)
+                self._receive_buffer(fqn, unique[fqn], lacking)
             self._owners.ranks[fqn] += lacking
 
-    def _bring(self, fqn: str, tensor: Tensor, ranks: Sequence[int]) -> None:
-        """Let these ranks hold a tensor that others hold already."""
+    def _receive_buffer(self, fqn: str, tensor: Tensor, ranks: Sequence[int]) -> None:
+        """Send a buffer from the rank that holds it to ``ranks``, which hold it from now on."""
         shape = self.emptied.shape(fqn, tensor)
         given = tensor if self._owners.is_source(fqn) else torch.empty(shape, dtype=tensor.dtype)
         found = self._ranks.agreement.broadcast_tensor(
@@ -150,13 +151,13 @@ class OwnedTensors:
         self.emptied.empty({fqn: unique[fqn] for fqn in fqns})
 
     def gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
-        """Copies on the CPU of the tensors of all ranks, on rank 0 or on all ranks; elsewhere nothing."""
+        """Copies of the whole model's tensors on the CPU of rank 0 or of all ranks; {} on others."""
         if self._context.is_distributed:
             self._context.require_same_call(f"{method}(all_ranks={all_ranks})", {})
         with self._linked.unsharded():
-            return self._collected(names, all_ranks)
+            return self._gathered(names, all_ranks)
 
-    def _collected(self, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+    def _gathered(self, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         unique = {fqn: tensor.detach() for fqn, tensor in self.tensors.unique().items() if fqn in names}
         if not self._context.is_distributed:
             return {fqn: tensor.to("cpu", copy=True) for fqn, tensor in unique.items()}
@@ -173,13 +174,13 @@ class OwnedTensors:
         return whole
 
     def replaced_names(self, snapshot: ModelSnapshot) -> list[str]:
-        """The names under which the model has other tensors than the pipeline, or has some no longer."""
+        """The names whose tensors the model has replaced, added or removed."""
         if same_objects(snapshot.tensors, self._known_tensors):
             return []
         return self.tensors.names_differing(ModelTensors.of(self._compiler.model))
 
     def adopt_model_changes(self, snapshot: ModelSnapshot) -> bool:
-        """Hold the tensors that the model has now, where it was given others. Returns whether it was."""
+        """Take over tensors that the model was given. Returns whether there are any."""
         names = self.replaced_names(snapshot)
         if names:
             model = ModelTensors.of(self._compiler.model)
@@ -200,59 +201,63 @@ class OwnedTensors:
         return bool(names)
 
     def _require_optimized(self, model: ModelTensors, names: Sequence[str]) -> None:
-        """Refuse parameters that the optimizer was not made of, and which it would not train."""
+        """Raise InputError for parameters that the optimizer does not have, and would not train."""
         if self._context.updates is None:
             return
         known, found = self._context.updates.shapes, model.unique_parameters()
-        strange = [
+        unknown = [
             *(known.keys() ^ found.keys()),
             *(fqn for fqn in known.keys() & found.keys() & set(names) if found[fqn].shape != known[fqn]),
         ]
-        if strange:
+        if unknown:
             raise InputError(
                 "the model has other parameters than its optimizer was made of: "
-                f"{format_names(sorted(strange))} "
+                f"{format_names(sorted(unknown))} "
                 "came, went or changed in shape; call pipec.compile(...) for the model as it is now"
             )
 
     def agree_on_trained(self, every: Sequence[int]) -> bool:
-        """Switch requires_grad everywhere if all ranks that hold a parameter have; whether any was switched.
+        """Follow changes of requires_grad on all ranks that hold the parameter. Returns whether any changed.
+
+        Args:
+            every: the hash of each rank's flags.
 
         Raises:
-            InputError: some of them have, or only ranks that do not hold it. Every rank raises it.
+            InputError: only some of these ranks changed it, or only ranks that do not hold the parameter.
+                Every rank raises it.
         """
-        if all(found == hash(self._trainable) for found in every):
+        if all(each == hash(self._trainable) for each in every):
             return False
         flags = self._ranks.agreement.all_gather_flags(self.tensors.requires_grad_flags())
         trains, every_rank = list[bool](), range(len(flags))
-        facts: list[CallDescription] = [{} for _ in flags]
+        differing: list[CallDescription] = [{} for _ in flags]
         for fqn, before, *found in zip(self.tensors.parameters, self._trainable, *flags, strict=True):
             owner_ranks = self._owners.ranks.get(self.canonical[fqn], every_rank)
             trains.append(found[owner_ranks[0]])
             if len({found[rank] for rank in (every_rank if trains[-1] == before else owner_ranks)}) > 1:
-                for fact, flag in zip(facts, found, strict=True):
-                    fact[fqn] = "trained" if flag else "frozen"
-        if any(facts):
+                for own, flag in zip(differing, found, strict=True):
+                    own[fqn] = "trained" if flag else "frozen"
+        if any(differing):
             raise InputError(
-                f"the ranks do not freeze the same parameters:\n{describe_differences(facts)}\nEvery rank "
-                "that holds "
-                "one sets its requires_grad alike; see that no `if rank == ...` keeps a rank from it"
+                f"the ranks do not freeze the same parameters:\n{describe_differences(differing)}\n"
+                "Every rank that holds one sets its requires_grad alike; see that no `if rank == ...` keeps "
+                "a rank from it"
             )
         self._trainable = tuple(trains)
         self.tensors.set_requires_grad(self._trainable)
         return True
 
     def _adopt(self, tensors: ModelTensors) -> None:
-        """Work on these tensors from now on, which the model and the pipeline have."""
+        """Own these tensors from now on, which are those of the model."""
         self.tensors, self._compiler.canonical = tensors, tensors.canonical
         self._known_tensors = tensors_of(modules_of(self._compiler.model))
         self.needs_placement = True
         self._linked.clear()
 
     def adopt_replaced(self) -> None:
-        """Where tensors were replaced by others, let the names of a tied one and the model have those too."""
-        held = self._linked.tensors(every_name=True)
-        own = {fqn: held[first] for fqn, first in self.canonical.items() if first in held}
+        """Give tensors that were replaced in the module to the model too, and to all names of tied ones."""
+        registered = self._linked.tensors(every_name=True)
+        own = {fqn: registered[first] for fqn, first in self.canonical.items() if first in registered}
         for module in (self._module, self._compiler.model):
             restore_tensors(module, own)
         self._adopt(self.tensors.with_replaced(own))

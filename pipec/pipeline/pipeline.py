@@ -260,8 +260,8 @@ class Pipeline(PipelineBase):
         What belongs to other ranks' stages is passed over, so every rank loads.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        held = self._linked.tensors(every_name=True)
-        own = {name: x for name, x in state_dict.items() if name in held or name not in self._owned.canonical}
+        here = self._linked.tensors(every_name=True)
+        own = {name: x for name, x in state_dict.items() if name in here or name not in self._owned.canonical}
         if assign:
             self._linked.unshard()
         with self._linked.unsharded():
@@ -341,7 +341,7 @@ class Pipeline(PipelineBase):
         return self._stream.num_undelivered
 
     def keep_last_position(self) -> None:
-        """Let a checkpoint be within the stream that gave the last loss, even if it is over by now."""
+        """Save the position of the stream that gave the last loss, even if it has ended by now."""
         self._stream.keep_last_position()
 
     @property

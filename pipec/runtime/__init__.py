@@ -15,7 +15,7 @@ without loading the compiler. Each part imports only the parts above it:
 * ``step``: ``execution`` is an artifact linked on the ranks of this process, ``interpreter`` runs the program
   of one rank, and ``linker`` resolves every name of it beforehand.
 * ``stream``: the same for periodic programs.
-* ``pipeline_base`` is what a user holds, and ``loaded_pipeline`` such a module for a saved artifact. Their parts:
+* ``pipeline_base`` is the module that users hold; ``loaded_pipeline`` is one for a saved artifact. Its parts:
   ``pipeline_context``, which the others share; ``linked_artifacts``, linked to ``model_tensors``; and
   ``stream_training``, the steps of a stream of batches.
 """

@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Collection, Iterator
+from typing import cast
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -27,7 +28,7 @@ class LinkedArtifacts:
     """
 
     def __init__(self, module: nn.Module, context: PipelineContext) -> None:
-        self._module: nn.Module = weakref.proxy(module)  # which owns this
+        self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._context = context
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self.emptied = EmptiedTensors()

@@ -1,4 +1,4 @@
-"""A tree of modules that holds tensors of a model under their original names, and none of its code."""
+"""The tensors of a model under their original names, in a tree of modules without its code."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -86,7 +86,7 @@ class ModelTensors:
 
 
 def _spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, str, bool]]:
-    """The addresses from and up to which the elements of each tensor lie, and whether it is trained."""
+    """First and last address of each tensor's elements, its name, and whether it is trained."""
     for fqn, tensor in tensors.items():
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -116,7 +116,7 @@ def unregister_tensors(module: nn.Module, fqns: Iterable[str]) -> None:
 
 
 def restore_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Let ``model`` have these very objects under their names, where it has others."""
+    """Set the tensors of these names in ``model`` to these objects."""
     for fqn, tensor in tensors.items():
         owner, leaf = _owner(model, fqn)
         if isinstance(tensor, nn.Parameter):
@@ -150,17 +150,17 @@ def fill_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class EmptiedTensors:
-    """The shapes of the model's tensors that hold no memory in this process, at least between steps.
+    """The shapes of the model's tensors that have no memory in this process between steps.
 
-    They live in other processes, or are sharded. Some may be whole for a while.
+    Other processes hold them, or they are sharded. Some may be gathered for a while.
     """
 
     layouts: dict[str, tuple[torch.Size, tuple[int, ...]]] = field(default_factory=dict)
 
     def empty(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give back the memory of these tensors, which stay the objects they are, and of their gradients.
+        """Free the memory of these tensors and of their gradients. They stay the same objects.
 
-        An empty gradient stays: it shows that there is one in shares.
+        An empty gradient stays: it shows that there is a sharded one.
         """
         for fqn, tensor in tensors.items():
             self.layouts.setdefault(fqn, (tensor.shape, tensor.stride()))
@@ -169,23 +169,23 @@ class EmptiedTensors:
                 tensor.grad = None
 
     def convert(self, tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Let those of these that are empty now have the types that ``function`` gives to tensors."""
+        """Give the empty ones of ``tensors`` the dtype that ``function`` gives to tensors."""
         for tensor in self._empty_now(tensors).values():
             empty = function(tensor.data)
             if empty.device == tensor.device:
                 tensor.data = empty
 
     def shapes(self, tensors: Mapping[str, Tensor]) -> dict[int, torch.Size]:
-        """By ``id``, the shapes that the emptied ones of these tensors have in the whole model."""
+        """By ``id``, the shapes of the emptied ones of ``tensors`` in the whole model."""
         return {id(tensors[fqn]): shape for fqn, (shape, _) in self.layouts.items()}
 
     def shape(self, fqn: str, tensor: Tensor) -> torch.Size:
-        """The shape that the tensor of this name has in the whole model."""
+        """The shape of a tensor in the whole model."""
         return self.layouts[fqn][0] if fqn in self.layouts else tensor.shape
 
     @contextlib.contextmanager
     def materialized(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give those that are empty now their shapes and undefined values, to be captured; then empty them.
+        """Give empty tensors their shapes and undefined values inside a ``with``, to be captured.
 
         They are on the CPU, where memory that nobody touches takes no room, or stay on meta.
         """
@@ -208,10 +208,10 @@ class EmptiedTensors:
 
 @dataclass
 class UninitializedTensors:
-    """The tensors that ``to_empty`` gave memory, by FQN, with the version that each had then.
+    """The tensors that ``to_empty`` gave memory, by FQN, with the version of each at that time.
 
-    A value given in place makes another version. One given through ``.data`` does not, but overwrites the
-    bytes of ones that mark the first element.
+    Writing in place raises the version. Writing through ``.data`` does not, but overwrites the mark: all bits
+    of the first element are one.
     """
 
     marked: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
@@ -223,10 +223,6 @@ class UninitializedTensors:
             if tensor.numel() and not tensor.is_meta:
                 _first_bytes(tensor).fill_(_MARK)
                 self.marked[fqn] = tensor, tensor._version
-
-    def of(self, copies: Mapping[str, Tensor]) -> "UninitializedTensors":
-        """The marks of these copies of the tensors."""
-        return UninitializedTensors({fqn: (copies[fqn], copies[fqn]._version) for fqn in self.marked})
 
     def refuse(self, held: Mapping[str, Tensor], plan: Plan) -> None:
         """Raise InputError if a stage reads a tensor that still has no value."""
@@ -256,7 +252,7 @@ def _is_marked(tensor: Tensor) -> bool:
 
 
 def _owner(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and the tensor's name there. Modules on the way to it are made.
+    """The module that holds a tensor, and the tensor's name there. Modules on its path are created.
 
     They are written into the registry and not set as attributes: a model may have a child called ``step`` or
     ``plan``, and the attributes of that name belong to the pipeline.

@@ -1,8 +1,8 @@
-"""Where a stream of mini-batches is, so that another process can go on from there with the same bits.
+"""The position in a stream of mini-batches, from which another process continues with the same bits.
 
-Batches are read ahead of their use, and reading may draw random numbers, as the steps in between do. So the
-state of torch's generator is noted before each batch is read. To go on, the iteration begins as it did; what
-was trained on is passed over; and batches that had been read ahead are read as they were then.
+Batches are read ahead of their use. Reading may draw random numbers, as the steps in between do, so the state
+of torch's generator is recorded before each batch is read. To resume, the iteration begins as it did then,
+batches that were trained on are skipped, and batches that had been read ahead are read with the same state.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from pipec.runtime.step.stream_results import BatchResult
 
 
 class ReadState(NamedTuple):
-    """What there was just before a batch was read: the state of torch's generator, and that of the loader."""
+    """The state of torch's generator, and of the loader, just before a batch was read."""
 
     generator: Tensor
     loader: Any
@@ -26,13 +26,12 @@ class ReadState(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """``num_batches`` were trained on; the losses of the last of them, ``undelivered``, are still to be
-    returned.
+    """A position after ``num_batches``; the losses of the last ``undelivered`` are still to be returned.
 
-    ``begun`` and ``first`` are states of torch's generator, when the iteration began and before its first
-    batch; ``own`` are those of the loader's own ones when it began. ``ahead`` has the states before each
-    batch that was read ahead. ``loader`` is what the ``state_dict`` of a loader that has one gave before the
-    first of these.
+    ``begun`` and ``first`` are states of torch's generator: when the iteration began, and before its first
+    batch. ``own`` are the states of the loader's own generators when it began. ``ahead`` has torch's state
+    before each batch that was read ahead, and ``loader`` the loader's ``state_dict``, if it has one, before
+    the first of these.
     """
 
     num_batches: int
@@ -45,11 +44,10 @@ class StreamPosition:
 
 
 class ResumableReader(Iterator[Any]):
-    """Reads batches, from a position on if there is one.
+    """Reads batches, from a ``position`` on if there is one.
 
-    ``count_delivered`` counts the losses that the loop is given. ``undelivered`` are the losses that come
-    before those of the batches read here. ``has_ended_early``: the loop ended before it was given all of
-    them.
+    ``undelivered`` are results of a former run, whose losses come first. ``has_ended_early`` says that the
+    loop ended before it was given all losses.
     """
 
     def __init__(self, batches: Iterable[Any], position: StreamPosition | None) -> None:
@@ -61,14 +59,14 @@ class ResumableReader(Iterator[Any]):
         self.undelivered = deque(position.undelivered if position else ())
         self.has_ended_early = False
         self._num_before = position.num_batches if position else 0
-        self._num_passed = self._num_before - len(self.undelivered)
+        self._num_delivered = self._num_before - len(self.undelivered)
         self._again = deque(position.ahead if position else ())
         now = torch.get_rng_state()
         if position is not None:
             torch.set_rng_state(position.begun)
             for generator, state in zip(self._own, position.own, strict=False):
                 generator.set_state(state)
-            if self._goes_on_by_itself:
+            if self._loader_resumes:
                 batches.load_state_dict(position.loader)  # type: ignore[attr-defined]
         self._begun = torch.get_rng_state()
         self._own_begun = [generator.get_state() for generator in self._own]
@@ -89,40 +87,40 @@ class ResumableReader(Iterator[Any]):
             torch.set_rng_state(now)
 
     def count_delivered(self) -> None:
-        """The loop is given the loss of one more batch."""
-        self._num_passed += 1
-        if self._num_passed > self._num_before:
+        """Count a loss that the loop is given."""
+        self._num_delivered += 1
+        if self._num_delivered > self._num_before:
             self._read_states.popleft()
 
     def leave(self, completed: Sequence[BatchResult]) -> None:
-        """The loop has ended, and will not be given the losses of those that are ``completed``."""
+        """The loop has ended without the losses of ``completed`` batches."""
         self.undelivered.extend(completed)
         for _ in completed:
             self._read_states.popleft()
         self.has_ended_early = bool(self.undelivered)
 
     def position(self, completed: Sequence[BatchResult]) -> StreamPosition:
-        """Where this is. ``completed`` have been trained on since the last one that has passed."""
-        marks, loader = list(self._read_states)[len(completed) :], None
+        """The position. ``completed`` batches were trained on since the last loss that was given."""
+        states, loader = list(self._read_states)[len(completed) :], None
         if self._has_state:
-            loader = marks[0].loader if marks else self._batches.state_dict()  # type: ignore[attr-defined]
+            loader = states[0].loader if states else self._batches.state_dict()  # type: ignore[attr-defined]
         first = self._begun if self._first is None else self._first
         undelivered = [*self.undelivered, *completed]
-        ahead = [*(mark.generator for mark in marks), *self._again]
-        num_batches = self._num_passed + len(undelivered)
+        ahead = [*(state.generator for state in states), *self._again]
+        num_batches = self._num_delivered + len(undelivered)
         return StreamPosition(num_batches, undelivered, self._begun, first, self._own_begun, ahead, loader)
 
     @property
-    def _goes_on_by_itself(self) -> bool:
+    def _loader_resumes(self) -> bool:
         return self._has_state and self._position is not None and self._position.loader is not None
 
     def _begin(self) -> None:
-        """Pass over what was trained on, unless the loader does so by itself."""
+        """Skip the batches that were trained on, unless the loader does so by itself."""
         self._first = now = torch.get_rng_state()
         if (position := self._position) is None:
             return
         self._first = position.first
-        if self._goes_on_by_itself:
+        if self._loader_resumes:
             return
         torch.set_rng_state(position.first)
         try:
@@ -142,9 +140,9 @@ class ResumableReader(Iterator[Any]):
 
 
 def _own_generators(batches: Iterable[Any]) -> list[torch.Generator]:
-    """Those by which a loader of torch shuffles, if it was given any."""
-    found = (getattr(each, "generator", None) for each in (batches, getattr(batches, "sampler", None)))
-    return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
+    """The generators with which a loader of torch shuffles, if it was given any."""
+    generators = (getattr(each, "generator", None) for each in (batches, getattr(batches, "sampler", None)))
+    return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
 
 
 _NOTHING = object()

@@ -63,7 +63,7 @@ class StreamTraining:
         return self._track_position(reader, self.losses_of(map(self._arguments, reader)))
 
     def losses_of(self, batches: Iterator[CallArguments]) -> Generator[Tensor]:
-        """The losses of ``batches``, whose position is not tracked."""
+        """The losses of ``batches``, without a position for checkpoints."""
         ahead = ReadAhead(batches)
         return self._asynchronous_losses(ahead) if self._calls.may_be_asynchronous else self._losses(ahead)
 
@@ -78,7 +78,7 @@ class StreamTraining:
         self._last_reader = None
 
     def _track_position(self, reader: ResumableReader, steps: Generator[Tensor]) -> Generator[Tensor]:
-        """The losses of the steps, while checkpoints know the position."""
+        """The losses of ``steps``. Checkpoints that are saved meanwhile have the position."""
         before, self._context.undelivered = self._reader, ()
         # these count again as the loop is given their losses
         self._context.steps.num_steps -= len(reader.undelivered)
@@ -108,14 +108,14 @@ class StreamTraining:
 
     @property
     def num_trained(self) -> int:
-        """The steps, with those whose losses the running loop is still to be given."""
+        """The steps that were made, also those whose losses the running loop is still to be given."""
         loop = self._reader
         if self._saved_position is not None or loop is None or loop.has_ended_early:
             return self._context.steps.num_steps
         return self._context.steps.num_steps + len(loop.undelivered) + len(self._context.undelivered)
 
     def keep_last_position(self) -> None:
-        """Let a checkpoint be within the stream that gave the last loss, even if it is over by now."""
+        """Save the position of the stream that gave the last loss, even if it has ended by now."""
         self._reader = self._last_reader
 
     def _position_to_resume(self, resume: bool | None) -> StreamPosition | None:
@@ -131,7 +131,7 @@ class StreamTraining:
         return saved()
 
     def position(self) -> StreamPosition | None:
-        """Where the stream is that is being iterated over, or that was left, or that was not yet resumed."""
+        """The position of the stream that runs, was left, or is still to be resumed; None without one."""
         if self._saved_position is not None:
             return self._saved_position()
         return None if self._reader is None else self._reader.position(self._context.undelivered)
@@ -152,12 +152,12 @@ class StreamTraining:
             yield loss
 
     def _asynchronous_losses(self, ahead: ReadAhead) -> Generator[Tensor]:
-        """As ``_losses``, where steps overlap. The pipeline is drained in between only where it must be."""
+        """As ``_losses``, for an asynchronous schedule. The pipeline is drained only where it must be."""
         number, stream_session = 0, cast(StreamSession | None, None)
         try:
             while True:
                 if stream_session is not None and self._context.pending_signal:
-                    # the losses of what was begun come before the end
+                    # the losses of the batches that were begun come before the end
                     stream_session.drain(self._context.optimizer.hyperparameters())
                 require_no_recording(self._context.steps.recorded)
                 require_no_accumulation(self._context.steps.accumulates)
@@ -186,7 +186,7 @@ class StreamTraining:
                 self._context.drain()
 
     def _announce(self, number: int, item: ReadItem) -> Callable[[], bool]:
-        """Tell the other ranks what batch this one has, or that it has no more."""
+        """Start to compare a batch with those of the other ranks. Returns what waits for the result."""
         call_description = self._context.describe_updates()
         if item.error is not None:
             call_description["batches"] = "no more"
