@@ -44,6 +44,10 @@ class PipelineBase(nn.Module):
         """By name, what the loss function of the last step returned besides the loss, for the batch."""
         return self._context.logs
 
+    @logs.setter
+    def logs(self, logs: dict[str, Tensor]) -> None:
+        self._context.logs = logs
+
     def stream(self, batches: Iterable[Any], resume: bool | None = None) -> Iterator[Tensor]:
         """Make a step with each of ``batches``, and yield the losses in order.
 

@@ -308,7 +308,7 @@ def test_checkpoints_keep_the_scale_and_its_counter(tmp_path: Path) -> None:
     other.load_checkpoint(tmp_path / "saved")
     assert other.loss_scale == 32768
     assert [pipe.step(**batch) for batch in rest] == [other.step(**batch) for batch in rest]
-    counters = [each._updates.loss_scale for each in (pipe, other) if each._updates]
+    counters = [each._context.updates.loss_scale for each in (pipe, other) if each._context.updates]
     assert counters == [LossScale(32768.0, 4)] * 2
 
 

@@ -1,6 +1,8 @@
 """Streams: the losses and parameters of a loop over steps, whatever batches are and however they end."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
@@ -125,6 +127,22 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
     pipe._calls.run = waiting  # type: ignore[method-assign]
     assert len(list(pipe.stream(reading()))) == 4
     assert met == [True] * 3
+
+
+def test_a_dropped_pipeline_trains_until_its_stream_ends_and_is_freed_then() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        pipe = pipec.compile(perceptron(), 2, loss_fn=nn.functional.cross_entropy, microbatches=2)
+        x, y = rows()[:8]
+        alive, losses = weakref.ref(pipe), pipe.stream([(x, y)] * 2)
+        del pipe
+        assert len(list(losses)) == 2
+        assert alive() is not None
+        del losses
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_what_the_iterator_raises_is_raised_after_the_losses_before() -> None:
