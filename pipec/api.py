@@ -115,9 +115,7 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
-    return Pipeline(
-        compiler, tensors, ranks, options.batch, updates, options.batched, options.microbatch_weight
-    )
+    return Pipeline(compiler, tensors, ranks, updates, options)
 
 
 def _topology(options: Options, num_ranks: int, device_model: DeviceModel) -> Topology:

@@ -55,7 +55,7 @@ class CompiledCalls:
         microbatch_weight: MicrobatchWeight | None,
     ) -> None:
         self._compiler, self._context, self._linked = compiler, context, linked
-        self._owned, self._agreement, self.microbatch_weight = owned, agreement, microbatch_weight
+        self._owned, self._agreement, self._microbatch_weight = owned, agreement, microbatch_weight
         self._batch_axis_is_known = False
         self._checked_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
 
@@ -302,7 +302,7 @@ class CompiledCalls:
         )
         shares = None
         if collective_call.signature.key.mode is not Mode.FORWARD:
-            shares = loss_weights(self.microbatch_weight, call.leaves, call.with_leaves, call.axes, every)
+            shares = loss_weights(self._microbatch_weight, call.leaves, call.with_leaves, call.axes, every)
         values = variable_values(collective_call.signature.key.variables, call.leaves)
         replica = self._agreement.replica, self._agreement.num_replicas
         batch_slices, start, first = list[BatchSlice](), 0, 0

@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipec.artifact.artifact import write_artifact
-from pipec.capture.batch_inputs import BatchedOption
 from pipec.compiler.compiler import Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan, RankMemory
 from pipec.ir.argument_checks import check_arguments
+from pipec.options import Options
 from pipec.pipeline.checkpointing import Checkpoints
 from pipec.pipeline.collective_calls import LOCAL_BATCH_ADVICE, CallAgreement, CallRequest
 from pipec.pipeline.compiled_calls import CompiledCalls, output_of
@@ -31,7 +32,6 @@ from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, fill_tenso
 from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
 from pipec.runtime.step.execution import Ranks
-from pipec.runtime.step.microbatch_weight import MicrobatchWeight
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.stream_training import StreamTraining
 from pipec.timeline.events import Timeline
@@ -54,20 +54,18 @@ class Pipeline(PipelineBase):
         compiler: Compiler,
         tensors: ModelTensors,
         ranks: Ranks,
-        batch: str = "same",
-        updates: OptimizerUpdates | None = None,
-        batched: BatchedOption | None = None,
-        microbatch_weight: MicrobatchWeight | None = None,
+        updates: OptimizerUpdates | None,
+        options: Options,
     ) -> None:
-        advice = LOCAL_BATCH_ADVICE if batch == "local" else SAME_BATCH_ADVICE
+        advice = LOCAL_BATCH_ADVICE if options.batch == "local" else SAME_BATCH_ADVICE
         context = PipelineContext(ranks, updates, batch_advice=advice)
         super().__init__(context)
         self.training = compiler.model.training
-        self._compiler = compiler
+        self._compiler, self._options = compiler, options
         self._owned = OwnedTensors(self, compiler, tensors, context, self._linked)
-        self._agreement = CallAgreement(context, compiler, self._owned, batch, batched)
+        self._agreement = CallAgreement(context, compiler, self._owned, options.batch, options.batched)
         self._calls = CompiledCalls(
-            compiler, context, self._linked, self._owned, self._agreement, microbatch_weight
+            compiler, context, self._linked, self._owned, self._agreement, options.microbatch_weight
         )
         self._stream = StreamTraining(self._calls, context)
         self._checkpoints = Checkpoints(compiler, context, self._owned, self._agreement, self._stream)
@@ -212,15 +210,8 @@ class Pipeline(PipelineBase):
             with emptied.materialized(tensors.unique()):
                 updates = updates.of(tensors.unique_parameters())
         agreement = self._agreement
-        copied = memo[id(self)] = Pipeline(
-            self._compiler.of(model),
-            tensors,
-            self._context.ranks,
-            agreement.batch,
-            updates,
-            agreement.batched,
-            self._calls.microbatch_weight,
-        )
+        compiler, options = self._compiler.of(model), replace(self._options, batched=agreement.batched)
+        copied = memo[id(self)] = Pipeline(compiler, tensors, self._context.ranks, updates, options)
         self._owned.copy_to(copied._owned, emptied)
         copied._agreement.known_splits = dict(agreement.known_splits)
         copied._agreement.variables = copy.deepcopy(agreement.variables)
