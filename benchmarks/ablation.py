@@ -40,7 +40,6 @@ import pipec
 from pipec.cli import app
 from pipec.ir import Plan, Program
 from pipec.passes.precompute_weights import PrecomputeWeights
-from pipec.programs.verify import verify_plan
 
 WARMUP_STEPS = 3
 WITH, WITHOUT = "with", "without"
@@ -251,13 +250,13 @@ def measure_plan(case: PlanCase, variant: str) -> Figures:
 
     def verify(plan: Plan, programs: Sequence[Program]) -> None:
         made.extend(programs)
-        verify_plan(plan, programs)
+        verify(plan, programs)
 
     words = [f"{Path(__file__)}:example" if word == "TARGET" else word for word in case.command.split()]
     start, used = time.perf_counter(), processor_seconds()
     with (
         variant_of(case, variant),
-        mock.patch("pipec.compiler.staged_graph.verify_plan", verify),
+        mock.patch("pipec.compiler.staged_graph.verify", verify),
         contextlib.redirect_stdout(None),
     ):
         app(words, standalone_mode=False)

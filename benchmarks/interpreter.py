@@ -125,7 +125,7 @@ def make_plan() -> tuple[Plan, tuple[Program, ...]]:
     links = (*chain_links(NUM_RANKS), loss)
     inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b",))),)
     plan = Plan(Mode.TRAIN, "1f1b", NUM_MICROBATCHES, 1, schedule.placement, stages, links, inputs=inputs)
-    return plan, lower(schedule, links)
+    return plan, lower(schedule, plan)
 
 
 def make_jobs(endpoints: Sequence[Transport]) -> list[Job]:

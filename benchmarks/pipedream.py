@@ -33,7 +33,7 @@ from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
 from pipec.planner.operator_graph import OperatorGraph
 from pipec.planner.partition import Partition, partition_graph
 from pipec.programs.lower_periodic import lower_periodic, num_microbatches_to_lower
-from pipec.programs.verify import verify_plan
+from pipec.programs.verify import verify
 from pipec.schedules import ASYNCHRONOUS_SCHEDULES
 
 CASES = (
@@ -66,8 +66,8 @@ class Endless(Work):
     def seconds(self) -> float:
         """From one mini-batch to the next."""
         plan = self.plan()
-        programs = lower_periodic(self.schedule, plan.links, (), plan.sync_spec)
-        verify_plan(plan, programs)
+        programs = lower_periodic(self.schedule, plan)
+        verify(plan, programs)
         carried = self._carried_seconds(plan.links) / self.schedule.num_microbatches
         return max(step_seconds(plan, simulate_plan(plan, programs)), carried)
 

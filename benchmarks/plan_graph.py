@@ -36,7 +36,7 @@ from pipec.plan.predictions import simulate_plan
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
 from pipec.planner.partition import Partition, PartitionStage, partition_graph
 from pipec.programs.lower import lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.verify import verify_step
 from pipec.schedules import custom_schedule, make_schedule
 from pipec.viz import DrawnStep, check_drawing, draw_steps
 
@@ -150,8 +150,8 @@ def planned_of(problem: Problem, schedule: str = "1f1b", num_microbatches: int |
     num_stages = len(partition.stages)
     cells = _schedule(schedule, num_stages, num_microbatches or 4 * num_stages)
     plan = plan_from_operator_graph(problem.graph, problem.topology, partition, cells)
-    programs = lower(cells, plan.links)
-    verify_programs(programs, plan.placement, plan.links, plan.num_microbatches)
+    programs = lower(cells, plan)
+    verify_step(plan, programs)
     return Planned(problem, partition, seconds, plan, programs)
 
 

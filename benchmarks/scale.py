@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import pipec
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import bare_plan, chain_links, lower
+from pipec.programs.verify import verify_step
 from pipec.schedules import Workload, make_schedule
 from pipec.timeline.report import timeline_report
 from pipec.timeline.simulate import simulate
@@ -91,9 +91,9 @@ def tell_parts(name: str) -> None:
     work = Workload.uniform(RANKS)
     schedule = make_schedule(name, RANKS, MICROBATCHES, work)
     links = chain_links(schedule.num_stages)
-    programs = part("made and lowered", lambda: lower(schedule, links))
-    count = schedule.num_microbatches
-    part("verified", lambda: verify_programs(programs, schedule.placement, links, count))
+    plan = bare_plan(schedule, links)
+    programs = part("made and lowered", lambda: lower(schedule, plan))
+    part("verified", lambda: verify_step(plan, programs))
     timeline = part("simulated", lambda: simulate(programs, work.costs(schedule, links)))
     part("summarised", lambda: timeline_report(timeline))
 

@@ -49,7 +49,7 @@ from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import topological_order
 from pipec.planner.partition import Partition, PartitionStage, partition_graph
 from pipec.programs.lower import lower
-from pipec.programs.verify import verify_plan
+from pipec.programs.verify import verify
 from pipec.schedules import looped_bfs, one_f_one_b
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -137,8 +137,8 @@ class Work:
     def seconds(self) -> float:
         """Of the step, simulated from the programs, which are verified."""
         plan = self.plan()
-        programs = lower(self.schedule, plan.links, sync_spec=plan.sync_spec, segments=plan.segments)
-        verify_plan(plan, programs)
+        programs = lower(self.schedule, plan)
+        verify(plan, programs)
         return max(simulate_plan(plan, programs).makespan, self._carried_seconds(plan.links))
 
     def _with_replicas(self, stage: Stage) -> Stage:

@@ -28,7 +28,7 @@ from pipec.errors import InputError
 from pipec.ir import InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.verify import verify_step
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution, Ranks
 from pipec.runtime.step.timestamps import RecordedStep
@@ -113,8 +113,8 @@ def artifact(schedule: Schedule, num_floats: int = 1, message_seconds: float = 0
         (*(message_seconds for _ in chain), 0.0),
         inputs=(InputLeaf(0, "x", True, Value("x", "float32", ("b",))),),
     )
-    programs = lower(schedule, links)
-    verify_programs(programs, plan.placement, links, MICROBATCHES)
+    programs = lower(schedule, plan)
+    verify_step(plan, programs)
     sources = tuple(source(k, schedule.num_stages, seconds, num_floats) for k in range(schedule.num_stages))
     return Artifact(plan, sources, programs, {})
 

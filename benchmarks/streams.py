@@ -26,7 +26,7 @@ from pipec.ir import Link, Payload, Stream, SyncSpec, Value
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.programs.lower import chain_links
 from pipec.programs.lower_periodic import lower_periodic, num_microbatches_to_lower
-from pipec.programs.verify import verify_plan
+from pipec.programs.verify import verify
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution, Ranks
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -82,8 +82,8 @@ def stream_artifact(name: str) -> Artifact:
         link_seconds=(0.0,) * len(links),
         sync_spec=sync_spec,
     )
-    programs = lower_periodic(schedule, links, (), sync_spec)
-    verify_plan(plan, programs)
+    programs = lower_periodic(schedule, plan)
+    verify(plan, programs)
     return Artifact(plan, tuple(source(k, RANKS, SECONDS, 1) for k in range(RANKS)), programs, {})
 
 

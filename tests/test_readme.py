@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bare_programs import lower, verify_programs
 from typer.testing import CliRunner
 
 import pipec
@@ -16,8 +17,7 @@ from pipec.cli import app
 from pipec.cli.target import load_example
 from pipec.compiler import pass_list
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import chain_links
 from pipec.schedules import Workload, one_f_one_b
 from pipec.schedules.chain_simulation import simulate_schedule
 

@@ -9,7 +9,7 @@ from torch import nn
 from unsplit_reference import StepResult, assert_equal
 
 import pipec
-from pipec.programs.verify import verify_plan
+from pipec.programs.verify import verify
 from pipec.schedules import ASYNCHRONOUS_SCHEDULES, SCHEDULES, SEARCHED_SCHEDULES
 
 NUM_MICROBATCHES = 4
@@ -46,7 +46,7 @@ def test_a_step_equals_eager_torch(schedule: str) -> None:
     )
     loss = pipe.step(X, target=Y)
     assert pipe.plan.schedule == schedule
-    verify_plan(pipe.plan, pipe.programs)
+    verify(pipe.plan, pipe.programs)
     assert_equal(StepResult.of(loss, model), expected)
 
 

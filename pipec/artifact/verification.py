@@ -10,7 +10,7 @@ from torch import Tensor
 from pipec.artifact.artifact import Artifact, read_artifact
 from pipec.errors import DAMAGED_DATA_ERRORS, VerifyError
 from pipec.ir import GRADIENT_PHASES, Phase, Plan, Program, Stage
-from pipec.programs.verify import verify_plan
+from pipec.programs.verify import verify
 
 
 def read_verified(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
@@ -38,7 +38,7 @@ def verify_artifact(artifact: Artifact) -> None:
             f"the programs run {num_computes} phases of stages, fewer than {plan.num_microbatches} "
             f"microbatches on {len(plan.stages)} stages need; save the pipeline again"
         )
-    verify_plan(plan, artifact.programs)
+    verify(plan, artifact.programs)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
         programs = [artifact.programs[rank] for rank in plan.placement[stage.index]]
         for fault in _faults(plan, stage, source, programs):

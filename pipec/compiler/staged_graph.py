@@ -54,7 +54,7 @@ from pipec.programs.representative_replicas import (
     representative_replicas,
 )
 from pipec.programs.shared_receives import runs_stages_in_order
-from pipec.programs.verify import verify_plan
+from pipec.programs.verify import verify
 from pipec.schedules import Workload, remap_ranks
 
 T = TypeVar("T")
@@ -356,20 +356,8 @@ def _programs(schedule: Schedule, plan: Plan) -> Sequence[Program]:
 
 
 def _of_all(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
-    recompute = [stage.index for stage in plan.stages if stage.recompute]
-    if schedule.stream:
-        programs = lower_periodic(schedule, plan.links, recompute, plan.sync_spec)
-    else:
-        programs = lower(
-            schedule,
-            plan.links,
-            recompute,
-            plan.sync_spec,
-            plan.segments,
-            plan.model_collectives,
-            plan.offloading_stages,
-        )
-    verify_plan(plan, programs)
+    programs = (lower_periodic if schedule.stream else lower)(schedule, plan)
+    verify(plan, programs)
     return programs
 
 

@@ -200,6 +200,11 @@ class Plan:
         }
 
     @property
+    def recomputing_stages(self) -> frozenset[int]:
+        """The stages that replay their forward in a phase of its own."""
+        return frozenset(stage.index for stage in self.stages if stage.recompute)
+
+    @property
     def offloading_stages(self) -> frozenset[int]:
         """The stages that offload values to host memory."""
         return frozenset(stage.index for stage in self.stages if stage.offloaded)

@@ -25,6 +25,7 @@ from pipec.ir import (
     Phase,
     Placement,
     Schedule,
+    Stage,
     SyncSpec,
     Value,
 )
@@ -32,7 +33,7 @@ from pipec.ir.text_format import value_bytes
 from pipec.plan.build_plan import stage_speed
 from pipec.plan.node_values import plan_value
 from pipec.plan.sync_spec import with_collective_seconds
-from pipec.programs.lower import lower
+from pipec.programs.lower import bare_plan, lower
 from pipec.timeline.simulate import SimulationCosts, simulate
 
 MAX_SEGMENTS = 32
@@ -160,9 +161,10 @@ def _seconds(
         segments={backward: shares},
     )
     alone = replace(sync_spec, buckets=buckets, buffer_sync_stages=(), clips=False, on_nan=None)
-    programs = lower(
-        _schedule(), (), sync_spec=alone, segments={backward: len(groups)} if len(groups) > 1 else {}
-    )
+    stage = Stage(0, 0, 0, segments={Phase.BACKWARD: shares} if len(groups) > 1 else {})
+    schedule = _schedule()
+    plan = replace(bare_plan(schedule, (), alone), stages=(stage,))
+    programs = lower(schedule, plan)
     return simulate(programs, costs).makespan
 
 

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipec.ir import Op, Payload
-from pipec.programs.collective_rules import CollectiveKey, collectives, names_of, sync_instruction_numbers
 from pipec.programs.deadlock import InstructionSite, WaitEdges
 from pipec.programs.program_index import ProgramIndex
+from pipec.programs.rules.collective_rules import (
+    CollectiveKey,
+    collectives,
+    names_of,
+    sync_instruction_numbers,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def tied_gradient_waits(step: ProgramIndex) -> WaitEdges:
 def _reads(step: ProgramIndex, key: CollectiveKey, stage: int, names: set[str]) -> bool:
     """Whether an instruction reads gradients with these names of a stage."""
     if key.op is Op.REDUCE_GRAD:
-        return key.stage == stage and not names.isdisjoint(step.sync_spec.buckets[key.bucket].names)
+        return key.stage == stage and not names.isdisjoint(step.plan.sync_spec.buckets[key.bucket].names)
     return key.op is Op.GRAD_NORM or (key.op is Op.UPDATE and key.stage == stage)
 
 

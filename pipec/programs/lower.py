@@ -25,14 +25,16 @@ from pipec.errors import VerifyError
 from pipec.ir import (
     NO_SYNC,
     Link,
+    Mode,
     ModelCollectives,
     Op,
     OpKind,
     Payload,
     Phase,
+    Plan,
     Program,
     Schedule,
-    SegmentCounts,
+    Stage,
     SyncSpec,
     Value,
     replica_counts,
@@ -71,28 +73,37 @@ def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
     return (*forward, *backward) if training else tuple(forward)
 
 
-def lower(
-    schedule: Schedule,
-    links: Sequence[Link],
-    recompute: Collection[int] = (),
-    sync_spec: SyncSpec = NO_SYNC,
-    segments: SegmentCounts | None = None,
-    model_collectives: ModelCollectives | None = None,
-    offload: Collection[int] = (),
-) -> tuple[Program, ...]:
-    """One program per rank: ``schedule`` with the communication that ``links`` need, and its ``sync_spec``.
+def bare_plan(schedule: Schedule, links: Sequence[Link], sync_spec: SyncSpec = NO_SYNC) -> Plan:
+    """The plan of a schedule whose stages have no parameters and no costs."""
+    stages = tuple(Stage(number, number, number) for number in range(schedule.num_stages))
+    return Plan(
+        Mode.TRAIN,
+        schedule.name,
+        schedule.num_microbatches,
+        microbatch_size=1,
+        placement=schedule.placement,
+        stages=stages,
+        links=tuple(links),
+        sync_spec=sync_spec,
+    )
+
+
+def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
+    """One program per rank: ``schedule`` with the communication, reductions and updates of ``plan``.
 
     Tied weights are sent to their borrowers first, and then the microbatches run. Weight gradients and
-    results are sent after the last compute of their rank. Stages in ``recompute`` replay their forward
+    results are sent after the last compute of their rank. Stages that recompute replay their forward
     directly before the backward, or its input half, of each microbatch. Gradients are reduced, and weights
-    updated, as soon as the last backward of their stage has ended. ``segments`` are the phases that consist
-    of several functions. A phase runs as a whole, unless gradients can be reduced or ``model_collectives``
-    run between its segments. Stages in ``offload`` keep their saved values in host memory.
+    updated, as soon as the last backward of their stage has ended. A phase of several functions runs as a
+    whole, unless gradients can be reduced or model collectives run between these. Stages that offload keep
+    their saved values in host memory.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
     """
-    index = ScheduleIndex(schedule, sync_spec, segments, model_collectives)
+    links, sync_spec, model_collectives = plan.links, plan.sync_spec, plan.model_collectives
+    recompute, offload = plan.recomputing_stages, plan.offloading_stages
+    index = ScheduleIndex(schedule, plan)
     traffic = [
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
@@ -120,7 +131,7 @@ def lower(
             OpKind.COLLECTIVE: _concatenated_blocks(
                 [
                     _sync_ops(collectives, rank, OpKind.COLLECTIVE),
-                    _model_collective_block(index, rank, model_collectives or {}),
+                    _model_collective_block(index, rank, model_collectives),
                 ]
             ),
             OpKind.UPDATE: _sync_ops(collectives, rank, OpKind.UPDATE),
@@ -129,7 +140,7 @@ def lower(
             ),
             OpKind.COPY: _copies(index, rank, offload),
         }
-        columns = InstructionColumns(_in_order(blocks), tuple(links))
+        columns = InstructionColumns(_in_order(blocks), links)
         programs.append(Program(rank, with_slots(columns, buffered)))
     return tuple(programs)
 

@@ -6,13 +6,13 @@ replica. That part of its program is the period. Without the instructions whose 
 is a program for any number of microbatches; ``verify_periodic`` proves that.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pipec.errors import VerifyError
-from pipec.ir import Link, Placement, Program, Schedule, Stream, SyncSpec, replica_counts
+from pipec.ir import Placement, Plan, Program, Schedule, Stream, replica_counts
 from pipec.ir.columns import OP_CODE, InstructionColumns
 from pipec.ir.periodic_program import microbatch_window, unroll
 from pipec.ir.program import Instruction, Op
@@ -23,12 +23,10 @@ _MORE = 4
 """The rounds that are lowered besides those that fill the pipeline, so that a whole one is among them."""
 
 
-def lower_periodic(
-    schedule: Schedule, links: Sequence[Link], recompute: Collection[int], sync_spec: SyncSpec
-) -> tuple[Program, ...]:
+def lower_periodic(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     """The periodic programs of a schedule for ``num_microbatches_to_lower`` microbatches or more."""
     assert schedule.stream is not None
-    programs = lower(schedule, links, recompute, sync_spec)
+    programs = lower(schedule, plan)
     period = schedule.stream.period(replica_counts(schedule.placement))
     return tuple(_periodic(program, period) for program in programs)
 

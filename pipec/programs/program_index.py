@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Link, ModelCollectives, Op, Phase, Placement, Program, SegmentCounts, SyncSpec
+from pipec.ir import Link, ModelCollectives, Op, Phase, Plan, Program, SegmentCounts
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, ranks_by_microbatch
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.deadlock import InstructionSite
@@ -38,24 +38,31 @@ class DeliveredMessages:
 
 @dataclass(frozen=True)
 class ProgramIndex:
-    """Programs and their specification: the placement of stages, links, microbatches and limits.
+    """The programs of a plan. ``limits[rank]`` bounds the microbatches in flight, if there is a limit."""
 
-    The stages in ``recompute`` replay their forward, and those in ``offload`` may keep saved values in host
-    memory. ``limits[rank]`` bounds the microbatches in flight. ``sync_spec`` specifies reductions and
-    updates. ``segments`` are the phases that consist of several functions, and ``model_collectives`` run
-    between these.
-    """
-
+    plan: Plan
     programs: Sequence[Program]
-    placement: Placement
-    links: tuple[Link, ...]
-    num_microbatches: int
-    recompute: frozenset[int]
-    limits: Sequence[int] | None
-    sync_spec: SyncSpec
-    segments: SegmentCounts
-    model_collectives: ModelCollectives
-    offload: frozenset[int] = frozenset()
+    limits: Sequence[int] | None = None
+
+    @cached_property
+    def recompute(self) -> frozenset[int]:
+        """The stages that replay their forward."""
+        return self.plan.recomputing_stages
+
+    @cached_property
+    def offload(self) -> frozenset[int]:
+        """The stages that may keep saved values in host memory."""
+        return self.plan.offloading_stages
+
+    @cached_property
+    def segments(self) -> SegmentCounts:
+        """The number of functions of each phase that consists of several."""
+        return self.plan.segments
+
+    @cached_property
+    def model_collectives(self) -> ModelCollectives:
+        """The collectives that run between these functions."""
+        return self.plan.model_collectives
 
     def num_segments(self, op: Op, stage: int) -> int:
         """How many functions a compute of a stage consists of."""
@@ -67,17 +74,17 @@ class ProgramIndex:
 
     @cached_property
     def link_set(self) -> frozenset[Link]:
-        return frozenset(self.links)
+        return frozenset(self.plan.links)
 
     @cached_property
     def ranks(self) -> Ints:
         """At [stage, microbatch], the rank that should run them."""
-        return ranks_by_microbatch(self.placement, self.num_microbatches)
+        return ranks_by_microbatch(self.plan.placement, self.plan.num_microbatches)
 
     @cached_property
     def columns(self) -> Sequence[InstructionColumns]:
         """The instructions of each rank. Link numbers beyond ``links`` are of foreign links."""
-        return [InstructionColumns.of(program.instructions, self.links) for program in self.programs]
+        return [InstructionColumns.of(program.instructions, self.plan.links) for program in self.programs]
 
     @cached_property
     def trains(self) -> bool:
@@ -115,7 +122,7 @@ class ProgramIndex:
 
     @property
     def _shape(self) -> tuple[int, int, int]:
-        return _NUM_MICROBATCH_OPS, len(self.placement), self.num_microbatches
+        return _NUM_MICROBATCH_OPS, len(self.plan.placement), self.plan.num_microbatches
 
     def _table(self, own_of: Callable[[InstructionColumns], Ints]) -> Ints:
         """The numbers of the instructions that ``own_of`` lists of each rank; of equal ones, the last."""
@@ -143,11 +150,11 @@ class ProgramIndex:
         return found
 
     def microbatches(self, link: Link) -> Sequence[int]:
-        return range(self.num_microbatches) if link.payload.per_microbatch else (-1,)
+        return range(self.plan.num_microbatches) if link.payload.per_microbatch else (-1,)
 
     @cached_property
     def routes(self) -> Sequence[Route]:
-        return list(routes(self.links, self.placement, self.num_microbatches))
+        return list(routes(self.plan.links, self.plan.placement, self.plan.num_microbatches))
 
     @cached_property
     def cells(self) -> ProgramComputes | None:

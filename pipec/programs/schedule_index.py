@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipec.errors import VerifyError
-from pipec.ir import NO_SYNC, Link, ModelCollectives, Phase, Schedule, SegmentCounts, SyncSpec
+from pipec.ir import Link, Phase, Plan, Schedule
 from pipec.ir.columns import PHASES, ComputeColumns, Ints, ranks_by_microbatch
 from pipec.programs.compute_segments import segment_counts
 from pipec.programs.counterexample import counterexample
@@ -17,7 +17,7 @@ from pipec.programs.counterexample import counterexample
 class ScheduleIndex:
     """The computes of a schedule, numbered rank by rank, and their positions on each rank, from 1.
 
-    A compute that is split into ``segments``, to run collectives between them, is listed once for each.
+    A compute that the plan splits into segments, to run collectives between them, is listed once for each.
     ``counts[rank]`` has the number of segments of each compute of a rank, and ``segments[rank]`` the segment
     of each entry, or -1 for a whole compute. ``firsts`` and ``lasts`` have the positions at [phase, stage,
     microbatch], or 0.
@@ -30,9 +30,7 @@ class ScheduleIndex:
     def __init__(
         self,
         schedule: Schedule,
-        sync_spec: SyncSpec = NO_SYNC,
-        segments: SegmentCounts | None = None,
-        model_collectives: ModelCollectives | None = None,
+        plan: Plan,
     ) -> None:
         self.schedule = schedule
         self.cells = [ComputeColumns.of(order) for order in schedule.orders]
@@ -40,9 +38,8 @@ class ScheduleIndex:
         for rank, cells in enumerate(self.cells):
             self._check_place(rank, cells)
         self._check_once()
-        counts = [
-            segment_counts(cells, sync_spec, segments or {}, model_collectives or {}) for cells in self.cells
-        ]
+        segments, model_collectives = plan.segments, plan.model_collectives
+        counts = [segment_counts(cells, plan.sync_spec, segments, model_collectives) for cells in self.cells]
         self.cells = [cells.repeated(each) for cells, each in zip(self.cells, counts, strict=True)]
         self.counts = [each.repeat(each) for each in counts]
         self.segments = [np.where(each.repeat(each) > 1, _places(each), -1) for each in counts]

@@ -4,9 +4,9 @@ from dataclasses import replace
 from time import perf_counter
 
 from pipec.ir import NO_SYNC, Bucket, Op, Placement, Schedule, SyncSpec, Value
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import bare_plan, chain_links, lower
 from pipec.programs.representative_replicas import representative_replicas
-from pipec.programs.verify import verify_programs
+from pipec.programs.verify import verify_step
 from pipec.schedules.search.workload import Workload
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
@@ -35,8 +35,9 @@ def simulate_schedule(
     begun = perf_counter()
     few = representative_replicas(schedule)
     schedule = few.schedule if few else schedule
-    programs = lower(schedule, links, sync_spec=sync_spec)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
+    plan = bare_plan(schedule, links, sync_spec)
+    programs = lower(schedule, plan)
+    verify_step(plan, programs)
     seconds = perf_counter() - begun
     sync_times = {
         (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds

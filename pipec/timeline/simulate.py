@@ -303,4 +303,4 @@ def _explain(step: _Step, stuck: Ints) -> str:
             number = event - int(np.searchsorted(step.ranks, rank))
             instructions = np.flatnonzero(step.programs[rank].is_timed)
             where.append(f"rank {rank} at instruction {instructions[number]}")
-    return f"these wait for messages that are never sent: {', '.join(where)}; verify_programs tells why"
+    return f"these wait for messages that are never sent: {', '.join(where)}; pipec.programs.verify tells why"

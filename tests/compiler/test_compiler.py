@@ -51,7 +51,7 @@ def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
     with (
         mock.patch.object(CutStages, "__call__", counting(CutStages.__call__, "cut")),
         mock.patch.object(staged_graph, "lower", counting(staged_graph.lower, "lower")),
-        mock.patch.object(staged_graph, "verify_plan", counting(staged_graph.verify_plan, "verify")),
+        mock.patch.object(staged_graph, "verify", counting(staged_graph.verify, "verify")),
         mock.patch.object(staged_graph, "build_plan", counting(staged_graph.build_plan, "plan")),
     ):
         yield calls, lowered

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bare_programs import lower
 from torch import Tensor
 
 from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
-from pipec.programs.lower import lower
 from pipec.runtime import DistributedTransport, InProcessTransport, Interpreter, Transport
 from pipec.runtime.messages import host_sockets
 from pipec.runtime.random_seeds import OperatorGenerators

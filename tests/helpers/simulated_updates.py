@@ -3,8 +3,10 @@
 import functools
 from dataclasses import replace
 
+from bare_programs import lower
+
 from pipec.ir import Bucket, Op, Schedule, ShardingLevel, SyncSpec, Value
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 from pipec.timeline.events import Timeline

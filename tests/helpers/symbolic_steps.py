@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bare_programs import lower, verify_programs
 from example_schedules import tied_links, value
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -28,8 +29,7 @@ from pipec.ir import (
     count_ranks,
     stages_on,
 )
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 

@@ -1,11 +1,11 @@
 """ComputeColumns and instructions as columns: sequences like any other."""
 
 import pytest
+from bare_programs import lower, verify_programs
 
 from pipec.ir import Compute, Instruction, Op, Phase
 from pipec.ir.columns import ComputeColumns, InstructionColumns
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 
 ROWS = (

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+from bare_programs import lower
 from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from pipec.ir.text_format import (
     parse_program,
     value_bytes,
 )
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
 
 LINKS = (*chain_links(2), *skip_links(0, 1), *tied_links(0, 1), result_link(1))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from bare_programs import lower, verify_programs
 from cli_models import mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,13 +30,12 @@ from pipec.ir import (
 from pipec.ir.columns import InstructionColumns
 from pipec.plan.memory_needs import plan_memory
 from pipec.plan.predictions import simulate_plan
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.programs.representative_replicas import (
     ReplicatedPrograms,
     RepresentativeReplicas,
     representative_replicas,
 )
-from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule, remap_ranks
 from pipec.schedules.chain_simulation import chain_sync_spec
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas, replicate_schedule, round_robin

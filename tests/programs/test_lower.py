@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from graphlib import TopologicalSorter
 
 import pytest
+from bare_programs import lower, verify_programs
 from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
 from pipec.ir.text_format import format_program
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import chain_links
 from pipec.schedules import SCHEDULES, dualpipe_v, forward_only, interleaved_1f1b, make_schedule, zb_h1
 
 

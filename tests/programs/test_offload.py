@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_programs import lower, verify_programs
 from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
 from huggingface_models import Factory, perceptron
 from torch import Tensor, nn
@@ -31,9 +32,8 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.programs.offload_intervals import num_offloaded
-from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.attribution import attribute_waits

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from bare_programs import lower, verify_programs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,10 +14,9 @@ from pipec.errors import VerifyError
 from pipec.ir import Instruction, Op, Program
 from pipec.programs import task_times
 from pipec.programs.dependence import Dependence
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.programs.program_computes import ProgramComputes
 from pipec.programs.task_times import AVAILABLE_AT_START, NEVER_PRODUCED, Deadlock, TaskInputs, run_tasks
-from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
 from pipec.schedules.search.workload import Workload
 from pipec.timeline.simulate import simulate

@@ -6,6 +6,7 @@ from dataclasses import replace
 import networkx
 import numpy as np
 import pytest
+from bare_programs import lower, verify_programs
 from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
 from pipec.programs.deadlock import InstructionSite, WaitEdges, stalled_ranks, wait_cycle
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import RULES, verify_programs
+from pipec.programs.lower import chain_links
+from pipec.programs.verify import RULES
 from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
 
 LINKS = (*chain_links(3), *skip_links(0, 2), *tied_links(0, 2), result_link(2))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from bare_programs import verify_programs
 from example_schedules import value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from pipec.ir import (
 )
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.lower import chain_links
-from pipec.programs.verify import verify_plan, verify_programs
+from pipec.programs.verify import verify
 from pipec.schedules import gpipe, make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -470,7 +471,7 @@ def plan(**options: object) -> Plan:
 )
 def test_the_ending_fits_the_tensors_of_the_stages(options: dict[str, object], message: str) -> None:
     with pytest.raises(VerifyError, match=message):
-        verify_plan(plan(**options), ())
+        verify(plan(**options), ())
 
 
 def is_ending(each: Instruction) -> bool:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
+from bare_programs import lower, verify_programs
 
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, ModelCollective, Op, Phase, Program, SegmentCounts, Value
 from pipec.ir.text_format import format_program, parse_program
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.programs.rank_memory import peak_in_flight
-from pipec.programs.verify import verify_programs
 from pipec.schedules import SCHEDULES, make_schedule
 from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.simulate import SimulationCosts, simulate

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+from bare_programs import lower, lower_periodic, verify_periodic, verify_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,10 +29,9 @@ from pipec.ir import (
 from pipec.ir.periodic_program import microbatch_window, unroll
 from pipec.ir.stream import window
 from pipec.ir.text_format import format_program, parse_program
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.lower_periodic import lower_periodic, num_microbatches_to_lower, steady_excerpt
+from pipec.programs.lower import chain_links
+from pipec.programs.lower_periodic import num_microbatches_to_lower, steady_excerpt
 from pipec.programs.rank_memory import peak_in_flight
-from pipec.programs.verify import verify_periodic, verify_programs
 from pipec.schedules import Workload, make_schedule
 from pipec.schedules.asynchronous import ASYNCHRONOUS_SCHEDULES, pipedream
 from pipec.schedules.chain_simulation import chain_sync_spec

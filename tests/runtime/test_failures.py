@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bare_programs import lower
 from handwritten_stages import CPU, LINKS, NUM_RANKS, SIZES, make_batch, make_interpreter, make_model
 from worker_processes import forks, free_port
 
 from pipec.errors import TransportError
-from pipec.programs.lower import lower
 from pipec.runtime import DistributedTransport, Interpreter
 from pipec.runtime.processes.heartbeat import HeartbeatConnections
 from pipec.runtime.step.batch_slice import BatchSlice

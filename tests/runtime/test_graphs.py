@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bare_programs import lower
 from handwritten_stages import make_plan
 from replayed_cuda_graphs import ReplayedGraphs
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 import pipec
 from pipec.ir import Link, Payload, ShardingLevel, SyncSpec, Value, Variable
 from pipec.ir.sync_spec import Stream
-from pipec.programs.lower import lower
 from pipec.runtime.stages.cuda_graphs import graph_slots, require_recordable
 from pipec.runtime.step import execution
 from pipec.schedules import make_schedule

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import emulated_nccl
 import pytest
 import torch
+from bare_programs import lower
 from emulated_nccl import run_ranks
 from handwritten_stages import (
     LINKS,
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.runtime import Interpreter
 from pipec.runtime.messages import distributed_group, nccl
 from pipec.runtime.messages import distributed_transport as transport_of_processes

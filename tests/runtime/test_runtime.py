@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bare_programs import lower
 from handwritten_stages import (
     CPU,
     NUM_RANKS,
@@ -33,7 +34,6 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError, VerifyError
 from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
-from pipec.programs.lower import lower
 from pipec.runtime import InProcessTransport, Interpreter
 from pipec.runtime.messages import transport
 from pipec.runtime.stages.gradients import GradientAccumulator

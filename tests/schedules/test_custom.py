@@ -6,13 +6,13 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
+from bare_programs import lower, verify_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.ir import Compute, Op, Phase, Program, Schedule, one_rank_per_stage
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import chain_links
 from pipec.schedules import (
     SCHEDULES,
     Workload,

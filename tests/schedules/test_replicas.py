@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
+from bare_programs import lower, verify_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic_steps import EQUAL, Step, check_meaning, make_step, schedules, steps
@@ -14,9 +15,8 @@ from pipec.errors import InputError
 from pipec.ir import Link, Op, Phase, Program, Schedule, ShardingLevel, rank_of
 from pipec.ir.text_format import format_program, parse_program
 from pipec.passes.assignments.cut_for_replicas import balanced_starts
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.programs.rank_memory import in_flight
-from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import (
     adjacent_pipelines,

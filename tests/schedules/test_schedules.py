@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from bare_programs import lower, verify_programs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule, one_rank_per_stage
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import chain_links
 from pipec.schedules import SCHEDULES, forward_only, interleaved_1f1b, looped_bfs, make_schedule
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate

@@ -1,13 +1,13 @@
 """Searched schedules against published bubble rates and proven optima."""
 
 import pytest
+from bare_programs import lower, verify_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Schedule
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.lower import chain_links
 from pipec.schedules import Workload, make_schedule, v_placement
 from pipec.schedules.search.anneal import anneal
 from pipec.schedules.search.order_timing import time_orders

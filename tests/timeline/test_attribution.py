@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from bare_programs import lower
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated_updates import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
 
 from pipec.ir import Instruction, Link, Op, Payload, Schedule
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import (
     attribute_waits,

@@ -1,9 +1,10 @@
 """Events as columns: a sequence like any other, and figures of merit that do not care how they are held."""
 
 import pytest
+from bare_programs import lower
 
 from pipec.ir import Instruction, Link, Op, Payload
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Event, Events, Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate

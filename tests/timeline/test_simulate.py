@@ -7,13 +7,14 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from bare_programs import lower
 from example_schedules import result_link, skip_links, tied_links, v_gpipe
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Bucket, Instruction, Link, Op, Phase, Program, Schedule, SyncSpec, Value
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.schedules import forward_only, make_schedule
 from pipec.schedules.replicated import replicate_schedule
@@ -244,6 +245,7 @@ def test_waiting_for_what_is_never_sent_is_an_error() -> None:
     programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
     unsent = tuple(each for each in programs[0].instructions if each.op is not Op.SEND)
     with pytest.raises(
-        VerifyError, match=r"rank 0 at instruction 4, rank 1 at instruction 2; verify_programs tells why"
+        VerifyError,
+        match=r"rank 0 at instruction 4, rank 1 at instruction 2; pipec.programs.verify tells why",
     ):
         simulate([Program(0, unsent), programs[1]], SimulationCosts.uniform(2))

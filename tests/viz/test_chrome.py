@@ -7,13 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from bare_programs import lower
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import InputError
 from pipec.ir import Schedule
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline

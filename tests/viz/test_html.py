@@ -8,13 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from bare_programs import lower
 from example_schedules import result_link
 from playwright.sync_api import Browser, Page, sync_playwright
 from simulated_updates import EVERYTHING, ended
 
 from pipec.errors import InputError
 from pipec.ir import Schedule
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline

@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from bare_programs import lower
 from example_schedules import result_link
 
 from pipec.ir import Instruction, Op, Schedule
-from pipec.programs.lower import chain_links, lower
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate

@@ -4,8 +4,8 @@ A round is linked once for each of the frames that its microbatches take in turn
 when a microbatch is first named, and calls the actions, one after the other.
 
 A rank pauses before it has all results of a mini-batch that the script has not requested yet, and before an
-update whose last mini-batch is such a one. ``pipec.programs.result_rules`` proves that the script gets what
-comes before.
+update whose last mini-batch is such a one. ``pipec.programs.rules.result_rules`` proves that the script gets
+what comes before.
 """
 
 import contextlib

@@ -44,7 +44,7 @@ def _in_order(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Ite
     made = step.numbers[OP_CODE[Op.FORWARD], columns.stages[offloads], columns.microbatches[offloads]]
     keys = _keys(step, columns, offloads).tolist()
     for key, number, over, forward in zip(keys, offloads.tolist(), gone.tolist(), made.tolist(), strict=True):
-        stage, microbatch = divmod(key, step.num_microbatches)
+        stage, microbatch = divmod(key, step.plan.num_microbatches)
         where = f"of stage {stage}, microbatch {microbatch}"
         returns = back.pop(key, -1)
         if number < forward:
@@ -59,7 +59,7 @@ def _in_order(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Ite
         else:
             yield from _reads_what_is_there(step, stage, microbatch, number, returns)
     for key, number in back.items():
-        stage, microbatch = divmod(key, step.num_microbatches)
+        stage, microbatch = divmod(key, step.plan.num_microbatches)
         where = f"of stage {stage}, microbatch {microbatch}"
         yield Violation((rank, number), f"prefetch {where} has no offload; expected one before it")
 
@@ -69,7 +69,7 @@ def _reads_what_is_there(
 ) -> Iterator[Violation]:
     begins = step.begins[_READERS, stage, microbatch]
     for number in begins[(begins >= 0) & (begins < returned)].tolist()[:1]:
-        rank = rank_of(step.placement, stage, microbatch)
+        rank = rank_of(step.plan.placement, stage, microbatch)
         what = f"what stage {stage} saved for microbatch {microbatch}"
         message = f"reads {what}, which is away from its offload at {offloaded} to {returned}"
         yield Violation((rank, number), f"{step.columns[rank][number].op} {message}")
@@ -81,4 +81,4 @@ def _those(columns: InstructionColumns, op: Op) -> Ints:
 
 def _keys(step: ProgramIndex, columns: InstructionColumns, numbers: Ints) -> Ints:
     stages: Ints = columns.stages[numbers].astype(np.int64)
-    return stages * step.num_microbatches + columns.microbatches[numbers]
+    return stages * step.plan.num_microbatches + columns.microbatches[numbers]

@@ -31,12 +31,12 @@ OPS = (Op.REDUCE_GRAD, Op.UPDATE)
 def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     """Faults in the fields of a sum or an update of a stream."""
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
-    if stage not in stages_on(step.placement, rank) or not 0 <= microbatch < step.num_microbatches:
-        expected = f"a stage of this rank, and a microbatch below {step.num_microbatches}"
+    if stage not in stages_on(step.plan.placement, rank) or not 0 <= microbatch < step.plan.num_microbatches:
+        expected = f"a stage of this rank, and a microbatch below {step.plan.num_microbatches}"
         yield f"{op} names stage {stage}, microbatch {microbatch}; expected {expected}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.segment == -1:
         yield f"{op} carries a link, peer, slot or segment; expected none"
-    buckets = step.sync_spec.buckets_of(stage) if op is Op.REDUCE_GRAD else [-1]
+    buckets = step.plan.sync_spec.buckets_of(stage) if op is Op.REDUCE_GRAD else [-1]
     if instruction.bucket not in buckets:
         some = ", ".join(map(str, buckets)) or "none, as the stage has no replicas"
         yield f"{op} of stage {stage} names bucket {instruction.bucket}; expected {some}"
@@ -44,7 +44,7 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
 
 def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
     """Each compute reads the version that the stream specifies, backward as forward. Others read none."""
-    stream = step.sync_spec.stream
+    stream = step.plan.sync_spec.stream
     for rank, columns in enumerate(step.columns):
         others = ~columns.is_compute & ((columns.ops != OP_CODE[Op.UPDATE]) | (stream is None))
         for number in np.flatnonzero(others & (columns.versions != -1)).tolist()[:1]:
@@ -54,7 +54,7 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
         if stream is None:
             expected = np.full(computes.size, -1)
         else:
-            replicas = replica_counts(step.placement)
+            replicas = replica_counts(step.plan.placement)
             pairs = zip(
                 columns.microbatches[computes].tolist(), columns.stages[computes].tolist(), strict=True
             )
@@ -72,11 +72,11 @@ def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
     All replicas of a stage do the same, including those without a microbatch in the last round.
     """
-    stream = step.sync_spec.stream
+    stream = step.plan.sync_spec.stream
     if stream is None:
         return
-    replicas = replica_counts(step.placement)
-    for stage, ranks in enumerate(step.placement):
+    replicas = replica_counts(step.plan.placement)
+    for stage, ranks in enumerate(step.plan.placement):
         size = stream.microbatches_per_update(stage, replicas)
         for rank in ranks:
             faults = [*_not_round_by_round(step, rank, stage, size)]
@@ -85,10 +85,10 @@ def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
     """Updates and sums of a stage that are missing, repeated or out of order."""
-    columns, count = step.columns[rank], -(-step.num_microbatches // size)
+    columns, count = step.columns[rank], -(-step.plan.num_microbatches // size)
     for op, bucket in [
         (Op.UPDATE, -1),
-        *((Op.REDUCE_GRAD, each) for each in step.sync_spec.buckets_of(stage)),
+        *((Op.REDUCE_GRAD, each) for each in step.plan.sync_spec.buckets_of(stage)),
     ]:
         numbers = _numbers(step, rank, stage, op, bucket)
         what = (
@@ -109,7 +109,7 @@ def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) ->
 
 def _wrong_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
     """Updates that do not use exactly the gradients of their own round."""
-    updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.sync_spec.buckets_of(stage)
+    updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.plan.sync_spec.buckets_of(stage)
     for bucket in buckets:
         sums = _numbers(step, rank, stage, Op.REDUCE_GRAD, bucket)
         yield from _uses_others(step, rank, stage, size, sums)
@@ -149,11 +149,11 @@ def _numbers(step: ProgramIndex, rank: int, stage: int, op: Op, bucket: int = -1
 
 def versions_available(step: ProgramIndex) -> Iterator[Violation]:
     """A version is made before it is read, and a stage never needs more versions than it may hold."""
-    stream = step.sync_spec.stream
+    stream = step.plan.sync_spec.stream
     if stream is None:
         return
-    replicas = replica_counts(step.placement)
-    for rank, stage in [(rank, stage) for stage, ranks in enumerate(step.placement) for rank in ranks]:
+    replicas = replica_counts(step.plan.placement)
+    for rank, stage in [(rank, stage) for stage, ranks in enumerate(step.plan.placement) for rank in ranks]:
         columns, numbers = step.columns[rank], _numbers(step, rank, stage, Op.UPDATE)
         own = np.flatnonzero(np.isin(columns.ops, _COMPUTES) & (columns.stages == stage))
         read = columns.versions[own]
@@ -174,17 +174,17 @@ _COMPUTES = [OP_CODE[op] for op in COMPUTES]
 
 def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
     """Streams that the version rules do not support."""
-    stream, sync_spec = step.sync_spec.stream, step.sync_spec
+    stream, sync_spec = step.plan.sync_spec.stream, step.plan.sync_spec
     if stream is None:
         return
-    if step.num_microbatches % stream.microbatches:
+    if step.plan.num_microbatches % stream.microbatches:
         whole = f"mini-batches of {stream.microbatches} microbatches"
-        yield Violation(None, f"{step.num_microbatches} microbatches are no whole number of {whole}")
+        yield Violation(None, f"{step.plan.num_microbatches} microbatches are no whole number of {whole}")
     if sync_spec.shard or sync_spec.buffer_sync_stages:
         yield Violation(None, "replicas share state or buffers, for which streams have no rules of versions")
-    if any(link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) for link in step.links):
+    if any(link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) for link in step.plan.links):
         yield Violation(None, "stages share tied weights, for which streams have no rule of versions")
-    yield from _unsupported(stream, replica_counts(step.placement))
+    yield from _unsupported(stream, replica_counts(step.plan.placement))
 
 
 def _unsupported(stream: Stream, replicas: Sequence[int]) -> Iterator[Violation]:

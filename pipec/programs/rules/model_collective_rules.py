@@ -45,12 +45,12 @@ def _once_between(
     numbers, counts = _of_collective(step, stage, number)
     what = f"{model_collective.op} of stage {stage}, model collective {number}"
     for microbatch in np.flatnonzero(counts != 1).tolist()[:1]:
-        rank = rank_of(step.placement, stage, microbatch)
+        rank = rank_of(step.plan.placement, stage, microbatch)
         found = [int(numbers[microbatch])] if counts[microbatch] else []
         message = f"{what}, microbatch {microbatch} is there {counts[microbatch]} times; expected once"
         yield Violation(step.probable_site(found, rank, stage, microbatch), message)
     for microbatch in np.flatnonzero((made < 0) | (read < 0)).tolist()[:1]:
-        rank = rank_of(step.placement, stage, microbatch)
+        rank = rank_of(step.plan.placement, stage, microbatch)
         whole = f"{model_collective.phase} of stage {stage}, microbatch {microbatch}"
         message = f"{whole} is no instruction for each segment"
         site = step.probable_site([], rank, stage, microbatch)
@@ -58,7 +58,7 @@ def _once_between(
             site, f"{message}; expected segments, with {what} before segment {model_collective.segment}"
         )
     for microbatch in np.flatnonzero((numbers < made) | (numbers > read)).tolist()[:1]:
-        site = rank_of(step.placement, stage, microbatch), int(numbers[microbatch])
+        site = rank_of(step.plan.placement, stage, microbatch), int(numbers[microbatch])
         before = f"segment {model_collective.segment - 1} of the {model_collective.phase}"
         between = f"{before} at {made[microbatch]} and the next at"
         message = f"{what}, microbatch {microbatch} is not between {between} {read[microbatch]}"
@@ -67,8 +67,8 @@ def _once_between(
 
 def _of_collective(step: ProgramIndex, stage: int, number: int) -> tuple[Ints, Ints]:
     """By microbatch, the number of the last instruction of a model collective, or -1, and their count."""
-    numbers = np.full(step.num_microbatches, -1, np.int32)
-    counts = np.zeros(step.num_microbatches, np.int32)
+    numbers = np.full(step.plan.num_microbatches, -1, np.int32)
+    counts = np.zeros(step.plan.num_microbatches, np.int32)
     for columns in step.columns:
         own = np.flatnonzero((columns.model_collectives == number) & (columns.stages == stage))
         numbers[columns.microbatches[own]] = own
@@ -78,7 +78,7 @@ def _of_collective(step: ProgramIndex, stage: int, number: int) -> tuple[Ints, I
 
 def _of_segment(step: ProgramIndex, stage: int, phase: Phase, segment: int) -> Ints:
     """By microbatch, the number of the instruction for a segment of a phase, or -1."""
-    numbers = np.full(step.num_microbatches, -1, np.int32)
+    numbers = np.full(step.plan.num_microbatches, -1, np.int32)
     for columns in step.columns:
         of_phase = (columns.ops == OP_CODE[Op(phase)]) & (columns.stages == stage)
         own = np.flatnonzero(of_phase & (columns.segments == segment))

@@ -10,9 +10,9 @@ import numpy as np
 
 from pipec.ir import GRADIENT_PHASES, Instruction, Link, Op, Payload, stages_on
 from pipec.ir.columns import OP_CODE, OPS
-from pipec.programs import weight_version_rules
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_index import ProgramIndex
+from pipec.programs.rules import weight_version_rules
 from pipec.programs.violation import Violation
 
 _SYNC_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
@@ -45,7 +45,7 @@ class CollectiveKey(NamedTuple):
 def sync_instruction_numbers(step: ProgramIndex) -> Sequence[Mapping[CollectiveKey, list[int]]]:
     """For each rank, the numbers of its instructions that do not belong to a microbatch or a link."""
     codes = [
-        OP_CODE[op] for op in _SYNC_OPS if not (op in weight_version_rules.OPS and step.sync_spec.stream)
+        OP_CODE[op] for op in _SYNC_OPS if not (op in weight_version_rules.OPS and step.plan.sync_spec.stream)
     ]
     found = []
     for columns in step.columns:
@@ -74,13 +74,13 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
 
 def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
     """The collectives and updates of a rank, and how often each runs; -1 means any number of times."""
-    sync_spec, keys = step.sync_spec, dict[CollectiveKey, int]()
-    for stage in stages_on(step.placement, rank):
+    sync_spec, keys = step.plan.sync_spec, dict[CollectiveKey, int]()
+    for stage in stages_on(step.plan.placement, rank):
         if stage in sync_spec.buffer_sync_stages:
             keys[CollectiveKey(Op.AVERAGE_BUFFERS, stage)] = 1
         if sync_spec.updates and not sync_spec.stream:
             keys[CollectiveKey(Op.UPDATE, stage)] = 1
-        rounds = ceil(step.num_microbatches / len(step.placement[stage]))
+        rounds = ceil(step.plan.num_microbatches / len(step.plan.placement[stage]))
         for number in sync_spec.buckets_of(stage) if not sync_spec.stream else ():
             bucket = sync_spec.buckets[number]
             keys[CollectiveKey(Op.REDUCE_GRAD, stage, number)] = (
@@ -148,7 +148,7 @@ def _before(
     step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
 ) -> Iterator[tuple[str, int]]:
     """The instructions that must precede an instruction: a description and a number of each."""
-    stages = stages_on(step.placement, rank) if key.op is Op.GRAD_NORM else [key.stage]
+    stages = stages_on(step.plan.placement, rank) if key.op is Op.GRAD_NORM else [key.stage]
     if key.op is Op.AVERAGE_BUFFERS:
         yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
     if key.op in _READ_GRADIENTS:
@@ -157,7 +157,8 @@ def _before(
         for each in step.deliveries:
             if each.route.target == rank and _delivers_gradient(step, each.route.link, key, stages):
                 yield "the gradients that another stage sends back", int(each.receives[0])
-    if key.op is Op.UNSHARD and step.sync_spec.reshards_after_use(step.sync_spec.buckets[key.bucket]):
+    sync_spec = step.plan.sync_spec
+    if key.op is Op.UNSHARD and sync_spec.reshards_after_use(sync_spec.buckets[key.bucket]):
         return
     for other, numbers in own.items():
         if other.op in _AFTER.get(key.op, ()) and (key.op is Op.GRAD_NORM or other.stage in (-1, key.stage)):
@@ -168,7 +169,7 @@ def _delivers_gradient(step: ProgramIndex, link: Link, key: CollectiveKey, stage
     """Whether a link carries gradients that an instruction for these stages reads."""
     if link.payload is not Payload.WEIGHT_GRADIENT or link.target not in stages:
         return False
-    return key.bucket < 0 or not names_of(link).isdisjoint(step.sync_spec.buckets[key.bucket].names)
+    return key.bucket < 0 or not names_of(link).isdisjoint(step.plan.sync_spec.buckets[key.bucket].names)
 
 
 def _last(step: ProgramIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
@@ -182,7 +183,7 @@ def _last_gradient(step: ProgramIndex, rank: int, stage: int, key: CollectiveKey
 
     Segments after the one that completes a bucket make no gradients of that bucket.
     """
-    bucket = step.sync_spec.buckets[key.bucket] if key.op is Op.REDUCE_GRAD else None
+    bucket = step.plan.sync_spec.buckets[key.bucket] if key.op is Op.REDUCE_GRAD else None
     if bucket is None or bucket.is_tied:
         return _last(step, rank, stage, _GRADIENT_OPS)
     columns = step.columns[rank]
@@ -205,7 +206,7 @@ def _computes_while_gathered(
 def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
     """Any two ranks start their common collectives in the same order."""
     sequences = [collectives(step, rank) for rank in range(len(step.columns))]
-    pairs = {pair for ranks in step.placement for pair in combinations(sorted(ranks), 2)}
+    pairs = {pair for ranks in step.plan.placement for pair in combinations(sorted(ranks), 2)}
     for one, other in sorted(pairs):
         mine, theirs = (
             [(key, number) for key, number in sequences[rank] if {one, other} <= _members(step, key)]
@@ -231,7 +232,7 @@ def collectives(step: ProgramIndex, rank: int) -> Sequence[tuple[CollectiveKey, 
     numbers = np.flatnonzero(columns.is_collective)
     if not numbers.size:
         return []
-    replicas = np.array([len(ranks) for ranks in step.placement])[columns.stages[numbers]]
+    replicas = np.array([len(ranks) for ranks in step.plan.placement])[columns.stages[numbers]]
     microbatches = columns.microbatches[numbers]
     rounds = np.where(columns.model_collectives[numbers] < 0, microbatches, microbatches // replicas)
     fields = columns.ops, columns.stages, columns.buckets, columns.model_collectives
@@ -241,4 +242,4 @@ def collectives(step: ProgramIndex, rank: int) -> Sequence[tuple[CollectiveKey, 
 
 def _members(step: ProgramIndex, key: CollectiveKey) -> set[int]:
     """The ranks that take part in a collective."""
-    return {*range(len(step.columns))} if key.op is Op.GRAD_NORM else {*step.placement[key.stage]}
+    return {*range(len(step.columns))} if key.op is Op.GRAD_NORM else {*step.plan.placement[key.stage]}

@@ -37,8 +37,8 @@ def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
     """No rank receives a value twice for a microbatch, if the first stage that reads it can move it on."""
     first: dict[object, Link] = {}
     again: dict[int, tuple[str, Link]] = {}
-    for number, link in enumerate(step.links):
-        ends = step.placement[link.source], step.placement[link.target]
+    for number, link in enumerate(step.plan.links):
+        ends = step.plan.placement[link.source], step.plan.placement[link.target]
         for value in link.values if link.payload.feeds_compute and ends[0] != ends[1] else ():
             before = first.setdefault((value.name, *ends), link)
             if before is not link:
@@ -75,7 +75,7 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
 
     Values that are moved on to other stages of the rank stay until these have freed the microbatch as well.
     """
-    freed, stages_of_link = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.links)
+    freed, stages_of_link = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.plan.links)
     for rank, columns in enumerate(step.columns):
         used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
         used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]

@@ -4,27 +4,33 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipec.ir import Instruction, OpKind, Payload, rank_of, stages_on
+from pipec.ir import Instruction, OpKind, Payload, count_ranks, rank_of, stages_on
 from pipec.ir.columns import OPS, InstructionColumns, Ints, is_constant
 from pipec.ir.text_format import format_link
-from pipec.programs import collective_rules, model_collective_rules, weight_version_rules
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import rank_pairs
+from pipec.programs.rules import (
+    collective_rules,
+    model_collective_rules,
+    sync_spec_rules,
+    weight_version_rules,
+)
+from pipec.programs.violation import Violation
 
 
-def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     """Faults in the fields of an instruction."""
     traits = instruction.op.traits
     if traits.carries_link:
         return _transfer_misfits(step, rank, instruction)
     if traits.per_microbatch:
         return _compute_misfits(step, rank, instruction)
-    if step.sync_spec.stream and instruction.op in weight_version_rules.OPS:
+    if step.plan.sync_spec.stream and instruction.op in weight_version_rules.OPS:
         return weight_version_rules.violations(step, rank, instruction)
     return collective_rules.violations(step, rank, instruction)
 
 
-def first_of_each_kind(step: ProgramIndex, columns: InstructionColumns) -> Sequence[int]:
+def _first_of_each_kind(step: ProgramIndex, columns: InstructionColumns) -> Sequence[int]:
     """The first instruction of each kind. If one instruction of a kind fits the plan, all of them do.
 
     They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
@@ -55,16 +61,16 @@ _MOST_KINDS = 2**16
 def _distinguished(step: ProgramIndex, columns: InstructionColumns) -> Iterator[tuple[Ints, int, int]]:
     """The columns that distinguish kinds, and for each the bounds beyond which numbers count as equal."""
     microbatch = np.zeros(len(columns), np.int8)
-    for bound in (-1, 0, step.num_microbatches):
+    for bound in (-1, 0, step.plan.num_microbatches):
         microbatch += columns.microbatches >= bound
     yield columns.ops, 0, len(OPS)
-    yield columns.stages, -2, len(step.placement)
+    yield columns.stages, -2, len(step.plan.placement)
     yield columns.link_numbers, -2, len(columns.links)
     yield columns.peers, -2, len(step.programs)
     yield microbatch, 0, 3
     yield (columns.slots >= 0).view(np.int8), 0, 1
     yield (columns.slots == -1).view(np.int8), 0, 1
-    yield columns.buckets, -2, len(step.sync_spec.buckets)
+    yield columns.buckets, -2, len(step.plan.sync_spec.buckets)
     yield columns.segments, -2, max(step.segments.values(), default=0)
     yield columns.model_collectives, -2, max(map(len, step.model_collectives.values()), default=0)
     yield _own_rank(step, columns), -1, len(step.programs)
@@ -73,19 +79,19 @@ def _distinguished(step: ProgramIndex, columns: InstructionColumns) -> Iterator[
 def _own_rank(step: ProgramIndex, columns: InstructionColumns) -> Ints:
     """The rank that should run the stage and microbatch of each instruction; -1 where they do not exist."""
     stages, microbatches = columns.stages, columns.microbatches
-    valid = (stages >= 0) & (stages < len(step.placement))
-    valid &= (microbatches >= 0) & (microbatches < step.num_microbatches)
+    valid = (stages >= 0) & (stages < len(step.plan.placement))
+    valid &= (microbatches >= 0) & (microbatches < step.plan.num_microbatches)
     return np.where(valid, step.ranks[np.where(valid, stages, 0), np.where(valid, microbatches, 0)], -1)
 
 
 def _compute_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     """Faults in a compute, a free, or a collective of the model."""
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
-    if not 0 <= stage < len(step.placement) or rank_of(step.placement, stage, microbatch) != rank:
-        rank_stages = stages_on(step.placement, rank)
+    if not 0 <= stage < len(step.plan.placement) or rank_of(step.plan.placement, stage, microbatch) != rank:
+        rank_stages = stages_on(step.plan.placement, rank)
         yield f"{op} names stage {stage}; expected a stage of this rank: {rank_stages}"
-    if not 0 <= microbatch < step.num_microbatches:
-        yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
+    if not 0 <= microbatch < step.plan.num_microbatches:
+        yield f"{op} names microbatch {microbatch}; expected 0 to {step.plan.num_microbatches - 1}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
         yield f"{op} carries a link, peer, slot or bucket; expected none"
     if op.traits.kind is OpKind.COLLECTIVE:
@@ -106,14 +112,14 @@ def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -
         return
     ways: Sequence[tuple[int, int]]
     if link.payload is Payload.MICROBATCH_RESULT:
-        source = rank_of(step.placement, link.source, instruction.microbatch)
+        source = rank_of(step.plan.placement, link.source, instruction.microbatch)
         ways = [(source, target) for target in range(len(step.programs)) if target != source]
     elif link.payload.per_microbatch:
         stages = link.source, link.target
-        source, target = (rank_of(step.placement, stage, instruction.microbatch) for stage in stages)
+        source, target = (rank_of(step.plan.placement, stage, instruction.microbatch) for stage in stages)
         ways = [(source, target)]
     else:
-        ways = rank_pairs(link, step.placement, step.num_microbatches)
+        ways = rank_pairs(link, step.plan.placement, step.plan.num_microbatches)
     peer = instruction.peer if traits.has_peer else rank
     start, end = (peer, rank) if traits.kind is OpKind.RECEIVE else (rank, peer)
     if (start, end) not in ways:
@@ -132,3 +138,30 @@ def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -
             yield f"{op} names {word} {number}; expected none"
     if (instruction.slot >= 0) != (traits.fills_slot and link.payload.feeds_compute):
         yield f"{op} names slot {instruction.slot}; only messages of a microbatch have a slot, others -1"
+
+
+def fits_plan(step: ProgramIndex) -> Iterator[Violation]:
+    """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
+    ranks = [program.rank for program in step.programs]
+    last = count_ranks(step.plan.placement) - 1
+    if ranks != list(range(last + 1)):
+        yield Violation(None, f"programs are of ranks {ranks}; expected one for each of ranks 0 to {last}")
+    for program in step.programs:
+        if program.period:
+            yield Violation(
+                None, f"the program of rank {program.rank} repeats; expected that of a single step"
+            )
+    for link in step.plan.links:
+        ends = (link.source,) if link.payload.is_result else (link.source, link.target)
+        if not all(0 <= stage < len(step.plan.placement) for stage in ends):
+            yield Violation(
+                None, f"{format_link(link)} names a stage beyond the plan's {len(step.plan.placement)}"
+            )
+    for misfit in sync_spec_rules.violations(
+        step.plan.sync_spec, step.plan.placement, step.plan.links, step.segments
+    ):
+        yield Violation(None, misfit)
+    for rank, columns in enumerate(step.columns):
+        for number in _first_of_each_kind(step, columns):
+            for misfit in _violations(step, rank, columns[number]):
+                yield Violation((rank, number), misfit)

@@ -45,8 +45,8 @@ def results_before_wait(step: ProgramIndex) -> Iterator[Violation]:
 def result_waits(step: ProgramIndex) -> WaitEdges:
     """A pause waits until the results of the previous mini-batch have been sent to the rank."""
     rows: list[tuple[int, int, int, int]] = []
-    if step.sync_spec.stream is not None:
-        sent = _sent(step, step.sync_spec.stream)
+    if step.plan.sync_spec.stream is not None:
+        sent = _sent(step, step.plan.sync_spec.stream)
         for rank in range(len(step.columns)):
             for pause in _pauses(step, rank):
                 rows += [(rank, pause.number, *site) for site in sent.get((rank, pause.requested - 1), ())]
@@ -67,22 +67,22 @@ def _sent(step: ProgramIndex, stream: Stream) -> dict[tuple[int, int], list[tupl
 
 def _pauses(step: ProgramIndex, rank: int) -> Iterator[ResultWait]:
     """The places where a rank may wait for its script, in order."""
-    stream, columns = step.sync_spec.stream, step.columns[rank]
+    stream, columns = step.plan.sync_spec.stream, step.columns[rank]
     if stream is None:
         return
-    links = [link.payload is Payload.MICROBATCH_RESULT for link in step.links]
+    links = [link.payload is Payload.MICROBATCH_RESULT for link in step.plan.links]
     if not any(links):
         return
-    makers = [link.source for link in step.links if link.payload is Payload.MICROBATCH_RESULT]
+    makers = [link.source for link in step.plan.links if link.payload is Payload.MICROBATCH_RESULT]
     received = (columns.ops == OP_CODE[Op.RECV]) & np.array([*links, False])[columns.link_numbers]
     made = (columns.ops == OP_CODE[Op.FORWARD]) & np.isin(columns.stages, makers)
-    updates, replicas = columns.ops == OP_CODE[Op.UPDATE], replica_counts(step.placement)
+    updates, replicas = columns.ops == OP_CODE[Op.UPDATE], replica_counts(step.plan.placement)
     num_available, results = 0, Counter[int]()
     for number in np.flatnonzero(received | made | updates).tolist():
         microbatch = int(columns.microbatches[number])
         if updates[number]:
             behind = microbatch + stream.microbatches_per_update(int(columns.stages[number]), replicas)
-            last = min(behind, step.num_microbatches) // stream.microbatches - 1
+            last = min(behind, step.plan.num_microbatches) // stream.microbatches - 1
             yield ResultWait(number, last, num_available)
             continue
         results[microbatch // stream.microbatches] += 1

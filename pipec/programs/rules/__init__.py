@@ -1,0 +1,1 @@
+"""The rules that programs keep, each a function of the ``ProgramIndex`` that yields violations."""

@@ -1,0 +1,137 @@
+"""The rules of computes: each once and in order, nothing read after it was freed, not too much in flight."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipec.ir import Op, rank_of
+from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, taken
+from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex
+from pipec.programs.rank_memory import in_flight
+from pipec.programs.rules import weight_version_rules
+from pipec.programs.violation import Violation
+
+_VERSION_OPS = [OP_CODE[op] for op in weight_version_rules.OPS]
+
+
+def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
+    """The segments of a compute run once each, in order."""
+    for rank, columns in enumerate(step.columns):
+        for own in _split_computes(columns):
+            op, stage = OPS[columns.ops[own[0]]], int(columns.stages[own[0]])
+            found, expected = columns.segments[own].tolist(), list(range(step.num_segments(op, stage)))
+            if found != expected:
+                wrong = next((k for k, segment in enumerate(found) if expected[k : k + 1] != [segment]), -1)
+                where = f"of stage {stage}, microbatch {columns.microbatches[own[0]]}"
+                message = f"{op} {where} runs its segments in the order {found}; expected {expected}"
+                yield Violation((rank, int(own[wrong])), message)
+        yield from _undivided_forwards(rank, columns)
+
+
+def _split_computes(columns: InstructionColumns) -> list[Ints]:
+    """The instruction numbers of each compute that runs segment by segment."""
+    own = np.flatnonzero(columns.is_compute & (columns.segments >= 0))
+    cells = np.stack([columns.microbatches, columns.stages, columns.ops])[:, own]
+    order = np.lexsort(cells)
+    bounds = np.flatnonzero(np.diff(cells[:, order], axis=1).any(axis=0)) + 1
+    return np.split(own[order], bounds) if own.size else []
+
+
+def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Violation]:
+    """Forwards of a stage do not interleave, because one reads the buffers that the previous one changed."""
+    forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
+    for stage in np.unique(columns.stages[forwards[columns.segments[forwards] > 0]]).tolist():
+        own = forwards[columns.stages[forwards] == stage]
+        later = np.flatnonzero(columns.segments[own] > 0)
+        mixed = later[columns.microbatches[own[later]] != columns.microbatches[own[later - 1]]]
+        for place in mixed.tolist()[:1]:
+            one, other = columns.microbatches[own[[place, place - 1]]].tolist()
+            message = (
+                f"the forward of stage {stage}, microbatch {one} goes on behind that of microbatch {other}"
+            )
+            yield Violation((rank, int(own[place])), message)
+
+
+def computes_once(step: ProgramIndex) -> Iterator[Violation]:
+    """Each stage runs each phase exactly once per microbatch, its backward whole or in two halves."""
+    kinds = np.isin(np.arange(len(step.plan.placement)), list(step.recompute)).astype(np.int64)[:, None]
+    for op in COMPUTES:
+        kinds = kinds * 3 + np.minimum(step.counts[OP_CODE[op]], 2)
+    for cell in sorted(np.unique(kinds, return_index=True)[1].tolist()):
+        stage, microbatch = divmod(cell, step.plan.num_microbatches)
+        for ops, miscount in _miscounts(step, stage, microbatch):
+            found = [int(step.numbers[OP_CODE[op], stage, microbatch]) for op in ops]
+            seen = [number for number in found if number >= 0]
+            rank = rank_of(step.plan.placement, stage, microbatch)
+            yield Violation(step.probable_site(seen, rank, stage, microbatch), miscount)
+
+
+def _miscounts(step: ProgramIndex, stage: int, microbatch: int) -> Iterator[tuple[Sequence[Op], str]]:
+    def count(op: Op) -> int:
+        return int(step.counts[OP_CODE[op], stage, microbatch])
+
+    where = f"of stage {stage}, microbatch {microbatch}"
+    replays = int(step.trains and stage in step.recompute)
+    backwards = tuple(count(op) for op in BACKWARDS)
+    if count(Op.FORWARD) != 1:
+        yield [Op.FORWARD], f"forward {where} runs {count(Op.FORWARD)} times; expected once"
+    if count(Op.RECOMPUTE) != replays:
+        yield [Op.RECOMPUTE], f"recompute {where} runs {count(Op.RECOMPUTE)} times; expected {replays}"
+    if step.trains and backwards not in ((1, 0, 0), (0, 1, 1)):
+        found = ", ".join(f"{number} {op}" for op, number in zip(BACKWARDS, backwards, strict=True))
+        yield BACKWARDS, f"the backward {where} is {found}; expected one backward, or one of each half"
+
+
+def computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
+    """Forward, then recompute, then backward; the input half before the weight half."""
+    yield from _segments_in_order(step)
+    latest, latest_op = (
+        step.numbers[OP_CODE[Op.FORWARD]].copy(),
+        np.full(step.numbers.shape[1:], OP_CODE[Op.FORWARD]),
+    )
+    for op in COMPUTES[1:]:
+        numbers = step.numbers[OP_CODE[op]]
+        begins, runs = step.begins[OP_CODE[op]], numbers >= 0
+        for stage, microbatch in np.argwhere(runs & (begins < latest)).tolist()[:1]:
+            earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
+            where = f"of stage {stage}, microbatch {microbatch}"
+            site = rank_of(step.plan.placement, stage, microbatch), int(begins[stage, microbatch])
+            yield Violation(site, f"{op} {where} runs before its {earlier} at {first}")
+        latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
+
+
+def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
+    """Each stage and microbatch is freed exactly once, and not used afterwards."""
+    freed = step.numbers[OP_CODE[Op.FREE]]
+    sources = np.array([*(link.source for link in step.plan.links), -1])
+    for rank, columns in enumerate(step.columns):
+        late: list[tuple[int, int]] = []
+        named = np.flatnonzero((columns.microbatches >= 0) & ~np.isin(columns.ops, _VERSION_OPS))
+        used = named[taken(columns.stages, named) >= 0]
+        moved = named[columns.ops[named] == OP_CODE[Op.MOVE]]
+        places = (used, taken(columns.stages, used)), (moved, sources[columns.link_numbers[moved]])
+        for numbers, stages in places:
+            at = freed[stages, columns.microbatches[numbers]]
+            wrong = np.flatnonzero((at >= 0) & (at < numbers))[:1]
+            late += zip(numbers[wrong].tolist(), stages[wrong].tolist(), strict=True)
+        for number, stage in sorted(late):
+            microbatch = int(columns.microbatches[number])
+            where = f"stage {stage}, microbatch {microbatch}"
+            message = f"needs {where}, which was freed at {freed[stage, microbatch]}"
+            yield Violation((rank, number), f"{columns[number].op} {message}")
+    for stage, microbatch in np.argwhere(freed < 0).tolist()[:1]:
+        probable_site = step.probable_site(
+            (), rank_of(step.plan.placement, stage, microbatch), stage, microbatch
+        )
+        yield Violation(probable_site, f"stage {stage}, microbatch {microbatch} is never freed")
+
+
+def bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
+    """No rank has more microbatches between forward and free than its limit."""
+    if step.limits is None:
+        return
+    for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):
+        pairs = in_flight(columns)
+        for number in np.flatnonzero(pairs > limit).tolist()[:1]:
+            message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
+            yield Violation((rank, number), message)

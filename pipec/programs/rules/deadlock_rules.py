@@ -1,0 +1,55 @@
+"""The rule that no rank waits forever."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipec.ir.columns import Ints
+from pipec.programs.collective_waits import collective_waits, tied_gradient_waits
+from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
+from pipec.programs.program_index import DeliveredMessages, ProgramIndex
+from pipec.programs.rules.message_rules import cross_rank_messages
+from pipec.programs.rules.result_rules import result_waits
+from pipec.programs.violation import Violation
+
+
+def finishes(step: ProgramIndex) -> Iterator[Violation]:
+    """No rank waits forever, even if every send waits until its receive is posted."""
+    collectives = collective_waits(step)
+    others = _together([tied_gradient_waits(step), collectives.waits, result_waits(step)])
+    if not others.ranks.size and step.cells and step.cells.receives_precede_sends(cross_rank_messages(step)):
+        return
+    waits = _together([_waits(step.deliveries), others])
+    stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * collectives.count], waits)
+    if stalled:
+        ring = wait_cycle(collectives.of_ranks(stalled))
+        lines = [
+            f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
+            for site, ahead in ring
+        ]
+        message = "\n".join(["deadlock if sends wait for their receives:", *lines])
+        yield Violation(ring[0][0], message, tuple(site for site, _ in ring[1:]))
+
+
+def _waits(deliveries: Sequence[DeliveredMessages]) -> WaitEdges:
+    """A send waits for its receive, and a reader of a message for its send."""
+    parts: dict[int, list[tuple[Ints, ...]]] = defaultdict(list)
+    for each in deliveries:
+        if each.route.crosses_ranks:
+            source = np.full_like(each.sends, each.route.source)
+            target = np.full_like(each.sends, each.route.target)
+            parts[each.route.source].append((source, each.sends, target, each.receives))
+            read = each.reads >= 0
+            parts[each.route.target].append((target[read], each.reads[read], source[read], each.sends[read]))
+    by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
+    return WaitEdges(*map(_concatenated, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
+
+
+def _together(parts: Sequence[WaitEdges]) -> WaitEdges:
+    columns = [(each.ranks, each.numbers, each.other_ranks, each.other_numbers) for each in parts]
+    return WaitEdges(*map(_concatenated, zip(*columns, strict=True)))
+
+
+def _concatenated(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.empty(0, np.int32), *parts])

@@ -1,0 +1,89 @@
+"""Programs of schedules whose stages have no code: lowered and verified from what a test says of them."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from pipec.ir import (
+    NO_SYNC,
+    Link,
+    ModelCollectives,
+    Placement,
+    Plan,
+    Program,
+    Schedule,
+    SegmentCounts,
+    SyncSpec,
+)
+from pipec.programs import lower as lowering
+from pipec.programs import lower_periodic as periodic_lowering
+from pipec.programs import verify as verification
+
+
+def plan_of(
+    schedule: Schedule,
+    links: Sequence[Link],
+    recompute: Collection[int] = (),
+    sync_spec: SyncSpec = NO_SYNC,
+    segments: SegmentCounts | None = None,
+    model_collectives: ModelCollectives | None = None,
+    offload: Collection[int] = (),
+) -> Plan:
+    """A plan without costs. ``recompute`` and ``offload`` are the stages that do so."""
+    plan = lowering.bare_plan(schedule, links, sync_spec)
+    counts, collectives = segments or {}, model_collectives or {}
+    return replace(
+        plan,
+        stages=tuple(
+            replace(
+                stage,
+                recompute=stage.index in recompute,
+                offloaded=(0,) * (stage.index in offload),
+                segments={
+                    phase: (1 / count,) * count
+                    for (index, phase), count in counts.items()
+                    if index == stage.index
+                },
+                model_collectives=tuple(collectives.get(stage.index, ())),
+            )
+            for stage in plan.stages
+        ),
+    )
+
+
+def lower(schedule: Schedule, links: Sequence[Link], *args: object, **options: object) -> tuple[Program, ...]:
+    """The programs of ``plan_of`` these."""
+    return lowering.lower(schedule, plan_of(schedule, links, *args, **options))  # type: ignore[arg-type]
+
+
+def lower_periodic(
+    schedule: Schedule, links: Sequence[Link], recompute: Collection[int], sync_spec: SyncSpec
+) -> tuple[Program, ...]:
+    """The periodic programs of ``plan_of`` these."""
+    return periodic_lowering.lower_periodic(schedule, plan_of(schedule, links, recompute, sync_spec))
+
+
+def verify_programs(
+    programs: Sequence[Program],
+    placement: Placement,
+    links: Sequence[Link],
+    num_microbatches: int,
+    *,
+    max_in_flight: int | Sequence[int] | None = None,
+    **options: object,
+) -> None:
+    """Verify ``programs`` against ``plan_of`` these."""
+    plan = plan_of(Schedule("test", num_microbatches, placement, ()), links, **options)  # type: ignore[arg-type]
+    verification.verify_step(plan, programs, max_in_flight)
+
+
+def verify_periodic(
+    programs: Sequence[Program],
+    placement: Placement,
+    links: Sequence[Link],
+    recompute: Collection[int],
+    sync_spec: SyncSpec,
+) -> None:
+    """Verify the periodic ``programs`` against ``plan_of`` these."""
+    verification.verify_periodic(
+        plan_of(Schedule("test", 1, placement, ()), links, recompute, sync_spec), programs
+    )
