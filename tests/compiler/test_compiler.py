@@ -43,7 +43,9 @@ def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
             if isinstance(args[0], Schedule):
-                lowered.append((args[0].name, args[0].placement, args[0].num_microbatches, tuple(args[2])))
+                lowered.append(
+                    (args[0].name, args[0].placement, args[0].num_microbatches, args[1].recomputing_stages)
+                )
             return function(*args, **kwargs)
 
         return call

@@ -74,7 +74,10 @@ def test_schedules_are_run_in_sweeps(name: str) -> None:
     costs = Workload.uniform(4).costs(schedule, links)
     with patch.object(task_times, "_run_in_rounds", side_effect=AssertionError("a run did not settle")):
         programs = lower(schedule, links)
-        with patch("pipec.programs.verify.stalled_ranks", side_effect=AssertionError("no order was found")):
+        with patch(
+            "pipec.programs.rules.deadlock_rules.stalled_ranks",
+            side_effect=AssertionError("no order was found"),
+        ):
             verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
         timeline = simulate(programs, costs)
     with edge_coloring_order():

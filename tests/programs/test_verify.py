@@ -443,9 +443,9 @@ def test_no_instruction_can_be_left_out_or_doubled() -> None:
 def test_every_rule_is_broken_by_a_test() -> None:
     """A new rule needs a test here or in one of ``test_verify_*``, and this list a new line."""
     assert [rule.__name__ for rule in RULES] == [
-        "_fits_plan",
-        "_computes_once",
-        "_computes_in_order",
+        "fits_plan",
+        "computes_once",
+        "computes_in_order",
         "each_message_delivered_once",
         "each_value_received_once",
         "model_collectives_in_order",
@@ -458,12 +458,12 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "versions_available",
         "sent_after_made",
         "received_before_read",
-        "_frees_after_last_use",
+        "frees_after_last_use",
         "offloads_in_order",
         "live_slots_not_overwritten",
         "results_before_wait",
         "channels_in_order",
-        "_finishes",
+        "finishes",
         "receives_after_dependencies",
-        "_bounds_in_flight",
+        "bounds_in_flight",
     ]
