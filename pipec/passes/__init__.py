@@ -1,4 +1,4 @@
-"""Compiler passes: frozen dataclasses from graph to graph, with ``verify`` after every one."""
+"""Compiler passes: functions from graph to graph. The graph is verified after each of them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from pipec.graph.invariants import verify_graph
 
 
 class Pass(Protocol):
-    """Options are the fields of a frozen dataclass, so that a pass prints and compares."""
+    """A frozen dataclass whose fields are its options, so that passes can be printed and compared."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph: ...
 
@@ -21,7 +21,7 @@ Observer = Callable[[int, Pass, TrainingGraph, float], None]
 def run_passes(
     graph: TrainingGraph, passes: Sequence[Pass], observers: Sequence[Observer] = ()
 ) -> TrainingGraph:
-    """Run the passes in order, verifying after each. Raises VerifyError naming the pass at fault."""
+    """Run the passes in order and verify the graph after each. Raises VerifyError that names the pass."""
     for position, transform in enumerate(passes):
         started = time.perf_counter()
         graph = transform(graph)

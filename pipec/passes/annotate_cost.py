@@ -1,4 +1,4 @@
-"""Give every node its cost: FLOPs, bytes and seconds in the microbatch size.
+"""Give every node its cost: FLOPs, bytes and seconds as formulas in the microbatch size.
 
 ::
 
@@ -19,13 +19,13 @@ from pipec.hardware.devices import DeviceModel
 
 @dataclass(frozen=True)
 class AnnotateCost:
-    """``device`` describes what the nodes will run on: it turns FLOPs and bytes into seconds.
+    """``device`` converts FLOPs and bytes into seconds.
 
-    Adding up gradients counts as part of making them. If there is a ``profile``, its seconds replace those of
-    the model; they include the adding up as well.
+    The cost of a gradient includes adding it to the sum so far. The seconds of a ``profile``, if there is
+    one, replace the estimates; they include that addition too.
 
     Raises:
-        InputError: the profile is of another graph, or the graph is of several replicas.
+        InputError: the profile is of another graph, or the graph has model collectives.
     """
 
     device: DeviceModel
@@ -34,27 +34,27 @@ class AnnotateCost:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         nodes = graph.module.graph.nodes
         sizes = {node: tensor_sizes(node.meta.get("val")) for node in nodes}
-        planned = symbol_substitutions(graph)
+        substitutions = symbol_substitutions(graph)
         for node in nodes:
-            node.meta["cost"] = operator_cost(node, sizes, planned, self.device)
+            node.meta["cost"] = operator_cost(node, sizes, substitutions, self.device)
         for result, node in graph.outputs:
             if isinstance(result, Gradient):
-                node.meta["cost"] = _accumulated(node.meta["cost"])
+                node.meta["cost"] = _with_accumulation(node.meta["cost"])
         if self.profile is not None:
-            _measure(graph, self.profile)
+            _apply_profile(graph, self.profile)
         return graph
 
 
-def _accumulated(cost: OperatorCost) -> OperatorCost:
-    """The cost with the addition to the gradients so far, which reads two tensors and writes one."""
+def _with_accumulation(cost: OperatorCost) -> OperatorCost:
+    """The cost plus the addition to the sum of gradients, which reads two tensors and writes one."""
     return replace(cost, bytes_moved=cost.bytes_moved + 3 * cost.output_bytes, launches=1)
 
 
-def _measure(graph: TrainingGraph, profile: Profile) -> None:
+def _apply_profile(graph: TrainingGraph, profile: Profile) -> None:
     if any(map(is_collective, graph.nodes)):
         raise InputError(
-            "a profile is of one replica alone, but the model joins what several have, by pipec.ops or "
-            "nn.SyncBatchNorm; leave out profile=..."
+            "a profile is measured on one replica, but the model has collectives between replicas, by "
+            "pipec.ops or nn.SyncBatchNorm; leave out profile=..."
         )
     check_profile(profile, graph)
     seconds = profile.seconds()

@@ -27,18 +27,18 @@ from pipec.ir import Placement
 from pipec.passes.split_operators import operator_steps, split_operators
 
 Assign = Callable[[TrainingGraph], Assignment]
-"""Decides the stages of a graph, which it leaves as it is: a function of ``pipec.passes.assignments``."""
+"""Decides the stages of a graph without changing it: a function of ``pipec.passes.assignments``."""
 
 
 @dataclass(frozen=True)
 class AssignStages:
-    """Assign as ``assignment`` says, or as it finds best for the graph.
+    """Apply an assignment, or the one that a function chooses for the graph.
 
-    If there are ``replica_ranks``, the assignment is for one pipeline, and ``replica_ranks[k]`` are the ranks
-    that act for its rank k.
+    With ``replica_ranks``, the assignment is for one pipeline, and ``replica_ranks[k]`` are the replicas of
+    its rank k.
 
     Raises:
-        PlanError: several stages add up a sparse gradient; or the assignment does not work out.
+        PlanError: a sparse gradient has terms on several stages, or the function finds no assignment.
         VerifyError: the assignment is of another graph.
     """
 
@@ -46,28 +46,33 @@ class AssignStages:
     replica_ranks: Placement = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        found = self.assignment if isinstance(self.assignment, Assignment) else self.assignment(graph)
+        assignment = self.assignment if isinstance(self.assignment, Assignment) else self.assignment(graph)
         if self.replica_ranks:
-            acting = found.ranks or range(len(self.replica_ranks))
-            ranks = tuple(member for rank in acting for member in self.replica_ranks[rank])
-            found = replace(found, ranks=permuted_ranks(ranks))
-        graph = split_operators(graph, operator_steps(graph, found.split))
-        _check_assignment(graph, found)
+            pipeline_ranks = assignment.ranks or range(len(self.replica_ranks))
+            ranks = tuple(replica for rank in pipeline_ranks for replica in self.replica_ranks[rank])
+            assignment = replace(assignment, ranks=permuted_ranks(ranks))
+        graph = split_operators(graph, operator_steps(graph, assignment.split))
+        _check_assignment(graph, assignment)
         for node in graph.nodes:
             if node.target is operator.getitem:
                 node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
             if not is_constant(node):
-                node.meta["stage"] = found.stages[node.meta["operator"]]
+                node.meta["stage"] = assignment.stages[node.meta["operator"]]
         _check_sparse_gradients(graph)
-        return replace(graph, level=LoweringLevel.CUT, assignment=found)
+        return replace(graph, level=LoweringLevel.CUT, assignment=assignment)
 
 
-def _check_assignment(graph: TrainingGraph, found: Assignment) -> None:
-    if len(found.stages) != len(graph.operators):
-        raise VerifyError(f"{len(graph.operators)} operators have stages for {len(found.stages)}")
-    unknown = {*found.stages}.difference(range(found.num_stages))
+def _check_assignment(graph: TrainingGraph, assignment: Assignment) -> None:
+    if len(assignment.stages) != len(graph.operators):
+        raise VerifyError(
+            f"the assignment is for {len(assignment.stages)} operators, but the graph has "
+            f"{len(graph.operators)}"
+        )
+    unknown = {*assignment.stages}.difference(range(assignment.num_stages))
     if unknown:
-        raise VerifyError(f"an operator is on stage {min(unknown)} of {found.num_stages}")
+        raise VerifyError(
+            f"an operator is on stage {min(unknown)}, but the assignment has {assignment.num_stages} stages"
+        )
 
 
 def _check_sparse_gradients(graph: TrainingGraph) -> None:
@@ -79,13 +84,13 @@ def _check_sparse_gradients(graph: TrainingGraph) -> None:
         if len(stages) > 1 and any(term.meta["val"].is_sparse for term in terms):
             raise PlanError(
                 f"stages {', '.join(map(str, stages))} all use {role.fqn}, whose gradient is sparse: "
-                "it cannot be sent from one to the other. "
+                "a sparse gradient cannot be sent between stages. "
                 "Make the embedding with sparse=False, or do not tie its weight."
             )
 
 
 def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of which a gradient is the sum."""
+    """The nodes whose sum is the gradient."""
     if is_gradient_sum(gradient):
         for term in gradient.all_input_nodes:
             yield from _terms(term)

@@ -1,4 +1,4 @@
-"""Which values a parameter's sum of gradients may take in another form than that of the parameter."""
+"""Gradients that nothing but the sum of a parameter's gradients reads, so that their form may change."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pipec.graph import Gradient, Parameter, TrainingGraph
 
 
 def exclusive_gradients(graph: TrainingGraph) -> Iterator[fx.Node]:
-    """Values that are the whole gradient of one parameter and of its type, and that nothing else reads."""
+    """Yield the values that are one parameter's whole gradient, have its dtype, and have no other reader."""
     results = Counter(node for _, node in graph.outputs)
     arguments = {node.meta["role"]: node for node in graph.arguments}
     for role, node in graph.outputs:

@@ -1,4 +1,4 @@
-"""Make the gradient of cross entropy by the logits in one piece, some rows at a time.
+"""Compute the gradient of cross entropy with respect to the logits in one call, some rows at a time.
 
 ::
 
@@ -7,8 +7,8 @@
 
     dx = cross_entropy_gradient(dl, lp, target, None, 2, -100, n)
 
-With 32,768 classes that takes a third less time, and no tensor as large as the logits. Where nothing else
-reads ``lp``, its memory takes the gradient.
+With 32,768 classes this takes a third less time, and needs no tensor as large as the logits. Where nothing
+else reads ``lp``, the gradient is written into its memory.
 """
 
 from dataclasses import dataclass, replace
@@ -22,29 +22,30 @@ from pipec.primitives import cross_entropy_gradient
 
 aten = torch.ops.aten
 
-LEAST_BYTES = 8192
-"""Of a row of logits. Fewer rows or classes than fill a cache gain nothing."""
+MIN_ROW_BYTES = 8192
+"""The smallest row of logits that is fused. Logits that fit into a cache gain nothing."""
 
 
 @dataclass(frozen=True)
 class FuseCrossEntropy:
-    """On CPUs, for logits [rows, classes]. Like ``RecomposeLinear`` it comes last: others know torch's steps.
+    """Fuse the two calls on CPUs, for logits [rows, classes].
 
-    Every value keeps its bits where gradients are to be ``exact``.
+    Like ``RecomposeLinear`` this pass runs last, because other passes know only torch's own operators. With
+    ``exact``, every value keeps its bits.
     """
 
     exact: bool = True
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in list(graph.nodes):
-            if node.target is aten._log_softmax_backward_data.default and _is_of_cross_entropy(node):
+            if node.target is aten._log_softmax_backward_data.default and _is_cross_entropy_gradient(node):
                 _fuse(node)
                 node.kwargs = {} if self.exact else {"exact": False}
         return graph
 
 
-def _is_of_cross_entropy(node: fx.Node) -> bool:
-    """Whether the gradient is made of that of nll_loss alone, of the same rows and in the same function."""
+def _is_cross_entropy_gradient(node: fx.Node) -> bool:
+    """Whether the node's gradient comes from nll_loss alone, for the same rows and in the same function."""
     terms, log_probabilities, dim, dtype = node.args
     assert isinstance(terms, fx.Node)
     assert isinstance(log_probabilities, fx.Node)
@@ -61,7 +62,7 @@ def _is_of_cross_entropy(node: fx.Node) -> bool:
         and value.device.type == "cpu"
         and is_contiguous(log_probabilities)
         and isinstance(value.shape[1], int)
-        and value.shape[1] * value.itemsize >= LEAST_BYTES
+        and value.shape[1] * value.itemsize >= MIN_ROW_BYTES
     )
 
 
@@ -69,12 +70,12 @@ def _fuse(node: fx.Node) -> None:
     (terms, *_) = node.args
     assert isinstance(terms, fx.Node)
     node.target, node.args = cross_entropy_gradient, terms.args
-    node.meta["cost"] = _of_both(node.meta["cost"], terms.meta["cost"])
+    node.meta["cost"] = _combined_cost(node.meta["cost"], terms.meta["cost"])
     node.graph.erase_node(terms)
 
 
-def _of_both(cost: OperatorCost, other: OperatorCost) -> OperatorCost:
-    """The cost of one operator that does what two did."""
+def _combined_cost(cost: OperatorCost, other: OperatorCost) -> OperatorCost:
+    """The cost of one operator that replaces two."""
     if cost.measured is None or other.measured is None:
         return cost
     seconds = cost.measured.seconds + other.measured.seconds

@@ -1,12 +1,12 @@
-"""Let products that are gradients of weights be added to the sum of gradients as they are made.
+"""Add matrix products that are weight gradients to the sum of gradients within the product itself.
 
 ::
 
     dw = mm(dy.t(), x)            ->     sums[3].addmm_(dy.t(), x)
     return ..., (..., dw, ...)           return ..., (..., None, ...)
 
-Nobody then writes the gradient of one microbatch, and reads it again to add it. The last bits of the sum
-differ from those of the product that is rounded first.
+This saves writing the gradient of one microbatch and reading it again to add it. The last bits of the sum
+change, because the product is no longer rounded before it is added.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pipec.passes.exclusive_gradients import exclusive_gradients
 
 @dataclass(frozen=True)
 class FuseGradientAccumulation:
-    """Mark the gradients that are a matrix product of the parameter's own type. Others stay as they are."""
+    """Mark the gradients that are matrix products and have the parameter's dtype."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in exclusive_gradients(graph):

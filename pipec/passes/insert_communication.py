@@ -1,4 +1,4 @@
-"""Put a send and a recv on every edge between stages, or make the value again where that is cheaper.
+"""Put a send and a recv on every edge between stages, or recompute the value where that is cheaper.
 
 ::
 
@@ -8,11 +8,11 @@
                                                m_1 = triu(mask)        stage 2
                                                y = mul(r, m_1)         stage 2
 
-A value goes once, and straight, from the stage that makes it to each stage that reads it. So skip connections
+A value is sent once, directly from the stage that makes it to each stage that reads it. So skip connections
 need no relay. Where several stages on one rank read it, the plan lets the first hand it on to the others.
 
-Values that need no parameter, such as masks and positions, are made again on the reading stage when that
-costs less than the message, because every rank has the model's inputs.
+Every rank has the model's inputs. So values that need no parameter, such as masks and positions, are computed
+again on the reading stage if that costs less than the message.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ from pipec.hardware.devices import LinkModel
 
 @dataclass(frozen=True)
 class InsertCommunication:
-    """``link`` prices a message against making the value again on the reading stage."""
+    """``link`` gives the cost of a message, to compare with computing the value on the reading stage."""
 
     link: LinkModel
 
@@ -62,10 +62,9 @@ def _is_computed(node: fx.Node) -> bool:
 
 @dataclass
 class _Crossings:
-    """The values of nodes on other stages. Each is made or received at most once per stage.
+    """The values that stages read from other stages. A stage makes or receives each at most once.
 
-    ``originals`` maps a copy or a received value to the node that it stands for, because a third stage asks
-    for that one.
+    ``originals`` maps a copy or a received value to its original node, which is what a third stage receives.
     """
 
     graph: TrainingGraph
@@ -78,20 +77,20 @@ class _Crossings:
         if is_constant(source) or stage_of(source) == stage:
             return source
         if (source, stage) not in self.copies:
-            if depends_on_inputs_only(source) and self.should_make(source, stage):
-                self.make(source, stage)
-            elif self.is_view_of_no_more(source, user):
-                self.view_there(source, user)
+            if depends_on_inputs_only(source) and self.should_recompute(source, stage):
+                self.recompute(source, stage)
+            elif self.should_send_base(source, user):
+                self.view_on_stage_of(source, user)
             else:
                 self.receive(source, user)
         return self.copies[source, stage]
 
-    def should_make(self, node: fx.Node, stage: int) -> bool:
-        """Whether to make a value again on ``stage``, which no message could carry or which costs less so."""
-        return has_data_dependent_size(node) or self.cost_to_make(node, stage) < self.cost_to_send(node)
+    def should_recompute(self, node: fx.Node, stage: int) -> bool:
+        """Whether computing the value on ``stage`` costs less than a message, or a message is impossible."""
+        return has_data_dependent_size(node) or self.cost_to_recompute(node, stage) < self.cost_to_send(node)
 
-    def is_view_of_no_more(self, node: fx.Node, user: fx.Node) -> bool:
-        """Whether sending what the node is a view of costs no more: it may be on its way already."""
+    def should_send_base(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether the node is a view whose base costs no more to send: the base may be sent already."""
         if (
             not is_view(node)
             or depends_on_strides(node)
@@ -106,19 +105,19 @@ class _Crossings:
             and self.cost_to_send(base) <= self.cost_to_send(node)
         )
 
-    def view_there(self, node: fx.Node, user: fx.Node) -> None:
+    def view_on_stage_of(self, node: fx.Node, user: fx.Node) -> None:
         base = self.on_stage_of(node.all_input_nodes[0], user)
         with self.graph.module.graph.inserting_after(node):
             copy = self.graph.module.graph.node_copy(node, lambda _: base)
         copy.meta = {**node.meta, "stage": stage_of(user)}
-        self.keep(node, copy)
+        self.add(node, copy)
 
-    def keep(self, original: fx.Node, copy: fx.Node) -> None:
+    def add(self, original: fx.Node, copy: fx.Node) -> None:
         self.copies[original, stage_of(copy)] = copy
         self.originals[copy] = original
 
-    def cost_to_make(self, node: fx.Node, stage: int) -> float:
-        """Seconds to make a free node on ``stage``, with every node it needs that is not there yet."""
+    def cost_to_recompute(self, node: fx.Node, stage: int) -> float:
+        """Seconds to compute the node on ``stage``, with every node it needs and the stage lacks."""
         pending, seen, seconds = [node], set(), 0.0
         while pending:
             current = pending.pop()
@@ -140,20 +139,20 @@ class _Crossings:
         cost: OperatorCost = node.meta["cost"]
         return cost.seconds(self.graph.batch_size)
 
-    def make(self, node: fx.Node, stage: int) -> fx.Node:
+    def recompute(self, node: fx.Node, stage: int) -> fx.Node:
         node = self.originals.get(node, node)
         if node.op == "placeholder" or is_constant(node) or stage_of(node) == stage:
             return node
         if (node, stage) not in self.copies:
-            inputs = {source: self.make(source, stage) for source in node.all_input_nodes}
+            inputs = {source: self.recompute(source, stage) for source in node.all_input_nodes}
             with self.graph.module.graph.inserting_after(node):
                 copy = self.graph.module.graph.node_copy(node, lambda source: inputs[source])
             copy.meta = {**node.meta, "stage": stage}
-            self.keep(node, copy)
+            self.add(node, copy)
         return self.copies[node, stage]
 
     def receive(self, source: fx.Node, user: fx.Node) -> None:
-        """A forward value read by the backward of an earlier stage travels with the gradients."""
+        """Add a send and a recv. What the backward of an earlier stage reads travels with the gradients."""
         forward = is_forward(source) and stage_of(source) < stage_of(user)
         phase = source.meta["phase"] if forward or not is_forward(source) else user.meta["phase"]
         meta = {key: source.meta[key] for key in ("val", "operator", "cost")} | {"phase": phase}
@@ -164,4 +163,4 @@ class _Crossings:
             received = fx_graph.call_function(recv, (sent,))
         sent.meta = {**meta, "stage": stage_of(source)}
         received.meta = {**meta, "stage": stage_of(user)}
-        self.keep(source, received)
+        self.add(source, received)

@@ -1,15 +1,14 @@
-"""Make no more of the gradient of a large table than the rows that a microbatch has looked up.
+"""Compute only the rows of a large embedding's gradient that a microbatch looked up.
 
 ::
 
     dw = embedding_dense_backward(dy, tokens, 50257, -1, False)
     return ..., (..., dw, ...)
 
-    -> dw = embedding_row_gradient(dy, tokens, 50257, -1, False)  which are added to the same rows of the sum
+    -> dw = embedding_row_gradient(dy, tokens, 50257, -1, False)    added to these rows of the sum
 
-The whole gradient is the table's size, nearly all of it zeros, and is written, read and added for every
-microbatch. Sums have the bits that they would have: rows are added up as that operator does, and zeros that
-nobody adds change nothing.
+The whole gradient has the size of the table, is nearly all zeros, and would be written, read and added for
+every microbatch. The sum keeps its bits: rows are added in the same order, and adding zeros changes nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -21,22 +20,22 @@ from pipec.cost.formulas import OperatorCost, node_bytes
 from pipec.graph import TrainingGraph
 from pipec.passes.exclusive_gradients import exclusive_gradients
 
-LARGE = 2
-"""A table is large if it has at least so many times the rows that a microbatch looks up, ..."""
+MIN_RATIO = 2
+"""The smallest ratio of the rows of a large table to the rows that a microbatch looks up."""
 
-LEAST_BYTES = 1 << 20
-"""... and this size: zeros of a smaller one take less time than finding out which rows there are."""
+MIN_BYTES = 1 << 20
+"""The smallest large table. Zeros of a smaller one take less time than finding the distinct rows."""
 
 
 @dataclass(frozen=True)
 class MakeRowSparseGradients:
-    """Mark gradients of embeddings that are a parameter's whole gradient, and of its own type."""
+    """Mark the embedding gradients that are a large table's whole gradient and have its dtype."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in exclusive_gradients(graph):
             if not node.meta.get("row_sparse") and _is_large(node, graph.batch_size):
                 node.meta["row_sparse"] = True
-                node.meta["cost"] = _of_rows(node)
+                node.meta["cost"] = _row_sparse_cost(node)
         return graph
 
 
@@ -44,18 +43,21 @@ def _is_large(gradient: fx.Node, size: int) -> bool:
     if gradient.target is not torch.ops.aten.embedding_dense_backward.default:
         return False
     whole = node_bytes(gradient, size)
-    return whole >= LEAST_BYTES and whole >= LARGE * node_bytes(_incoming(gradient), size)
+    return whole >= MIN_BYTES and whole >= MIN_RATIO * node_bytes(_output_gradient(gradient), size)
 
 
-def _incoming(gradient: fx.Node) -> fx.Node:
-    """The gradient of what was looked up."""
+def _output_gradient(gradient: fx.Node) -> fx.Node:
+    """The gradient of the embedding's output."""
     incoming = gradient.args[0]
     assert isinstance(incoming, fx.Node)
     return incoming
 
 
-def _of_rows(gradient: fx.Node) -> OperatorCost:
-    """Rows are read, added up, and added to those of the sum. What was measured is of the whole gradient."""
+def _row_sparse_cost(gradient: fx.Node) -> OperatorCost:
+    """The cost of reading and summing rows, and of adding them to the sum of gradients.
+
+    A measured time is dropped, because it is of the whole gradient.
+    """
     cost: OperatorCost = gradient.meta["cost"]
-    incoming: OperatorCost = _incoming(gradient).meta["cost"]
+    incoming: OperatorCost = _output_gradient(gradient).meta["cost"]
     return replace(cost, bytes_moved=6 * incoming.output_bytes, measured=None)

@@ -1,4 +1,4 @@
-"""Decide which of the values that a stage keeps for its backward wait in host memory.
+"""Mark the values saved for the backward that wait in host memory.
 
 ::
 
@@ -16,7 +16,7 @@ from pipec.graph.in_place import owns_new_storage
 
 @dataclass(frozen=True)
 class MarkOffload:
-    """Nodes with a name in ``offloaded`` are copied to the host and back, where the stage saves them."""
+    """Values named in ``offloaded`` are copied to the host and back, if the stage saves them."""
 
     offloaded: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -27,16 +27,20 @@ class MarkOffload:
 
 
 def may_offload(node: fx.Node) -> bool:
-    """Whether nobody but the stage holds the memory of a value that its forward makes.
+    """Whether the value is made by the forward of its stage, and only that stage holds its memory.
 
-    What is sent is held until it has left; offloading it would give no memory back.
+    A sent value holds its memory until the send completes, so that offloading it would free nothing.
     """
     own = is_tensor(node) and is_forward(node) and owns_new_storage(node) and not is_collective(node)
-    return own and not _leaves(node)
+    return own and not _escapes(node)
 
 
-def _leaves(node: fx.Node) -> bool:
+def _escapes(node: fx.Node) -> bool:
+    """Whether the value, or a view of it, is a result, is sent, or is read by a collective."""
     return any(
-        user.op == "output" or user.target is send or is_collective(user) or (is_view(user) and _leaves(user))
+        user.op == "output"
+        or user.target is send
+        or is_collective(user)
+        or (is_view(user) and _escapes(user))
         for user in node.users
     )

@@ -1,4 +1,4 @@
-"""Decide which forward values a stage keeps for its backward and which it computes again.
+"""Mark the forward values that a stage computes again for its backward, instead of saving them.
 
 ::
 
@@ -34,15 +34,14 @@ from pipec.planner.recompute_solver import ForwardValue
 
 @dataclass(frozen=True)
 class MarkRecompute:
-    """Nodes with a name in ``recomputed`` are computed again, or all that can be if it is None.
+    """Values named in ``recomputed`` are computed again; with None, all that can be.
 
-    With all of them, stages keep only what they received, as in GPipe (Huang et al. 2019, section 2.3), and
-    what replicas have made together. Random operators draw the same numbers again, because each has a seed of
-    its own.
+    With None, stages save only received values, as in GPipe (Huang et al. 2019, section 2.3), and results of
+    model collectives. Random operators draw the same numbers again, because each has a seed of its own.
 
-    A stage replays in a phase before its backward, which can run while the stage waits for gradients. If it
-    is in ``in_backward``, its backward computes each value where it first reads it, and does not hold all at
-    once.
+    A stage recomputes in a phase before its backward, which can run while the stage waits for gradients. The
+    backward of a stage in ``in_backward`` instead computes each value where it is first read, so that the
+    stage does not hold all of them at once.
     """
 
     recomputed: frozenset[str] | None = field(default=frozenset(), repr=False)
@@ -58,16 +57,16 @@ class MarkRecompute:
 
 
 def is_recomputable(node: fx.Node) -> bool:
-    """Whether the stage can make the forward value by itself again."""
+    """Whether the stage can compute the forward value again by itself."""
     return node.op == "call_function" and node.target not in (send, recv) and not is_collective(node)
 
 
 def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, ForwardValue]:
-    """What forwards make that owns memory, in order, for microbatches of ``size`` rows.
+    """The forward values that own memory, in order, for microbatches of ``size`` rows.
 
-    Of the graph's arguments, buffers that the forward changes are among them: a backward cannot read what
-    they were. Views are left out, because they are made again wherever they are read. Such buffers, and what
-    was received, are there anyway and take no bytes.
+    Buffers that the forward changes are included, because the backward cannot read their former values. Views
+    are not, because they are made again wherever they are read. Such buffers, and received values, are in
+    memory in any case and count no bytes.
     """
     nodes = list(filter(_owns_memory, graph.module.graph.nodes))
     position = {node: k for k, node in enumerate(nodes)}
@@ -93,13 +92,16 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, ForwardValu
 
 
 def stage_values(graph: TrainingGraph, size: int) -> list[dict[str, ForwardValue]]:
-    """The same by stage and name, in a graph whose stages communicate. Inputs are positions in the stage."""
+    """The ``forward_values`` of each stage by name, once stages communicate.
+
+    Inputs of a value are positions in its stage.
+    """
     stages: list[dict[str, ForwardValue]] = [{} for _ in range(graph.num_stages)]
     position = []
     for node, value in forward_values(graph, size).items():
-        of_stage = stages[_stage_that_reads(node)]
-        position.append(len(of_stage))
-        of_stage[node.name] = replace(value, inputs=tuple(position[source] for source in value.inputs))
+        values = stages[_stage(node)]
+        position.append(len(values))
+        values[node.name] = replace(value, inputs=tuple(position[source] for source in value.inputs))
     return stages
 
 
@@ -115,7 +117,7 @@ def _owns_memory(node: fx.Node) -> bool:
 
 
 def _owners(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that own the memory of these, and of whatever else their views are made from."""
+    """The nodes that own the memory of ``nodes``, and the other inputs of those that are views."""
     for node in nodes:
         if node.op == "call_function" and is_view(node) and not is_constant(node):
             yield from _owners(node.all_input_nodes)
@@ -123,7 +125,7 @@ def _owners(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
             yield node
 
 
-def _stage_that_reads(node: fx.Node) -> int:
-    """The stage of a value; a buffer has that of any of its readers, which are all on one."""
+def _stage(node: fx.Node) -> int:
+    """The stage of a value; for a buffer the stage of its readers, which are all on one."""
     staged = node if node.op == "call_function" else next(user for user in node.users if "stage" in user.meta)
     return stage_of(staged)

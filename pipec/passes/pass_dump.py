@@ -14,9 +14,9 @@ from pipec.passes import Pass
 
 @dataclass
 class PassDump:
-    """An observer that notes each pass and what it changed, for files like ``03_insert_communication.txt``.
+    """An observer that records what each pass changed, for files like ``03_insert_communication.txt``.
 
-    Many graphs may be tried, and only the one that is taken is written.
+    A search tries many graphs; ``write`` is called only for the chosen one.
     """
 
     directory: Path
@@ -45,7 +45,7 @@ class PassDump:
 
 
 def requested_pass_dumps() -> list[PassDump]:
-    """One observer if the environment names a directory in ``PIPEC_DUMP``."""
+    """One observer if the environment variable ``PIPEC_DUMP`` names a directory, else none."""
     directory = os.environ.get("PIPEC_DUMP")
     return [PassDump(Path(directory))] if directory else []
 
@@ -56,9 +56,9 @@ def node_line(graph: TrainingGraph, node: fx.Node) -> str:
         return f"{node.name}{_type(graph, node)} = {node.meta['role']}"
     arguments = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
     target = getattr(node.target, "__name__", node.target)
-    facts = [f"{key} {node.meta[key]}" for key in ("stage", "operator") if key in node.meta]
-    facts += [str(node.meta["phase"]), *(["recomputed"] if node.meta.get("recompute") else [])]
-    return f"{node.name}{_type(graph, node)} = {target}({arguments})    {', '.join(facts)}"
+    labels = [f"{key} {node.meta[key]}" for key in ("stage", "operator") if key in node.meta]
+    labels += [str(node.meta["phase"]), *(["recomputed"] if node.meta.get("recompute") else [])]
+    return f"{node.name}{_type(graph, node)} = {target}({arguments})    {', '.join(labels)}"
 
 
 def _type(graph: TrainingGraph, node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Take what depends on held tensors alone out of the graph, to be computed once for each version of them.
+"""Move what depends only on parameters and fixed buffers out of the graph: computed once for each version.
 
 ::
 
@@ -7,9 +7,9 @@
     dx = mm(dy, t(c))            BACKWARD                         y = mm(x, precomputed_0)         FORWARD
                                                                   dx = mm(dy, t(precomputed_0))    BACKWARD
 
-Such are the casts of mixed precision, weight norm and other parametrizations, and the angles of rotary
-positions, which follow from a buffer. Microbatches would compute them again, and save and send them besides.
-What is larger than its parameters stays where it is, as does what is large and made of buffers.
+Examples are the casts of mixed precision, weight norm and other parametrizations, and the angles of rotary
+positions, which follow from a buffer. Otherwise every microbatch would compute, save and send them. A value
+that is larger than its parameters stays in the graph; so does a large one made of buffers alone.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,87 +34,86 @@ from pipec.graph import (
     is_view,
 )
 
-Depends = Mapping[fx.Node, frozenset[fx.Node]]
-"""The parameters and buffers of which nodes are made, for nodes that are made of nothing else."""
+Sources = Mapping[fx.Node, frozenset[fx.Node]]
+"""The parameters and buffers that each node depends on, for nodes that depend on nothing else."""
 
 MAX_BUFFER_ELEMENTS = 2**22
-"""How many numbers a tensor that is made of buffers alone may have."""
+"""The largest number of elements of a precomputed tensor that depends on buffers alone."""
 
 
 @dataclass(frozen=True)
 class PrecomputeWeights:
-    """Bits stay as they are. The gradient still comes of each microbatch, and so in the parameter's type.
+    """No bits change: each microbatch still makes the gradient of the parameter, in the parameter's dtype.
 
-    ``include_buffers``: every stage may hold a buffer that it reads, and compute what follows from it.
+    ``include_buffers``: also precompute from buffers, of which every stage that reads one has a copy.
     """
 
     include_buffers: bool = True
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        depends, first = self._to_lift(graph)
-        read = [node for node in depends if is_tensor(node) and not is_view(node) and _is_read(node, depends)]
+        sources, first = self._nodes_to_lift(graph)
+        read = [node for node in sources if is_tensor(node) and not is_view(node) and _is_read(node, sources)]
         if not read:
             return graph
         for node in graph.nodes:
             if not is_forward(node):
                 node.meta["operator"] = first.get(node.meta["operator"], node.meta["operator"])
-        lifted, copies = _lifted(graph, read)
-        made = list(dict.fromkeys(copies[node] for node in read))
-        lifted.output(tuple(made))
+        lifted, copies = _lifted_graph(graph, read)
+        results = list(dict.fromkeys(copies[node] for node in read))
+        lifted.output(tuple(results))
         with graph.module.graph.inserting_before(next(iter(graph.module.graph.nodes))):
-            arguments = [graph.module.graph.placeholder(f"precomputed_{index}") for index in range(len(made))]
+            arguments = [
+                graph.module.graph.placeholder(f"precomputed_{index}") for index in range(len(results))
+            ]
         for node in read:
-            index = made.index(copies[node])
-            made_of = {kind: _fqns(depends[node], kind) for kind in (Parameter, Buffer)}
-            known = {key: node.meta[key] for key in ("val", "cost", "phase")}
-            role = Precomputed(index, made_of[Parameter], made_of[Buffer])
-            arguments[index].meta.update(known, role=role)
+            index = results.index(copies[node])
+            meta = {key: node.meta[key] for key in ("val", "cost", "phase")}
+            role = Precomputed(index, _fqns(sources[node], Parameter), _fqns(sources[node], Buffer))
+            arguments[index].meta.update(meta, role=role)
             node.replace_all_uses_with(arguments[index])
-        for node in reversed([*depends]):
+        for node in reversed([*sources]):
             if not node.users:
                 graph.module.graph.erase_node(node)
         return replace(graph, precomputed=lifted)
 
-    def _to_lift(self, graph: TrainingGraph) -> tuple[Depends, dict[int, int]]:
-        """The nodes that depend on held tensors alone, and by operator the first that reads what it lifts.
+    def _nodes_to_lift(self, graph: TrainingGraph) -> tuple[Sources, dict[int, int]]:
+        """The nodes to lift with their sources, and the first operator that reads what each operator lifts.
 
-        The backward of what is lifted goes with that reader: its own operator may be left without anything
-        else, and on a stage that does not hold the parameter. An operator that keeps a part that is not such
-        a reader keeps everything.
+        The backward of a lifted node moves to that reader's operator. Its own operator may have nothing else
+        left, and be on a stage that does not hold the parameter. If an operator would keep some forward nodes
+        and its first reader is a later operator, it keeps all its nodes.
         """
         whole: set[int] = set()
         while True:
-            depends = self._of_held_alone(graph, whole)
-            lifted = {node for node in depends if not (is_view(node) and _is_read(node, depends))}
-            first = _first_readers(lifted, depends)
-            kept = (node for node in graph.nodes if node not in lifted and not is_constant(node))
-            left = {node.meta["operator"] for node in kept if is_forward(node)}
-            torn = {operator for operator, reader in first.items() if operator in left and reader > operator}
-            if not torn:
-                return depends, first
-            whole |= torn
+            sources = self._sources(graph, whole)
+            lifted = {node for node in sources if not (is_view(node) and _is_read(node, sources))}
+            first = _first_readers(lifted, sources)
+            rest = (node for node in graph.nodes if node not in lifted and not is_constant(node))
+            remaining = {node.meta["operator"] for node in rest if is_forward(node)}
+            divided = {op for op, reader in first.items() if op in remaining and reader > op}
+            if not divided:
+                return sources, first
+            whole |= divided
 
-    def _of_held_alone(
-        self, graph: TrainingGraph, whole: Collection[int]
-    ) -> dict[fx.Node, frozenset[fx.Node]]:
-        """In order, what depends on nothing but parameters, buffers that never change, and constants.
+    def _sources(self, graph: TrainingGraph, whole: Collection[int]) -> dict[fx.Node, frozenset[fx.Node]]:
+        """In order, the nodes that depend only on parameters, fixed buffers and constants.
 
-        Operators that stay ``whole`` have none.
+        Nodes of operators in ``whole`` are left out.
         """
-        found: dict[fx.Node, frozenset[fx.Node]] = {}
+        sources: dict[fx.Node, frozenset[fx.Node]] = {}
         fixed = set[fx.Node]()
         for node in graph.nodes:
-            sources = node.all_input_nodes
-            if is_constant(node) and not _reads_sizes(node) and fixed.issuperset(sources):
+            inputs = node.all_input_nodes
+            if is_constant(node) and not _reads_sizes(node) and fixed.issuperset(inputs):
                 fixed.add(node)
-            elif sources and all(each in found or each in fixed or self._is_held(each) for each in sources):
-                made_of = (found.get(each, {each}) for each in sources if each not in fixed)
-                held = frozenset[fx.Node]().union(*made_of)
-                if node.meta["operator"] not in whole and _may_be_lifted(node, held):
-                    found[node] = held
-        return found
+            elif inputs and all(each in sources or each in fixed or self._is_source(each) for each in inputs):
+                of_inputs = (sources.get(each, {each}) for each in inputs if each not in fixed)
+                own = frozenset[fx.Node]().union(*of_inputs)
+                if node.meta["operator"] not in whole and _may_be_lifted(node, own):
+                    sources[node] = own
+        return sources
 
-    def _is_held(self, node: fx.Node) -> bool:
+    def _is_source(self, node: fx.Node) -> bool:
         """Whether the node is a parameter, or a buffer that no forward changes."""
         if node.op != "placeholder":
             return False
@@ -123,29 +122,29 @@ class PrecomputeWeights:
         return isinstance(role, Parameter) or (self.include_buffers and is_fixed)
 
 
-def _fqns(held: Iterable[fx.Node], kind: type[Parameter] | type[Buffer]) -> tuple[str, ...]:
-    roles = (node.meta["role"] for node in held)
-    return tuple(sorted(role.fqn for role in roles if isinstance(role, kind)))
+def _fqns(sources: Iterable[fx.Node], role_type: type[Parameter] | type[Buffer]) -> tuple[str, ...]:
+    roles = (node.meta["role"] for node in sources)
+    return tuple(sorted(role.fqn for role in roles if isinstance(role, role_type)))
 
 
 def _reads_sizes(node: fx.Node) -> bool:
-    """Whether the node's arguments name a size that changes from call to call."""
+    """Whether the node's arguments include a size that changes from call to call."""
     leaves = torch_compat.pytree.tree_leaves((node.args, node.kwargs))
     return any(isinstance(each, sympy.Basic | torch.SymInt) for each in leaves)
 
 
-def _may_be_lifted(node: fx.Node, held: Collection[fx.Node]) -> bool:
+def _may_be_lifted(node: fx.Node, sources: Collection[fx.Node]) -> bool:
     if not is_forward(node) or is_random(node) or is_collective(node) or _reads_sizes(node):
         return False
     if any(user.op == "output" for user in node.users):
         return False
-    parameters = [each for each in held if isinstance(each.meta["role"], Parameter)]
+    parameters = [each for each in sources if isinstance(each.meta["role"], Parameter)]
     most = sum(_elements(each.meta["val"]) for each in parameters) if parameters else MAX_BUFFER_ELEMENTS
     return is_view(node) or _elements(node.meta["val"]) <= most
 
 
 def _elements(value: Any) -> float:
-    """How many numbers a tensor or a tuple of tensors has; infinite if that changes with the microbatch."""
+    """The number of elements of a tensor or of a tuple of tensors; infinite if a size is symbolic."""
     if isinstance(value, tuple | list):
         return sum(map(_elements, value))
     if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
@@ -153,23 +152,21 @@ def _elements(value: Any) -> float:
     return value.numel()
 
 
-def _is_read(node: fx.Node, depends: Depends) -> bool:
-    """Whether something that stays reads the node: a view of it does, if something that stays reads that."""
-    return any(user not in depends or (is_view(user) and _is_read(user, depends)) for user in node.users)
+def _is_read(node: fx.Node, sources: Sources) -> bool:
+    """Whether a node that stays in the graph reads this one, itself or through views."""
+    return any(user not in sources or (is_view(user) and _is_read(user, sources)) for user in node.users)
 
 
-def _first_readers(lifted: Collection[fx.Node], depends: Depends) -> dict[int, int]:
-    """By operator that something is lifted of, the first operator whose forward reads what comes of it."""
+def _first_readers(lifted: Collection[fx.Node], sources: Sources) -> dict[int, int]:
+    """For each operator with lifted nodes, the first operator whose forward depends on them."""
     first: dict[int, int] = {}
-    readers: dict[fx.Node, list[int]] = {}
-    for node in reversed([*depends]):
+    first_of: dict[fx.Node, list[int]] = {}
+    for node in reversed([*sources]):
         users = [user for user in node.users if is_forward(user)]
-        found = [
-            number for user in users for number in (readers[user] if user in lifted else [_operator(user)])
-        ]
-        readers[node] = [min(found)] if found else []
-        if found and node in lifted:
-            first[_operator(node)] = min(*found, first.get(_operator(node), found[0]))
+        readers = [op for user in users for op in (first_of[user] if user in lifted else [_operator(user)])]
+        first_of[node] = [min(readers)] if readers else []
+        if readers and node in lifted:
+            first[_operator(node)] = min(*readers, first.get(_operator(node), readers[0]))
     return first
 
 
@@ -178,26 +175,27 @@ def _operator(node: fx.Node) -> int:
     return operator
 
 
-def _lifted(graph: TrainingGraph, read: Sequence[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """The graph that computes what is ``read``, and its node for each that it stands for.
+def _lifted_graph(graph: TrainingGraph, read: Sequence[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph that computes the nodes in ``read``, and its copy of each node that they depend on.
 
-    What is the same call of the same values is made once.
+    Equal calls have one copy.
     """
-    lifted, copies, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[object, fx.Node]()
-    for node in _leading_to(graph, read):
-        key = node if node.op == "placeholder" else _call(node, copies)
-        if key not in known:
-            known[key] = lifted.node_copy(node, copies.__getitem__)
-        copies[node] = known[key]
+    lifted, copies, by_call = fx.Graph(), dict[fx.Node, fx.Node](), dict[object, fx.Node]()
+    for node in _ancestors(graph, read):
+        key = node if node.op == "placeholder" else _call_key(node, copies)
+        if key not in by_call:
+            by_call[key] = lifted.node_copy(node, copies.__getitem__)
+        copies[node] = by_call[key]
     return lifted, copies
 
 
-def _call(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> object:
+def _call_key(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> object:
     args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
     return node.target, repr(args), repr(sorted(kwargs.items()))
 
 
-def _leading_to(graph: TrainingGraph, read: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def _ancestors(graph: TrainingGraph, read: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes in ``read`` and all that they depend on, in order."""
     needed, pending = set[fx.Node](), [*read]
     while pending:
         node = pending.pop()

@@ -1,4 +1,4 @@
-"""Call products with transposed weights as models do, instead of a product of views.
+"""Replace a product with a transposed weight, and the views around it, by one call of ``linear``.
 
 ::
 
@@ -7,7 +7,7 @@
     d = addmm(bias, a, c)          ->      y = linear(x, w, bias)
     y = view(d, [b, 128, 256])
 
-Such is what torch makes of this call. It has the same bits, and makes the views without Python.
+This undoes torch's decomposition of ``linear``. The bits are the same, and the views cost no Python calls.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ VIEW = aten.view.default
 
 @dataclass(frozen=True)
 class RecomposeLinear:
-    """Of the forward alone. It comes last: what other passes know of are ``mm`` and ``addmm``."""
+    """Recompose the forward alone. This pass runs last: the others know only ``mm`` and ``addmm``."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in list(graph.nodes):
             if _is_linear(node):
-                _call(node)
+                _recompose(node)
         return graph
 
 
@@ -46,28 +46,28 @@ def _is_linear(node: fx.Node) -> bool:
     if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs or not is_forward(node):
         return False
     if reuses_memory(node):
-        return False  # linear takes no memory for its value
+        return False  # linear has no out= argument
     *bias, _, weight = node.args
     is_plain = all(each.meta["val"].dim() == 1 for each in bias)  # type: ignore[union-attr]
     return is_plain and isinstance(weight, fx.Node) and weight.target is aten.t.default
 
 
-def _call(product: fx.Node) -> None:
-    """Let the product's node be ``linear``, and take the place of the views around it.
+def _recompose(product: fx.Node) -> None:
+    """Turn the product's node into ``linear``, and remove the views around it.
 
-    It keeps its name, by which passes are told what is computed again, and has the cost of all.
+    The node keeps its name, because ``MarkRecompute`` refers to nodes by name. Its cost includes the views.
     """
     *bias, rows, transposed = product.args
-    leading = _leading(product, rows)  # type: ignore[arg-type]
-    made = product.meta["val"]
-    given: Any = rows
+    leading = _leading_sizes(product, rows)  # type: ignore[arg-type]
+    value = product.meta["val"]
+    operand: Any = rows
     if leading:
-        made = VIEW(made, [*leading, made.shape[-1]])
-        given = _with_leading(product, rows, leading)  # type: ignore[arg-type]
-    product.target, product.meta["val"] = aten.linear.default, made
-    product.args = (given, transposed.args[0], *bias)  # type: ignore[union-attr]
+        value = VIEW(value, [*leading, value.shape[-1]])
+        operand = _rows_in_three_dims(product, rows, leading)  # type: ignore[arg-type]
+    product.target, product.meta["val"] = aten.linear.default, value
+    product.args = (operand, transposed.args[0], *bias)  # type: ignore[union-attr]
     for view in list(product.users):
-        if view.target is VIEW and str(view.meta["val"].shape) == str(made.shape):
+        if view.target is VIEW and str(view.meta["val"].shape) == str(value.shape):
             view.replace_all_uses_with(product)
     for node in (*product.users, rows, transposed):
         assert isinstance(node, fx.Node)
@@ -77,7 +77,7 @@ def _call(product: fx.Node) -> None:
 
 
 def _with_view(cost: OperatorCost, view: OperatorCost) -> OperatorCost:
-    """The cost of a product that makes a view as well, which takes time only where that was measured."""
+    """The cost of a product plus that of a view, which takes time only if it was measured."""
     if cost.measured is None or view.measured is None:
         return cost
     return replace(
@@ -85,10 +85,10 @@ def _with_view(cost: OperatorCost, view: OperatorCost) -> OperatorCost:
     )
 
 
-def _leading(product: fx.Node, rows: fx.Node) -> Sequence[Any]:
-    """The two dimensions that are one in a product, if its rows are a view and its readers are; or none.
+def _leading_sizes(product: fx.Node, rows: fx.Node) -> Sequence[Any]:
+    """The sizes of the two dimensions that views around the product flatten, or none.
 
-    Torch takes another way with three dimensions unless they lie in memory one after the other.
+    With an operand that is not contiguous, torch computes a three-dimensional ``linear`` in another way.
     """
     if (
         rows.target is not VIEW
@@ -97,23 +97,23 @@ def _leading(product: fx.Node, rows: fx.Node) -> Sequence[Any]:
     ):
         return ()
     source: fx.Node = rows.args[0]  # type: ignore[assignment]
-    if _is_rows(source, rows) and is_contiguous(source):
+    if _unflattens(source, rows) and is_contiguous(source):
         leading: Sequence[Any] = source.meta["val"].shape[:-1]
         return leading
     if is_contiguous(rows) and [user for user in rows.users if is_forward(user)] == [product]:
-        shown = (user.meta["val"].shape[:-1] for user in product.users if _is_rows(user, product))
-        return next(shown, ())
+        unflattened = (user.meta["val"].shape[:-1] for user in product.users if _unflattens(user, product))
+        return next(unflattened, ())
     return ()
 
 
-def _is_rows(node: fx.Node, flat: fx.Node) -> bool:
-    """Whether a value is that of two dimensions, but for that its rows have two themselves."""
+def _unflattens(node: fx.Node, flat: fx.Node) -> bool:
+    """Whether the node has three dimensions, of which ``flat`` flattens the first two."""
     shape = node.meta["val"].shape
     return len(shape) == 3 and str(shape[-1]) == str(flat.meta["val"].shape[-1])
 
 
-def _with_leading(product: fx.Node, rows: fx.Node, leading: Sequence[Any]) -> fx.Node:
-    """The rows in three dimensions: what they are a view of, or another view of that."""
+def _rows_in_three_dims(product: fx.Node, rows: fx.Node, leading: Sequence[Any]) -> fx.Node:
+    """The operand with its ``leading`` sizes: the base of the view ``rows``, or another view of the base."""
     source: fx.Node = rows.args[0]  # type: ignore[assignment]
     shape = [*leading, rows.meta["val"].shape[-1]]
     if str([*source.meta["val"].shape]) == str(shape):

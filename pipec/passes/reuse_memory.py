@@ -1,10 +1,10 @@
-"""Let large products be made in memory that a former one has left.
+"""Let large matrix products reuse the memory of earlier ones.
 
 ::
 
     y = mm(a, b)     ->     y = mm(a, b, out=empty_cached([256*b, 32768], torch.float32, device))
 
-They keep their bits. Only products are: other large values are mostly made in the memory of an operand.
+No bits change. Only products are marked: most other large values are computed in the memory of an operand.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 
 @dataclass(frozen=True)
 class ReuseMemory:
-    """Mark products that are this large in microbatches of the planned size."""
+    """Mark the products of at least ``MMAP_THRESHOLD_BYTES`` at the planned microbatch size."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in graph.nodes:

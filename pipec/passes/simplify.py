@@ -1,4 +1,4 @@
-"""Remove what computes nothing, such as the two transposes around every weight that differentiation leaves.
+"""Remove operators without effect, such as the two transposes that differentiation leaves at every weight.
 
 ::
 
@@ -11,8 +11,8 @@
     s = sum(dy, [0], True)
     g = view(s, [8])          ->     g = sum(dy, [0])
 
-Models write such code where it serves other cases: an offset of zero, a mask that hides nothing, a shape that
-is known. Here the case is known. Every value keeps its bits.
+Models have such code for other cases: an offset that is zero here, a mask that hides nothing here, a shape
+that is known here. Every value keeps its bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from pipec.graph import (
 aten = torch.ops.aten
 
 SHAPED = (aten.view.default, aten.expand.default)
-"""What takes the shape of its result, in which -1 may stand for a size."""
+"""Operators with the shape of the result as an argument, in which a size may be -1."""
 
 SCALAR_OVERLOADS: Mapping[Any, Any] = {
     aten._unsafe_view.default: aten.view.default,
@@ -43,28 +43,28 @@ SCALAR_OVERLOADS: Mapping[Any, Any] = {
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
 }
-"""Operators that do nothing but call another one."""
+"""Operators that only call another one, with that other."""
 
 ONES = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
 
 Rewrite = Callable[[fx.Node], fx.Node | None]
-"""The node that has the value of another one already, if there is one."""
+"""Returns a node that already has the value of the argument, or None."""
 
 
 @dataclass(frozen=True)
 class Simplify:
-    """Every node that is removed saves a call per microbatch and a line to read."""
+    """Remove nodes without effect. Each saves a call per microbatch and a line of generated code."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        known: dict[str, fx.Node] = {}
+        constants: dict[str, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "call_function" and is_tensor(node):
                 if not has_data_dependent_size(node):
-                    _write_out(node)
+                    _normalize_arguments(node)
                 _skip_reshape(node)
                 _drop_dimensions(node)
                 same = next(filter(None, (rule(node) for rule in REWRITES)), None)
-                same = same or _computed_before(node, known)
+                same = same or _equal_constant(node, constants)
                 if same is not None and not (same.op == "placeholder" and _is_result(node)):
                     node.replace_all_uses_with(same)
         for node in reversed(list(graph.nodes)):
@@ -73,8 +73,8 @@ class Simplify:
         return graph
 
 
-def _write_out(node: fx.Node) -> None:
-    """``view(x, [-1, 8])`` is ``view(x, [12*b, 8])``, and the last of three dimensions is number 2."""
+def _normalize_arguments(node: fx.Node) -> None:
+    """Write sizes of -1 and negative dimensions out: ``view(x, [-1, 8])`` becomes ``view(x, [12*b, 8])``."""
     if len(node.args) == 2 and not node.kwargs:
         node.target = SCALAR_OVERLOADS.get(node.target, node.target)
     if node.target in SHAPED:
@@ -84,14 +84,14 @@ def _write_out(node: fx.Node) -> None:
 
 
 def _skip_reshape(node: fx.Node) -> None:
-    """Read what a view is of, if nobody else reads that view."""
+    """Let a view of a view read the first view's source, if nothing else reads the first view."""
     source = node.args[0] if node.target is aten.view.default else None
     if isinstance(source, fx.Node) and source.target is aten.view.default and len(source.users) == 1:
         node.args = (source.args[0], *node.args[1:])
 
 
 def _drop_dimensions(node: fx.Node) -> None:
-    """``view(sum(x, [0], True), [8])`` is ``sum(x, [0])``, if nobody else reads the sum."""
+    """``view(sum(x, [0], True), [8])`` is ``sum(x, [0])``, if nothing else reads the sum."""
     total = node.args[0] if node.target is aten.view.default else None
     if not isinstance(total, fx.Node) or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
         return
@@ -99,14 +99,14 @@ def _drop_dimensions(node: fx.Node) -> None:
         return
     summed, dims = total.args[:2]
     shape = total.meta["val"].shape
-    gone = {dim % len(shape) for dim in dims or range(len(shape))}  # type: ignore[union-attr, operator]
-    left = [size for dim, size in enumerate(shape) if dim not in gone]
+    removed = {dim % len(shape) for dim in dims or range(len(shape))}  # type: ignore[union-attr, operator]
+    left = [size for dim, size in enumerate(shape) if dim not in removed]
     if total.args[2:] == (True,) and not total.kwargs and str(left) == str([*node.meta["val"].shape]):
         node.target, node.args = total.target, (summed, dims)
 
 
-def _undone(node: fx.Node) -> fx.Node | None:
-    """A transposition of the same one."""
+def _double_transpose(node: fx.Node) -> fx.Node | None:
+    """``t(t(x))`` is ``x``."""
     if node.target not in (aten.t.default, aten.transpose.int):
         return None
     source = node.args[0]
@@ -116,58 +116,61 @@ def _undone(node: fx.Node) -> fx.Node | None:
 
 
 def _same_dims(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two transpositions swap the same dimensions, which may be counted from the end."""
+    """Whether two transposes swap the same dimensions, which may be counted from the end."""
     rank = one.meta["val"].dim()
     return {dim % rank for dim in one.args[1:]} == {dim % rank for dim in other.args[1:]}
 
 
-def _whole(node: fx.Node) -> fx.Node | None:
-    """A view of everything, in the shape that it has."""
+def _whole_view(node: fx.Node) -> fx.Node | None:
+    """A view or slice of the whole tensor in its own shape is the tensor."""
     if node.target not in (*SHAPED, aten.slice.Tensor) or node.args[4:] not in ((), (1,)):
         return None
-    return _if_alike(node.args[0], node, strides=False)
+    return _if_same_type(node.args[0], node, strides=False)
 
 
-def _copied(node: fx.Node) -> fx.Node | None:
-    """A copy of what nobody writes to, or a gradient that is put into zeros of its own size."""
+def _copy(node: fx.Node) -> fx.Node | None:
+    """A copy of a value that nothing writes to is the value; so is a slice gradient of the full size."""
     if node.target not in (aten.clone.default, aten.slice_backward.default) or _is_result(node):
         return None
     source = node.args[0]
     if not isinstance(source, fx.Node) or storage_owner(source).op == "placeholder":
         return None
-    return _if_alike(source, node, strides=True)
+    return _if_same_type(source, node, strides=True)
 
 
-def _neutral(node: fx.Node) -> fx.Node | None:
-    """``i + 0`` of integers, for minus zero plus zero is zero, ``x * 1``, ``x ** 1``, or no padding."""
+def _neutral_element(node: fx.Node) -> fx.Node | None:
+    """``i + 0``, ``x * 1``, ``x ** 1`` and padding by nothing.
+
+    ``i`` is an integer: with floating point, -0.0 + 0 is 0.0.
+    """
     if node.target is aten.constant_pad_nd.default and not any(node.args[1]):  # type: ignore[arg-type]
-        return _if_alike(node.args[0], node, strides=True)
+        return _if_same_type(node.args[0], node, strides=True)
     if node.kwargs or len(node.args) != 2 or isinstance(node.args[1], fx.Node | bool | complex):
         return None
     sums = node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.meta["val"].dtype.is_floating_point
     product = node.target in (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
     neutral = (sums and node.args[1] == 0) or (product and node.args[1] == 1)
-    return _if_alike(node.args[0], node, strides=True) if neutral else None
+    return _if_same_type(node.args[0], node, strides=True) if neutral else None
 
 
-def _hides_nothing(node: fx.Node) -> fx.Node | None:
+def _mask_of_ones(node: fx.Node) -> fx.Node | None:
     """``mask & True``"""
     if node.target not in (aten.bitwise_and.Tensor, aten.logical_and.default):
         return None
     for mask, other in (node.args, node.args[::-1]):
         if isinstance(mask, fx.Node) and mask.target in ONES and mask.meta["val"].dtype is torch.bool:
-            return _if_alike(other, node, strides=False)
+            return _if_same_type(other, node, strides=False)
     return None
 
 
-REWRITES: Sequence[Rewrite] = (_undone, _whole, _copied, _neutral, _hides_nothing)
+REWRITES: Sequence[Rewrite] = (_double_transpose, _whole_view, _copy, _neutral_element, _mask_of_ones)
 
 
-def _computed_before(node: fx.Node, known: dict[str, fx.Node]) -> fx.Node | None:
-    """The constant that is the same. Each stage computes those that it reads, so that none is sent for it."""
+def _equal_constant(node: fx.Node, constants: dict[str, fx.Node]) -> fx.Node | None:
+    """An earlier equal constant. Merging adds no message: each stage computes the constants that it reads."""
     if not is_constant(node):
         return None
-    first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+    first = constants.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
     return first if first is not node else None
 
 
@@ -175,8 +178,8 @@ def _is_result(node: fx.Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def _if_alike(source: Any, node: fx.Node, strides: bool) -> fx.Node | None:
-    """``source``, if it is a tensor of the same type, shape and device, and lies in memory alike.
+def _if_same_type(source: Any, node: fx.Node, strides: bool) -> fx.Node | None:
+    """``source``, if it is a tensor of the same dtype, shape and device and, with ``strides``, strides.
 
     Sizes may be symbols, and are compared as text.
     """

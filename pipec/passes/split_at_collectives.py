@@ -2,12 +2,12 @@
 
 ::
 
-    h = mm(x, w)           part 0            h = mm(x, w)           part 0
-    a = all_gather(h)      part 0     ->     a = all_gather(h)      part 1
-    s = mm(h, a)           part 0            s = mm(h, a)           part 1
+    h = mm(x, w)           segment 0            h = mm(x, w)           segment 0
+    a = all_gather(h)      segment 0     ->     a = all_gather(h)      segment 1
+    s = mm(h, a)           segment 0            s = mm(h, a)           segment 1
 
-A collective waits for other replicas, and no function does: one hands over its value at its end, and the next
-is given what comes of it.
+A collective waits for other replicas, and a phase function must not wait. So one segment ends by returning
+the operand, and the next takes the result.
 """
 
 from collections import defaultdict
@@ -20,23 +20,23 @@ from pipec.graph import TrainingGraph, is_collective, is_constant, is_forward, s
 
 @dataclass(frozen=True)
 class SplitAtCollectives:
-    """A part begins with a collective that needs something of the part before it. Nodes stay in order."""
+    """Begin a segment with each collective that reads a value of the segment before. Nodes stay in order."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        reached: dict[tuple[int, bool], int] = defaultdict(int)
+        latest: dict[tuple[int, bool], int] = defaultdict(int)
         for node in graph.nodes:
             if is_constant(node):
                 continue
-            place = stage_of(node), is_forward(node)
+            phase = stage_of(node), is_forward(node)
             if is_collective(node):
-                reached[place] = max(reached[place], 1 + _part_in(place, node.all_input_nodes[0]))
-            if reached[place]:
-                node.meta["segment"] = reached[place]
+                latest[phase] = max(latest[phase], 1 + _segment_in(phase, node.all_input_nodes[0]))
+            if latest[phase]:
+                node.meta["segment"] = latest[phase]
         return graph
 
 
-def _part_in(place: tuple[int, bool], node: fx.Node) -> int:
-    """The part in which a value is made, 0 if it is there before the phase."""
-    if node.op == "placeholder" or is_constant(node) or (stage_of(node), is_forward(node)) != place:
+def _segment_in(phase: tuple[int, bool], node: fx.Node) -> int:
+    """The segment that makes a value; 0 if the value exists before the phase."""
+    if node.op == "placeholder" or is_constant(node) or (stage_of(node), is_forward(node)) != phase:
         return 0
     return segment_of(node)

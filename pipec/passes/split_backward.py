@@ -1,12 +1,12 @@
-"""Tell the nodes that make input gradients from those that only make weight gradients.
+"""Separate the nodes that make input gradients from the nodes that only make weight gradients.
 
 ::
 
     dx = mm(dy, w)        BACKWARD     ->     dx = mm(dy, w)        BACKWARD_INPUT
     dw = mm(dy.t(), x)    BACKWARD            dw = mm(dy.t(), x)    BACKWARD_WEIGHT
 
-Input gradients are what another operator's backward waits for, or another replica. The rest can run at any
-later time (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2).
+The backward of another operator, or another replica, waits for input gradients. The rest can run at any later
+time (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2).
 """
 
 import operator
@@ -20,7 +20,7 @@ from pipec.ir import Phase
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Refine ``Phase.BACKWARD`` into its two halves. A fused backward runs both."""
+    """Divide ``Phase.BACKWARD`` into its two halves. A fused backward runs both."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in reversed(list(graph.nodes)):

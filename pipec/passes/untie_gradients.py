@@ -1,4 +1,4 @@
-"""Give a tied parameter one gradient per stage that uses it, so that the sum is made once per step.
+"""Give a tied parameter one gradient per stage that uses it, so that these are added once per step.
 
 ::
 
@@ -18,7 +18,7 @@ from pipec.graph import Gradient, ResultRole, TrainingGraph, is_gradient_sum, st
 
 @dataclass(frozen=True)
 class UntieGradients:
-    """Split every gradient that sums over stages. Else every microbatch would send a whole gradient."""
+    """Split the gradients with terms on several stages, so that no microbatch sends a whole gradient."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         results: list[tuple[ResultRole, fx.Node]] = []
@@ -33,7 +33,7 @@ class UntieGradients:
 
 
 def _per_stage(graph: TrainingGraph, gradient: fx.Node) -> list[fx.Node]:
-    """The gradient as one sum per stage. Each sum adds in the order in which autograd does."""
+    """The gradient as one sum per stage. Each sum adds its terms in autograd's order."""
     terms = list(_terms(gradient))
     stages = sorted({stage_of(term) for term in terms})
     if len(stages) == 1:

@@ -218,9 +218,9 @@ class Packed(nn.Module):
 def test_a_size_that_reaches_too_far_says_why_there_are_too_few_parts() -> None:
     pipe = pipec.compile(Packed(), 6, loss_fn=F.mse_loss, microbatches=4)
     x, target = data(8)
-    with pytest.raises(PlanError, match="values tell the size of a tensor") as caught:
+    with pytest.raises(PlanError, match="a tensor has a data-dependent size") as caught:
         pipe.step(x, target=target)
-    assert "pad to a size that is known" in str(caught.value)
+    assert "pad to a fixed size" in str(caught.value)
 
 
 class Chosen(Between):

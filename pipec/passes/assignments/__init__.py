@@ -1,6 +1,6 @@
-"""Which operator runs on which stage: functions from a graph to an ``Assignment``, their options as fields.
+"""Functions from a graph to an ``Assignment`` of operators to stages, with their options as fields.
 
-``AssignStages`` writes what they return into the graph, which they leave as it is. All of them make a stage
-of a range of forward operators in program order. Read ``operator_blocks`` first: what operators cost, and
-which of them are on one stage.
+They do not change the graph: ``AssignStages`` writes the assignment into it. Every stage is a range of
+forward operators in program order. Read ``operator_blocks`` first: the costs of operators, and which of them
+must share a stage.
 """

@@ -1,4 +1,4 @@
-"""Stages, and as many ranks for each of them, as make the step fastest."""
+"""The stages and the numbers of replicas that make the step fastest."""
 
 from dataclasses import dataclass, replace
 
@@ -19,12 +19,12 @@ from pipec.planner.partition import TOLERANCE, partition_graph
 
 @dataclass(frozen=True)
 class ChooseReplicas:
-    """Let the planner choose stages, their numbers of replicas and the device of each, under 1F1B.
+    """Let the planner choose stages, their numbers of replicas and the device of each replica, under 1F1B.
 
-    No device of the topology is left unused. Costs are those of steps of ``num_microbatches`` microbatches
-    with ``microbatch_size`` rows, of which each stage with replicas sums its gradients once. With ``updates``
-    there is no flush: replicas sum their gradients, and update, after one mini-batch of each of them. Stages
-    take what ``model`` says.
+    No device of the topology is left unused. Costs are for a step of ``num_microbatches`` microbatches of
+    ``microbatch_size`` rows, after which the replicas of a stage sum their gradients. With ``updates`` the
+    schedule is asynchronous: replicas sum their gradients, and update, after one mini-batch each. ``model``
+    says what a stage costs.
 
     Raises:
         PlanError: the model has no operator that takes time.
@@ -41,14 +41,19 @@ class ChooseReplicas:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         blocks = operator_blocks(seconds, find_colocations(graph))
         operators = build_operator_graph(graph, blocks, seconds, self.microbatch_size)
-        most, model = self.num_microbatches, replace(self.model, step_microbatches=self.num_microbatches)
         if self.updates:
-            most = num_devices = len(self.topology.devices)
-            operators, model = (
-                with_weight_versions(operators, graph, blocks, self.updates, num_devices),
-                self.model,
-            )
+            max_replicas = num_devices = len(self.topology.devices)
+            operators = with_weight_versions(operators, graph, blocks, self.updates, num_devices)
+            model = self.model
+        else:
+            max_replicas = self.num_microbatches
+            model = replace(self.model, step_microbatches=self.num_microbatches)
         stages = partition_graph(
-            operators, self.topology, model, max_replicas=most, use_all_devices=True, tolerance=TOLERANCE
+            operators,
+            self.topology,
+            model,
+            max_replicas=max_replicas,
+            use_all_devices=True,
+            tolerance=TOLERANCE,
         ).stages
         return replace(assign_blocks(stages, blocks), replicas=tuple(stage.replicas for stage in stages))

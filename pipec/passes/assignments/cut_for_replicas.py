@@ -1,4 +1,4 @@
-"""Stages with given numbers of replicas."""
+"""Balanced stages for fixed numbers of replicas."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _BISECTIONS = 60
-"""Halvings of the interval in which the seconds of the slowest stage are looked for."""
+"""Halvings of the interval in which the seconds of the slowest stage are searched."""
 
 
 @dataclass(frozen=True)
 class CutForReplicas:
-    """Cut so that the seconds of the slowest stage, shared by its replicas, are as few as possible.
+    """Cut so that the slowest stage, whose seconds its replicas share, takes as little time as possible.
 
-    ``replicas[k]`` is the number of ranks of stage k. Costs are those of microbatches of ``microbatch_size``
-    rows, with the ``updates`` after each mini-batch where there is no flush; messages are not counted.
+    ``replicas[k]`` is the number of ranks of stage k. Costs are for microbatches of ``microbatch_size`` rows,
+    with the ``updates`` of an asynchronous schedule after each mini-batch; messages are not counted.
 
     Raises:
         PlanError: there are fewer operators than stages.
@@ -42,8 +42,8 @@ class CutForReplicas:
         num_blocks = blocks[-1] + 1 if blocks else 0
         if num_blocks < len(self.replicas):
             raise PlanError(
-                f"replicas={self.replicas} asks for {len(self.replicas)} stages, but the model falls into "
-                f"{num_blocks} parts; give fewer numbers of replicas"
+                f"replicas={self.replicas} is for {len(self.replicas)} stages, but the model can be cut into "
+                f"{num_blocks} at most; give fewer numbers of replicas"
             )
         work = [0.0] * num_blocks
         for block, time in zip(blocks, seconds, strict=True):
@@ -53,39 +53,40 @@ class CutForReplicas:
 
 
 def balanced_starts(work: Sequence[float], capacities: Sequence[int]) -> list[int]:
-    """The first of the consecutive items of each part, such that no part has much work for its share.
+    """The first item of each range, so that the largest work of a range divided by its capacity is least.
 
-    Every part has an item. For example, work of 2, 1, 1 and 2 in capacities of two and one begins at 0 and 3.
-    Among cuts that are equally good, earlier parts are as long as they can be.
+    Ranges are consecutive, and none is empty. For example, work of 2, 1, 1 and 2 with capacities 2 and 1
+    begins at 0 and 3. Among equally good cuts, earlier ranges are as long as possible.
     """
     totals = np.array([0.0, *accumulate(work)])
     low, high = 0.0, float(totals[-1])
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _reached(totals, capacities, middle)[-1][-1]:
+        if _possible_starts(totals, capacities, middle)[-1][-1]:
             high = middle
         else:
             low = middle
     firsts, end = list[int](), len(work)
-    for reached, share in zip(_reached(totals, capacities, high)[-2::-1], reversed(capacities), strict=True):
-        fitting = reached[:end] & (_furthest(totals, share, high)[:end] >= end)
+    starts = _possible_starts(totals, capacities, high)
+    for possible, capacity in zip(starts[-2::-1], reversed(capacities), strict=True):
+        fitting = possible[:end] & (_furthest_ends(totals, capacity, high)[:end] >= end)
         end = int(np.flatnonzero(fitting)[-1])
         firsts.insert(0, end)
     return firsts
 
 
-def _reached(totals: Floats, capacities: Sequence[int], limit: float) -> list[Bools]:
-    """After none, one, two ... parts, at which items the next one may begin if none exceeds its limit."""
-    reached = [np.arange(totals.size) == 0]
-    for share in capacities:
-        starts = np.flatnonzero(reached[-1])
-        ends = _furthest(totals, share, limit)[starts]
+def _possible_starts(totals: Floats, capacities: Sequence[int], limit: float) -> list[Bools]:
+    """After zero, one, two ... ranges within the limit, the items at which the next range may begin."""
+    possible = [np.arange(totals.size) == 0]
+    for capacity in capacities:
+        starts = np.flatnonzero(possible[-1])
+        ends = _furthest_ends(totals, capacity, limit)[starts]
         steps = np.bincount(starts + 1, minlength=totals.size + 1)
         steps = steps - np.bincount(np.maximum(ends, starts) + 1, minlength=totals.size + 1)
-        reached.append(np.cumsum(steps)[:-1] > 0)
-    return reached
+        possible.append(np.cumsum(steps)[:-1] > 0)
+    return possible
 
 
-def _furthest(totals: Floats, share: int, limit: float) -> Ints:
-    """Where a part ends that begins at each item and takes as many as fit into its share of the limit."""
-    return np.searchsorted(totals, (totals + limit * share) * (1 + 1e-12), "right") - 1
+def _furthest_ends(totals: Floats, capacity: int, limit: float) -> Ints:
+    """For each item, the end of the longest range that begins there and is within the limit."""
+    return np.searchsorted(totals, (totals + limit * capacity) * (1 + 1e-12), "right") - 1

@@ -1,4 +1,4 @@
-"""As many stages as devices, the slowest of them as fast as possible."""
+"""One stage for each device, the slowest as fast as possible."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ from pipec.planner.partition import TOLERANCE, PartitionStage, partition_graph
 class CutStages:
     """Cut so that the slowest stage is as fast as possible, within the tolerance of ``planner.placement``.
 
-    There is one stage on each device of the topology. Device d is rank d, and the stages go to the ranks in
-    the best order: in order if the devices and links are alike. Costs are those of microbatches of
-    ``microbatch_size`` rows, with the ``updates`` that stages make after each mini-batch, if they do. Where
-    memory is limited, rank k of a schedule has ``in_flight[k]`` of these at once.
+    Each device of the topology has one stage. Device d is rank d, and stages are placed on ranks in the best
+    order, which is their own order if devices and links are equal. Costs are for microbatches of
+    ``microbatch_size`` rows, with the ``updates`` of an asynchronous schedule after each mini-batch. Where
+    memory is limited, rank k of a schedule has ``in_flight[k]`` microbatches in flight.
 
     Raises:
         PlanError: there are fewer operators than devices.
@@ -54,27 +54,28 @@ class CutStages:
         return assign_blocks(stages, blocks)
 
     def _check_enough(self, graph: TrainingGraph, num_blocks: int, colocations: Sequence[Colocation]) -> None:
-        """Say so if it is what belongs together that leaves fewer blocks than devices."""
+        """Raise if colocations leave fewer blocks than devices."""
         num_devices = len(self.topology.devices)
         if colocations and num_blocks < num_devices:
-            widest = max(colocations, key=lambda span: span.last - span.first)
-            places = [graph.operators[op] for op in (widest.first, widest.last)]
-            where = " to ".join(
-                f"{made.name} of {made.module or 'the model'} ({made.source})" for made in places
-            )
+            widest = max(colocations, key=lambda each: each.last - each.first)
+            ends = [graph.operators[op] for op in (widest.first, widest.last)]
+            where = " to ".join(f"{op.name} of {op.module or 'the model'} ({op.source})" for op in ends)
             raise PlanError(
-                f"there are {num_devices} devices, but the model falls into {num_blocks} parts, because "
-                f"{widest.reason}: whatever reads or changes it is on one stage, from {where}. "
-                "Use fewer devices, give each use a buffer of its own, or pad to a size that is known."
+                f"there are {num_devices} devices, but the model can be cut into {num_blocks} stages at "
+                f"most, because {widest.reason}: all operators from {where} are on one stage. "
+                "Use fewer devices, give each use a buffer of its own, or pad to a fixed size."
             )
 
     def _in_flight(self, later_devices: int) -> int:
-        """Of a rank that ``later_devices`` follow: at least as many as of these, as the planner asks for."""
+        """The microbatches in flight of a rank that ``later_devices`` follow: not fewer than of any of them.
+
+        The planner requires a number that does not fall as ``later_devices`` grows.
+        """
         return max(self.in_flight[-1 - later_devices :], default=0)
 
 
 def assign_blocks(stages: Sequence[PartitionStage], blocks: Sequence[int]) -> Assignment:
-    """The stages of a partition, and their devices, for operators in these ``blocks``."""
+    """The assignment of a partition of blocks, where operator k is in block ``blocks[k]``."""
     stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
     ranks = tuple(device for stage in stages for device in stage.devices)
     return Assignment(tuple(stage_of[block] for block in blocks), len(stages), permuted_ranks(ranks))

@@ -1,4 +1,4 @@
-"""As many stages as devices, which compute again what their memory does not hold."""
+"""One stage for each device. Stages recompute the values that their memory cannot hold."""
 
 import operator
 from bisect import bisect_right
@@ -26,20 +26,20 @@ from pipec.planner.recompute_curve import recompute_curve
 from pipec.planner.recompute_segments import segment_boundaries, values_across
 from pipec.planner.recompute_solver import GAP, StageValues, needed_recomputes, saved_values
 
-_MOST_PRICES = 16
-"""At so many prices of memory the operators are asked what they replay."""
+_MAX_PRICES = 16
+"""The largest number of prices of memory for which the recomputed values are chosen."""
 
 _SEGMENTS = 4
-"""A stage may also replay in about so many segments, and hold one of them at a time."""
+"""Segments, about, in which a stage may recompute instead, holding one of them at a time."""
 
 
 @dataclass(frozen=True)
 class CutWithRecompute:
-    """Cut so that the slowest stage is as fast as possible, with what its memory forces it to replay.
+    """Cut so that the slowest stage, with the recompute that its memory requires, is as fast as possible.
 
-    There is one stage on each device of the topology, in order, and stage k has ``in_flight[k]`` microbatches
-    of ``microbatch_size`` rows at once. The devices are equally fast, and joined by equal links.
-    ``MarkRecompute`` decides later what exactly is recomputed.
+    Each device of the topology has one stage, in order, and stage k has ``in_flight[k]`` microbatches of
+    ``microbatch_size`` rows in flight. Devices are equally fast, and links equal. Which values are recomputed
+    is decided later, for ``MarkRecompute``.
 
     Raises:
         InfeasibleError: no cut fits into the memory of the devices.
@@ -61,12 +61,12 @@ class CutWithRecompute:
     def _chain(self, graph: TrainingGraph, blocks: list[int], operators: OperatorGraph) -> OperatorChain:
         values = forward_values(graph, self.microbatch_size)
         numbers, block = tuple(values.values()), [blocks[_operator_of(node)] for node in values]
-        choices = recompute_curve(numbers, _MOST_PRICES)
-        kept = values_across(numbers, segment_boundaries(numbers, _SEGMENTS * len(self.in_flight)))
-        in_segments = [needed_recomputes(numbers, again - kept) for again in choices]
+        choices = recompute_curve(numbers, _MAX_PRICES)
+        saved = values_across(numbers, segment_boundaries(numbers, _SEGMENTS * len(self.in_flight)))
+        in_segments = [needed_recomputes(numbers, recomputed - saved) for recomputed in choices]
         count, speed = len(operators.seconds), self.topology.devices[0].speed
         entry_seconds, entry_bytes = self._entries(operators)
-        gradient_bytes, working_bytes = _made(graph, blocks, count, self.microbatch_size)
+        gradient_bytes, working_bytes = _backward_bytes(graph, blocks, count, self.microbatch_size)
         return OperatorChain(
             seconds=np.array(operators.seconds) / speed,
             resident_bytes=np.array(operators.resident_bytes),
@@ -75,18 +75,15 @@ class CutWithRecompute:
             entry_seconds=entry_seconds,
             entry_bytes=entry_bytes,
             curves=(
-                _replays(numbers, choices, block, count, speed),
-                _replays(numbers, in_segments, block, count, speed, _SEGMENTS),
+                _curve_by_block(numbers, choices, block, count, speed),
+                _curve_by_block(numbers, in_segments, block, count, speed, _SEGMENTS),
             ),
         )
 
     def _entries(self, operators: OperatorGraph) -> tuple[Vector, Vector]:
-        """For each block the seconds and bytes of what crosses the chain before it."""
-        count, level = (
-            len(operators.seconds),
-            min(self.topology.levels, key=lambda each: each.bytes_per_second),
-        )
-        seconds, sizes = np.zeros(count), np.zeros(count)
+        """For each block, the seconds and bytes of the values that cross the chain in front of it."""
+        level = min(self.topology.levels, key=lambda each: each.bytes_per_second)
+        seconds, sizes = np.zeros_like(operators.seconds), np.zeros_like(operators.seconds)
         for value in operators.transfers:
             crossed = slice(value.producer + 1, max(value.consumers) + 1)
             seconds[crossed] += PIPEC.value_seconds(value, level)
@@ -94,28 +91,30 @@ class CutWithRecompute:
         return seconds, sizes
 
 
-def _made(graph: TrainingGraph, blocks: Sequence[int], count: int, size: int) -> tuple[Vector, Vector]:
-    """What the backward of each of ``count`` blocks makes of gradients, and the most it holds of all else."""
+def _backward_bytes(
+    graph: TrainingGraph, blocks: Sequence[int], count: int, size: int
+) -> tuple[Vector, Vector]:
+    """For the backward of each of ``count`` blocks, bytes of parameter gradients and peak of other values."""
     nodes = [node for node in graph.nodes if not is_forward(node) and node.op == "call_function"]
-    last = {storage_owner(each): node for node in nodes for each in (*node.all_input_nodes, node)}
-    kept = {storage_owner(node) for result, node in graph.outputs if isinstance(result, Gradient)}
-    gone: dict[fx.Node, list[fx.Node]] = {}
-    for owner, node in last.items():
-        gone.setdefault(node, []).append(owner)
-    gradients, working, held, live = np.zeros(count), np.zeros(count), 0, set[fx.Node]()
+    last_use = {storage_owner(each): node for node in nodes for each in (*node.all_input_nodes, node)}
+    results = {storage_owner(node) for result, node in graph.outputs if isinstance(result, Gradient)}
+    freed_after: dict[fx.Node, list[fx.Node]] = {}
+    for owner, node in last_use.items():
+        freed_after.setdefault(node, []).append(owner)
+    gradients, working, live_bytes, live = np.zeros(count), np.zeros(count), 0, set[fx.Node]()
     for node in nodes:
         own = blocks[_operator_of(node)]
         if owns_new_storage(node) and storage_owner(node) is node and is_tensor(node):
-            gradients[own] += node_bytes(node, size) * (node in kept)
+            gradients[own] += node_bytes(node, size) * (node in results)
             live.add(node)
-            held += node_bytes(node, size) * (node not in kept)
-        working[own] = max(working[own], held)
-        for owner in live.intersection(gone.get(node, ())):
-            held -= node_bytes(owner, size) * (owner not in kept)
+            live_bytes += node_bytes(node, size) * (node not in results)
+        working[own] = max(working[own], live_bytes)
+        for owner in live.intersection(freed_after.get(node, ())):
+            live_bytes -= node_bytes(owner, size) * (owner not in results)
     return gradients, working
 
 
-def _replays(
+def _curve_by_block(
     values: StageValues,
     choices: Sequence[frozenset[int]],
     block: Sequence[int],
@@ -123,19 +122,19 @@ def _replays(
     speed: float,
     segments: int = 1,
 ) -> RecomputeCurve:
-    """What each of ``count`` blocks replays and saves, with a row for each choice."""
+    """The seconds recomputed and the bytes saved and recomputed: a column a block, a row a choice."""
     seconds, saved, recomputed = (np.zeros((len(choices), count)) for _ in range(3))
-    for row, again in enumerate(choices):
-        for v in sorted(again):
+    for row, choice in enumerate(choices):
+        for v in sorted(choice):
             seconds[row, block[v]] += values[v].seconds / speed
             recomputed[row, block[v]] += values[v].num_bytes * values[v].is_needed
-        for v in sorted(saved_values(values, again)):
+        for v in sorted(saved_values(values, choice)):
             saved[row, block[v]] += values[v].num_bytes
     return RecomputeCurve(seconds, saved, recomputed, segments)
 
 
 def _operator_of(node: fx.Node) -> int:
-    """The operator that makes a value; of a buffer that is changed, the first that reads it."""
+    """The operator that makes a value; for a buffer, the first operator that reads it."""
     if node.op == "placeholder":
         return min(int(user.meta["operator"]) for user in node.users if user.op == "call_function")
     made_by = node.all_input_nodes[0] if node.target is operator.getitem else node

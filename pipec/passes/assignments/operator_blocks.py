@@ -1,4 +1,4 @@
-"""What operators cost, and the blocks of operators that stages consist of."""
+"""The costs of operators, and the blocks of operators that are never divided between stages."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ from pipec.planner.operator_graph import OperatorGraph, Transfer
 
 @dataclass(frozen=True)
 class Colocation:
-    """The first and the last of some operators that are on one stage, and ``reason`` they are."""
+    """The first and last of a range of operators that must be on one stage, and why they must."""
 
     reason: str
     first: int
@@ -40,31 +40,32 @@ class Colocation:
 
 
 def find_colocations(graph: TrainingGraph) -> list[Colocation]:
-    """The colocations of more than one operator. Those that overlap are one, with the reason of the first.
+    """The colocations of more than one operator. Overlapping ones are merged, with the reason of the first.
 
-    Operators that read a buffer which forward changes, or change it, are on one stage: else a microbatch
-    would wait there for what the one before does on a later stage. So are those that make and that read a
-    value whose size no other stage knows. Each stage makes for itself what follows from the arguments alone.
+    Operators that read or change a buffer that forward() changes are on one stage. Otherwise a microbatch
+    would wait on an early stage for the microbatch before it to pass a later one. The operators that make and
+    read a value of data-dependent size are on one stage too, because no other stage knows the size; values
+    that depend on the model's inputs alone are excepted, because each stage computes them for itself.
     """
-    colocations: list[Colocation] = []
-    found = [*_spans_of_buffers(graph), *_spans_of_values(graph)]
-    for span in sorted(found, key=lambda span: span.first):
-        if colocations and span.first <= colocations[-1].last:
-            colocations[-1] = replace(colocations[-1], last=max(colocations[-1].last, span.last))
+    merged: list[Colocation] = []
+    colocations = [*_colocations_of_buffers(graph), *_colocations_of_values(graph)]
+    for each in sorted(colocations, key=lambda each: each.first):
+        if merged and each.first <= merged[-1].last:
+            merged[-1] = replace(merged[-1], last=max(merged[-1].last, each.last))
         else:
-            colocations.append(span)
-    return colocations
+            merged.append(each)
+    return merged
 
 
-def _spans_of_values(graph: TrainingGraph) -> Iterator[Colocation]:
+def _colocations_of_values(graph: TrainingGraph) -> Iterator[Colocation]:
     for node in graph.nodes:
         if has_data_dependent_size(node) and not depends_on_inputs_only(node):
             operators = [_operator_of(each) for each in (node, *node.users) if each.op == "call_function"]
             if min(operators) < max(operators):
-                yield Colocation("values tell the size of a tensor", min(operators), max(operators))
+                yield Colocation("a tensor has a data-dependent size", min(operators), max(operators))
 
 
-def _spans_of_buffers(graph: TrainingGraph) -> Iterator[Colocation]:
+def _colocations_of_buffers(graph: TrainingGraph) -> Iterator[Colocation]:
     readers = {
         node.meta["role"].fqn: [user for user in node.users if user.op == "call_function"]
         for node in graph.arguments
@@ -86,7 +87,7 @@ def _operator_of(node: fx.Node) -> int:
 def operator_seconds(
     graph: TrainingGraph, microbatch_size: int, updates: UpdateCost | None = None
 ) -> list[float]:
-    """The seconds of each operator, forward and backward, and to update what it is the first to read."""
+    """The seconds of each operator: forward, backward, and updates of parameters that it reads first."""
     seconds = [0.0] * len(graph.operators)
     if updates:
         for tensor in filter(lambda tensor: tensor.is_trained, _model_tensors(graph)):
@@ -98,25 +99,25 @@ def operator_seconds(
 
 
 def operator_blocks(seconds: Sequence[float], colocations: Sequence[Colocation]) -> list[int]:
-    """The block of each operator. Stages consist of whole blocks, and each span is within one.
+    """The block of each operator. Stages consist of whole blocks, and each colocation is within one.
 
-    A block begins with an operator that takes time, so that no stage is without work. For example, operators
-    of 0, 2, 0, 0 and 3 seconds are in blocks 0, 0, 0, 0 and 1.
+    A block contains an operator that takes time, so that no stage is without work. For example, operators of
+    0, 2, 0, 0 and 3 seconds are in blocks 0, 0, 0, 0 and 1.
     """
     busy = [op for op, time in enumerate(seconds) if time > 0]
     begins = set(busy[1:])
-    for span in colocations:
-        within = {op for op in begins if span.first <= op <= span.last}
+    for colocation in colocations:
+        within = {op for op in begins if colocation.first <= op <= colocation.last}
         begins -= within
-        if within and busy[0] < span.first:
-            begins.add(span.first)
+        if within and busy[0] < colocation.first:
+            begins.add(colocation.first)
     return list(accumulate(int(op in begins) for op in range(len(seconds))))
 
 
 def build_operator_graph(
     graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int
 ) -> OperatorGraph:
-    """The blocks, one after the other, as the planner distributes them."""
+    """The chain of blocks that the planner distributes over stages."""
     num_blocks = blocks[-1] + 1 if blocks else 0
 
     def by_block(figures: Iterable[tuple[int, float]]) -> list[float]:
@@ -129,7 +130,7 @@ def build_operator_graph(
     return OperatorGraph(
         names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
         seconds=by_block(enumerate(seconds)),
-        parameter_bytes=by_block(_parameter_bytes(graph)),
+        parameter_bytes=by_block(_gradient_bytes(graph)),
         resident_bytes=by_block(_resident_bytes(graph)),
         saved_bytes=by_block(_saved_bytes(graph, size)),
         transfers=list(_between_blocks(_transfers(graph, size), blocks)),
@@ -170,7 +171,7 @@ def with_weight_versions(
     updates: UpdateCost,
     num_stages: int,
 ) -> OperatorGraph:
-    """The blocks with what they hold where stages update after each mini-batch: state, and versions."""
+    """The blocks with optimizer state and weight versions, for stages that update after each mini-batch."""
     resident, saved = list(operators.resident_bytes), list(operators.saved_bytes)
     for tensor in _model_tensors(graph):
         if tensor.is_trained:
@@ -186,13 +187,13 @@ def _resident_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
         yield tensor.operator, tensor.num_bytes * (2 if tensor.is_trained else 1)
 
 
-def _parameter_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
+def _gradient_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
     """The bytes of each gradient that replicas sum, at the first operator that reads the parameter."""
     return ((tensor.operator, tensor.num_bytes) for tensor in _model_tensors(graph) if tensor.is_trained)
 
 
 class _ModelTensor(NamedTuple):
-    """One of the model's tensors, or what is made of some alone, and the first operator that reads it."""
+    """A parameter, buffer or precomputed tensor, and the first operator that reads it."""
 
     operator: int
     fqn: str
@@ -216,7 +217,7 @@ def _model_tensors(graph: TrainingGraph) -> Iterator[_ModelTensor]:
 
 
 def _saved_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
-    """What the backward reads of the forward, at the operator that makes it."""
+    """The bytes of each forward value that the backward reads, at the operator that makes it."""
     backward = (node for node in graph.nodes if not is_forward(node))
     read = {storage_owner(source) for node in backward for source in filter(is_tensor, node.all_input_nodes)}
     for node in read:
