@@ -1,10 +1,10 @@
-"""The only package that names private parts of torch. ``tests/torch_compat`` pins each of them.
+"""The only package that uses private parts of torch. ``tests/torch_compat`` pins each of them.
 
-torch 2.11 to 2.13 are supported. ``front_ends`` and ``autograd_front_end`` trace a module, with the branches
-that ``dynamo_branches`` lets them be told, and ``guards`` tell later whether tracing again would give the
-same. ``module_state`` puts a module back as it was, ``module_contents`` lists what it holds,
-``operator_patches`` keeps some operators whole, ``size_arithmetic`` computes with sizes once, and
-``differentiation`` adds the backward. ``settings`` reads torch's own.
+torch 2.11 to 2.13 are supported. ``front_ends`` and ``autograd_front_end`` trace a module,
+``dynamo_branches`` decides its branches on values, and ``guards`` check later whether the trace is still
+valid. ``differentiation`` adds the backward. ``module_state`` restores a module after tracing,
+``module_contents`` lists its tensors, children and hooks, ``operator_patches`` keeps some operators whole,
+``size_arithmetic`` caches arithmetic on sizes, and ``settings`` reads torch's global settings.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload

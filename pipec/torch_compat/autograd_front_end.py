@@ -1,8 +1,8 @@
-"""The third way to trace a module: forward and backward together, as autograd differentiates it.
+"""The third front end: traces forward and backward together, while autograd differentiates.
 
-No Python is interpreted, and nothing is differentiated again. So it is right where a forward differentiates
-something itself, for custom backwards and for hooks. What is lost is what the code has read, and that a loss
-can be rewritten before it is differentiated.
+No bytecode is interpreted, and the graph is not differentiated again. So this front end supports forwards
+that differentiate something themselves, custom backwards, and hooks. It does not record which Python state
+the code read, and the loss cannot be rewritten before it is differentiated.
 """
 
 import bisect
@@ -25,27 +25,31 @@ from pipec.torch_compat.front_ends import LOST_HOOK, CapturedGraph, SymbolicDims
 from pipec.torch_compat.module_state import silence_output, skip_no_op_conversions, without_autocast
 
 CAUSE = "pipec_cause"
-"""Key in the meta of nodes that autograd made of the step: the forward node they are of; None if unknown."""
+"""Key in the meta of backward nodes: the forward node that autograd differentiated; None if unknown."""
 
 _ARGUMENTS = ("args", "kwargs", "target")
 
 
 def capture_with_autograd(module: nn.Module, args: tuple[Any, ...], symbolic: SymbolicDims) -> CapturedGraph:
-    """Trace ``module(*args)`` on fake tensors and, where gradients are on, those of its first result."""
+    """Trace ``module(*args)`` on fake tensors and, with gradients enabled, the gradients of its first result.
+
+    Raises:
+        TypeError: the backward would do something that a graph loses, such as calling a hook.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     module_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     fakes = {name: _fake(tensor, mode) for name, tensor in module_tensors.items()}
     trained = [
         name for name, tensor in module_tensors.items() if tensor.requires_grad and torch.is_grad_enabled()
     ]
-    given, structure = pytree.tree_flatten(args)
-    leaves = [_fake_argument(leaf, mode, symbolic) for leaf in given]
-    nodes, specs = _Nodes(module), list[pytree.TreeSpec]()
+    real_leaves, structure = pytree.tree_flatten(args)
+    leaves = [_fake_argument(leaf, mode, symbolic) for leaf in real_leaves]
+    recorder, specs = _NodeRecorder(module), list[pytree.TreeSpec]()
 
     def step(module_tensors: list[Tensor], tensors: list[Tensor], tangent: Tensor) -> list[Any]:
         named, arguments = dict(zip(fakes, module_tensors, strict=True)), iter(tensors)
         with _reparametrize_module(module, named, tie_weights=True):  # backwards may read parameters, too
-            with nodes.of_forward():
+            with recorder.forward():
                 call = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 results, spec = pytree.tree_flatten(module(*pytree.tree_unflatten(call, structure)))
             specs.append(spec)
@@ -57,42 +61,42 @@ def capture_with_autograd(module: nn.Module, args: tuple[Any, ...], symbolic: Sy
         fx_traceback.preserve_node_meta(),
         silence_output(),
         skip_no_op_conversions(),
-        nodes.marked(),
-        _refuse_what_runs_once(module),
+        recorder.recording(),
+        _refuse_hooks(module),
     ):
         device = next((each.device for each in module_tensors.values()), torch.device("cpu"))
         tangent = torch.ones((), device=device)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         traced = make_fx(step, record_stack_traces=True)([*fakes.values()], tensors, tangent)
-    now = _plain_attributes(module)
-    changed = tuple(path for path, attributes in before.items() if now.get(path) != attributes)
-    _read_held_tensors(traced, fakes)
+    after = _plain_attributes(module)
+    changed = tuple(path for path, attributes in before.items() if after.get(path) != attributes)
+    _register_module_tensors(traced, fakes)
     _name_arguments(traced.graph, args)
     traced.recompile()
     traced.meta["fake_mode"] = mode
     returned: Any = traced.graph.output_node().args[0]
     names = trained if len(returned) > specs[-1].num_leaves else []
-    differentiated = TracedBackward(specs[-1], tuple(names))
-    return CapturedGraph(traced, (*leaves, tangent), changed, traced_backward=differentiated)
+    backward = TracedBackward(specs[-1], tuple(names))
+    return CapturedGraph(traced, (*leaves, tangent), changed, traced_backward=backward)
 
 
 def _gradients(loss: Any, parameters: list[Tensor], tangent: Tensor) -> list[Tensor | None]:
-    """None are taken of what is no loss, which others refuse."""
+    """The gradients of the parameters; none if ``loss`` is not a scalar, which callers refuse."""
     if not parameters or not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         return []
     with without_autocast():
-        found = torch.autograd.grad(loss, parameters, tangent.to(loss.dtype), allow_unused=True)
+        gradients = torch.autograd.grad(loss, parameters, tangent.to(loss.dtype), allow_unused=True)
     if any(parameter.grad is not None for parameter in parameters):
         raise TypeError("the backward writes to the .grad of a parameter, which would be lost")
-    return [*found]
+    return [*gradients]
 
 
 @contextlib.contextmanager
-def _refuse_what_runs_once(module: nn.Module) -> Iterator[None]:
-    """Refuse hooks that would run at capture, and in no step."""
+def _refuse_hooks(module: nn.Module) -> Iterator[None]:
+    """Refuse hooks on gradients that would run during capture but not in steps."""
     for path, each in module.named_modules():
         if each._backward_hooks or each._backward_pre_hooks:
-            raise TypeError(f"the hook on the backward of {path} would be called at capture alone")
+            raise TypeError(f"the backward hook of {path} would run during capture but not in steps")
     names = ("register_hook", "register_post_accumulate_grad_hook")
     hooks = {name: getattr(Tensor, name) for name in names}
 
@@ -114,7 +118,7 @@ def _refuse_what_runs_once(module: nn.Module) -> Iterator[None]:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The numbers and texts that modules have as attributes, by the names of the modules."""
+    """The attributes of modules that are numbers, booleans or strings, by module name."""
     plain = (int, float, str, bool)
     return {
         path: {name: x for name, x in vars(each).items() if isinstance(x, plain)}
@@ -136,19 +140,19 @@ def _fake_argument(leaf: Any, mode: FakeTensorMode, symbolic: SymbolicDims) -> A
     return mode.from_tensor(leaf, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
-def _read_held_tensors(traced: fx.GraphModule, module_tensors: Mapping[str, Tensor]) -> None:
-    """Let the graph hold the tensors that are its first arguments, under their names.
+def _register_module_tensors(traced: fx.GraphModule, module_tensors: Mapping[str, Tensor]) -> None:
+    """Turn the graph's first arguments into parameters and buffers of the graph module, under their names.
 
     Raises:
-        TypeError: it holds a tensor to train already, which was not read where the module has it.
+        TypeError: the graph has a trainable tensor as a constant, which was not read from its module.
     """
     for node in traced.graph.find_nodes(op="get_attr"):
         tensor = getattr(traced, str(node.target))
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise TypeError(f"a tensor of shape {tuple(tensor.shape)} to train was not read from its module")
+            raise TypeError(f"a trainable tensor of shape {tuple(tensor.shape)} was not read from its module")
     for name, constant in dict(traced._buffers).items():
         delattr(traced, name)
-        object.__setattr__(traced, name, constant)  # no buffer, or differentiation would make it an argument
+        object.__setattr__(traced, name, constant)  # differentiation would make a buffer an argument
     placeholders = traced.graph.find_nodes(op="placeholder")
     for node, (name, tensor) in zip(placeholders, module_tensors.items(), strict=False):
         path, _, attribute = name.rpartition(".")
@@ -167,25 +171,25 @@ def _read_held_tensors(traced: fx.GraphModule, module_tensors: Mapping[str, Tens
 
 
 def _name_arguments(graph: fx.Graph, args: tuple[Any, ...]) -> None:
-    """Give each leaf of the arguments a placeholder that is called as in other graphs, ``args_0``."""
+    """Give each leaf of the arguments a placeholder, named as in other graphs, such as ``args_0``."""
     graph.set_codegen(fx.graph.CodeGen())
-    rest = graph.find_nodes(op="placeholder")
+    placeholders = graph.find_nodes(op="placeholder")
     flat: Any = pytree.tree_flatten_with_path(args)[0]
     for (root, *keys), leaf in flat:
         name = re.sub(r"\W+", "_", f"{_ARGUMENTS[root.idx]}{pytree.keystr(tuple(keys))}").strip("_")
         if isinstance(leaf, Tensor):
-            rest[0].target = name
-            rest = rest[1:]
+            placeholders[0].target = name
+            placeholders = placeholders[1:]
         else:
-            with graph.inserting_before(rest[0]):
+            with graph.inserting_before(placeholders[0]):
                 graph.placeholder(name)
 
 
-class _Nodes:
-    """Notes of the nodes of a graph that is being made what caused them.
+class _NodeRecorder:
+    """Records in the meta of each node during tracing where it comes from.
 
-    A node of the forward has its module. A node that autograd makes of it has the forward node ``CAUSE``, and
-    so has what the backward of it differentiates by itself.
+    A forward node gets its module. A backward node gets the forward node that it differentiates, as
+    ``CAUSE``; so do nodes that this backward differentiates itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -193,11 +197,11 @@ class _Nodes:
         self._modules: list[nn.Module] = []
         self._is_forward = False
         self._numbers: list[int] = []
-        self._made: list[fx.Node] = []
+        self._forward_nodes: list[fx.Node] = []
         self._cause: fx.Node | None = None
 
     @contextlib.contextmanager
-    def of_forward(self) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         self._is_forward = True
         with (
             register_module_forward_pre_hook(lambda module, args: self._modules.append(module)),
@@ -206,43 +210,43 @@ class _Nodes:
             yield
         self._is_forward = False
 
-    def _leave(self) -> None:
+    def _leave(self) -> None:  # a hook must return None, unlike pop
         self._modules.pop()
 
     @contextlib.contextmanager
-    def marked(self) -> Iterator[None]:
-        """Mark every node that is made."""
+    def recording(self) -> Iterator[None]:
+        """Record every node that the tracer creates."""
         create = PythonKeyTracer.create_node
 
-        def created(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        def create_and_record(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
             node = create(tracer, *args, **kwargs)
             if node.op == "call_function":
-                self._mark(node)
+                self._record(node)
             return node
 
-        PythonKeyTracer.create_node = created  # type: ignore[method-assign,assignment]
+        PythonKeyTracer.create_node = create_and_record  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
             PythonKeyTracer.create_node = create  # type: ignore[method-assign]
 
-    def _mark(self, node: fx.Node) -> None:
+    def _record(self, node: fx.Node) -> None:
         current: Any = torch._C._current_autograd_node()
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if draws and (current is not None or not self._is_forward):
-            raise TypeError("a backward draws random numbers, which a checkpoint would draw again")
+            raise TypeError("a backward draws random numbers, which would differ from those of its forward")
         if self._is_forward:
             self._numbers.append(torch.autograd._get_sequence_nr() - 1)
-            self._made.append(node)
+            self._forward_nodes.append(node)
             if self._modules:
                 path = self._paths.get(id(self._modules[-1]), "")
                 node.meta["nn_module_stack"] = {path: (path, type(self._modules[-1]).__name__)}
             return
         if current is not None:
-            self._cause = self._of(current._sequence_nr()) or self._cause
+            self._cause = self._forward_node(current._sequence_nr()) or self._cause
         node.meta[CAUSE] = self._cause
 
-    def _of(self, number: int) -> fx.Node | None:
-        """The first node of the forward that was made after this many nodes of autograd's own graph."""
+    def _forward_node(self, number: int) -> fx.Node | None:
+        """The first forward node that was created after this many nodes of autograd's own graph."""
         at = bisect.bisect_left(self._numbers, number)
-        return self._made[at] if at < len(self._made) else None
+        return self._forward_nodes[at] if at < len(self._forward_nodes) else None

@@ -1,4 +1,4 @@
-"""The joint graph of forward and backward, and what its arguments, results and sizes mean."""
+"""The joint graph of forward and backward, with the roles of its arguments and results, and its sizes."""
 
 import contextlib
 import re
@@ -35,28 +35,28 @@ ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 
 
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
-    """Whether autograd calls a function of the user's with the gradient of the leaf ``tensor``."""
+    """Whether the leaf ``tensor`` has a hook that autograd calls with its gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def is_data_dependent(value: object, numbers: Collection[sympy.Symbol] = ()) -> bool:
-    """Whether the shape of a fake tensor, or a symbolic number, depends on the values of tensors.
+    """Whether the shape of a fake tensor, or a symbolic number, depends on values of tensors.
 
-    It may depend on those symbols that are ``numbers`` in the arguments.
+    The symbols in ``numbers`` are numbers in the arguments, and do not count.
     """
     return not unbacked_symbols(value) <= {*numbers}
 
 
 def unbacked_symbols(value: object) -> set[sympy.Symbol]:
-    """The symbols in a shape, or in a symbolic number, that stand for what values tell."""
+    """The symbols in a shape, or in a symbolic number, that depend on values of tensors."""
     if isinstance(value, tuple | list):
         return set().union(*map(unbacked_symbols, value))
-    known = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
-    return set(free_unbacked_symbols(value)) if known else set()
+    is_symbolic = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return set(free_unbacked_symbols(value)) if is_symbolic else set()
 
 
 def size_of_symbol(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | None:
-    """What a symbol in ``number`` was when it was traced; None if values alone tell."""
+    """The size that a symbol in ``number`` had when it was traced; None if it is data-dependent."""
     shapes = number.node.shape_env
     sizes = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val
     return int(sizes[symbol]) if symbol in sizes else None
@@ -66,9 +66,9 @@ def size_of_symbol(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat |
 class JointGraph:
     """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.
 
-    ``branches`` are those of the guards that a branch in Python code made, each with its line.
-    ``specialized_by`` is the line of the model that made a constant of a symbol, if one did. ``asserted`` is
-    what was taken for granted of ``data_dependent_sizes``.
+    ``branches`` are the guards that come from branches in Python code, each with its line.
+    ``specialized_by`` is the line of the model that made a symbol a constant, if one did. ``asserted`` has
+    the conditions that were asserted of ``data_dependent_sizes``.
     """
 
     module: torch.fx.GraphModule
@@ -85,9 +85,9 @@ class JointGraph:
 
 @dataclass(frozen=True)
 class DataDependentSize:
-    """A size that values alone tell: dimension ``dim`` of ``node``, or of item ``item`` of its tuple.
+    """A size that depends on values: dimension ``dim`` of ``node``, or of item ``item`` of its tuple.
 
-    ``symbol`` stands for it, or whatever ``JointGraph.replacements`` has for the symbol.
+    In the graph it is ``symbol``, or the replacement of the symbol in ``JointGraph.replacements``.
     """
 
     node: torch.fx.Node
@@ -97,21 +97,21 @@ class DataDependentSize:
 
 
 def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
-    """The forward of a captured graph, and when ``training`` its backward, as one functional ATen graph.
+    """The forward of a captured graph, and with ``training`` its backward, as one functional ATen graph.
 
     ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
     """
     if captured.traced_backward is not None:
-        with without_autocast():  # types were converted while it was traced
-            whole = differentiate(replace(captured, traced_backward=None), False)
-        return _read(whole, captured.traced_backward)
+        with without_autocast():  # tracing has converted dtypes already
+            joint_graph = differentiate(replace(captured, traced_backward=None), False)
+        return _with_gradients(joint_graph, captured.traced_backward)
     meta = captured.module.meta
     context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(torch.set_grad_enabled(training))
-        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))  # as loss.backward() is
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))  # as in loss.backward()
         joint = aot_export_joint_with_descriptors(stack, captured.module, captured.args)
     graph_module = joint.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -125,13 +125,13 @@ def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
         branches=tuple(_branches(shape_env)) if shape_env else (),
         replacements=dict(shape_env.replacements) if shape_env else {},
         output_spec=joint.out_spec,
-        specialized_by=_fixed_by(shape_env),
-        data_dependent_sizes=tuple(_value_sizes(graph_module.graph)),
+        specialized_by=_specialized_by(shape_env),
+        data_dependent_sizes=tuple(_data_dependent_sizes(graph_module.graph)),
         asserted=tuple(_asserted(graph_module.graph, shape_env)),
     )
 
 
-def _value_sizes(graph: torch.fx.Graph) -> Iterator[DataDependentSize]:
+def _data_dependent_sizes(graph: torch.fx.Graph) -> Iterator[DataDependentSize]:
     for node in graph.nodes:
         for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
             match path:
@@ -142,59 +142,59 @@ def _value_sizes(graph: torch.fx.Graph) -> Iterator[DataDependentSize]:
 
 
 def _asserted(graph: torch.fx.Graph, shape_env: ShapeEnv | None) -> Iterator[sympy.Basic]:
-    """What the model and torch asserted of symbols that values tell."""
+    """The conditions that the model and torch assert of data-dependent symbols."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0].meta["val"] if isinstance(node.args[0], torch.fx.Node) else True
         if isinstance(condition, torch.SymBool):
             yield condition.node.expr
-    for known in (shape_env.deferred_runtime_asserts if shape_env else {}).values():
-        yield from (each.expr for each in known)
+    for asserts in (shape_env.deferred_runtime_asserts if shape_env else {}).values():
+        yield from (each.expr for each in asserts)
 
 
-def _read(joint: JointGraph, differentiated: TracedBackward) -> JointGraph:
-    """The same graph, with what stands in it for a gradient."""
-    num_results, (*arguments, tangent) = differentiated.results.num_leaves, joint.arguments
+def _with_gradients(joint: JointGraph, backward: TracedBackward) -> JointGraph:
+    """The same graph, with its tangent and gradients described as such."""
+    num_results, (*arguments, tangent) = backward.results.num_leaves, joint.arguments
     assert tangent[0] == "input", tangent
-    names = dict(enumerate(differentiated.trained, num_results))
+    names = dict(enumerate(backward.trained, num_results))
 
     def result(described: tuple[str, str | int]) -> tuple[str, str | int]:
-        kind, what = described
-        return ("gradient", names[what]) if kind == "output" and what in names else described
+        kind, index = described
+        return ("gradient", names[index]) if kind == "output" and index in names else described
 
     return replace(
         joint,
         arguments=(*arguments, ("tangent", 0)),
         results=tuple(map(result, joint.results)),
-        output_spec=differentiated.results,
+        output_spec=backward.results,
     )
 
 
 def _branches(shape_env: ShapeEnv) -> Iterator[tuple[sympy.Basic, str]]:
-    """Guards of Python code that Dynamo followed, or that asked for a size. Torch's operators make others."""
+    """The guards of Python code that Dynamo traced, or that read a size; not those of torch's operators."""
     for guard in shape_env.guards:
-        asked, line = guard.sloc.framework_loc, guard.sloc.maybe_user_loc
-        file = asked.filename if isinstance(asked, FrameSummary) else ""
+        frame, line = guard.sloc.framework_loc, guard.sloc.maybe_user_loc
+        file = frame.filename if isinstance(frame, FrameSummary) else ""
         if line and file.startswith(str(_TORCH / "_dynamo")):
             code, _, place = line.rpartition("  # ")
             yield guard.expr, f"{Path(place.partition(' in ')[0]).name}: {code}"
-        elif isinstance(asked, FrameSummary) and not Path(file).is_relative_to(_TORCH):
-            yield guard.expr, f"{Path(file).name}:{asked.lineno}: {asked.line}"
+        elif isinstance(frame, FrameSummary) and not Path(file).is_relative_to(_TORCH):
+            yield guard.expr, f"{Path(file).name}:{frame.lineno}: {frame.line}"
 
 
 _TORCH = Path(torch.__file__).parent
 
 
-def _fixed_by(shape_env: ShapeEnv | None) -> str:
-    """``x = x.view(4, -1)  # model.py:12 in forward``, without what torch adds to it in brackets."""
+def _specialized_by(shape_env: ShapeEnv | None) -> str:
+    """``x = x.view(4, -1)  # model.py:12 in forward``, without the brackets that torch appends."""
     if shape_env is None:
         return ""
-    fixed = [symbol for symbol, value in shape_env.replacements.items() if value.is_number]
-    places = [str(shape_env.replacements_slocs[symbol]) for symbol in fixed]
-    if not places:
+    constants = [symbol for symbol, value in shape_env.replacements.items() if value.is_number]
+    lines = [str(shape_env.replacements_slocs[symbol]) for symbol in constants]
+    if not lines:
         return "the model"
-    if places[-1].startswith("("):  # a line of torch alone
-        return "its backward" if "_engine_run_backward" in places[-1] else "torch's own code"
-    return re.sub(r" \([^()]*\)$", "", places[-1])
+    if lines[-1].startswith("("):  # a line of torch alone
+        return "its backward" if "_engine_run_backward" in lines[-1] else "torch's own code"
+    return re.sub(r" \([^()]*\)$", "", lines[-1])
 
 
 def _argument(node: torch.fx.Node) -> tuple[str, str | int]:
@@ -230,7 +230,7 @@ def _result(descriptor: object) -> tuple[str, str | int]:
 
 
 class _Printer(PythonPrinter):
-    """Prints sympy as Python over plain ints. torch's printer is for symbolic ints as well."""
+    """Prints sympy as Python over plain ints; torch's printer also supports symbolic ints."""
 
     def _print_ToFloat(self, expression: sympy.Expr) -> str:
         return f"float({self._print(expression.args[0])})"

@@ -1,4 +1,4 @@
-"""Branches on the values of tensors: Dynamo follows one way if it is told which."""
+"""Branches on the values of tensors: decides for Dynamo which way to trace."""
 
 import contextlib
 import dis
@@ -19,30 +19,30 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
-"""How the instructions begin that ask for the truth value of what is on top of the stack."""
+TRUTH_OPCODES = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
+"""Prefixes of the instructions that read the truth value of the top of the stack."""
 
 Handler = Callable[[Any, Any], None]
-"""What Dynamo does for an instruction, the second argument. The first is what goes through the bytecode."""
+"""Dynamo's function for an instruction. The arguments are the instruction translator and the instruction."""
 
-CHECKING = "_is_all_true"
-"""The method that nothing but ``torch._check_tensor_all`` calls."""
+CHECK_METHOD = "_is_all_true"
+"""The method that only ``torch._check_tensor_all`` calls."""
 
 COMPARISONS = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The truth value of a condition. One that ``is_certain`` can have no other."""
+    """The truth value of a condition. If it ``is_certain``, no call can have the other one."""
 
     outcome: bool
     is_certain: bool = False
 
 
 Decide = Callable[[fx.Node, Callable[[str], Any]], Decision | None]
-"""Decides a condition, a node in a graph that is being made; None if that cannot be done.
+"""Decides a condition, a node of the graph that is being traced; None if that is impossible.
 
-The second argument finds what the graph holds under a name.
+The second argument returns the graph's tensor or module of a name.
 """
 
 
@@ -50,66 +50,67 @@ The second argument finds what the graph holds under a name.
 def decide_branches(
     decide: Decide, check_branch: Callable[..., Any], require: Callable[..., Any]
 ) -> Iterator[None]:
-    """Let Dynamo take the branches that ``decide`` tells, and write calls of ``check_branch`` into the graph.
+    """Let Dynamo take the branches that ``decide`` chooses, and add calls of ``check_branch`` to the graph.
 
-    A call has the condition, its truth value and an empty text. What ``.item()`` takes out of a tensor counts
-    as a condition if it is a truth value, and else where a branch compares it with a number: that becomes a
-    comparison of tensors. What ``torch._check_tensor_all`` asks, and an assertion that compares such numbers,
-    becomes a call of ``require``, with the condition and an empty text. Other assertions stay what Dynamo
-    makes of them.
+    The arguments of a call are the condition, its truth value and an empty text. The result of ``.item()`` is
+    a condition if it is a boolean; if it is a number, comparing it in a branch is, and becomes a comparison
+    of tensors. The condition of ``torch._check_tensor_all``, or of an assertion that compares such numbers,
+    becomes a call of ``require``, with the condition and an empty text. Dynamo handles other assertions.
     """
     item = TensorVariable.method_item
 
-    def decided(tx: Any, asked: fx.Node, condition: fx.Proxy) -> Any:
+    def decided(tx: Any, node: fx.Node, condition: fx.Proxy) -> Any:
         example = condition.node.meta.get("example_value")
         if example is None or example.numel() != 1:
             return None
-        found = decide(asked, tx.output.nn_modules.__getitem__)
-        if found is None:
+        decision = decide(node, tx.output.nn_modules.__getitem__)
+        if decision is None:
             return None
-        if not found.is_certain:
-            tx.output.create_proxy("call_function", check_branch, (condition, found.outcome, ""), {})
-        return ConstantVariable.create(found.outcome)
+        if not decision.is_certain:
+            tx.output.create_proxy("call_function", check_branch, (condition, decision.outcome, ""), {})
+        return ConstantVariable.create(decision.outcome)
 
-    def expected(tx: Any, condition: fx.Proxy) -> Any:
+    def required(tx: Any, condition: fx.Proxy) -> Any:
         tx.output.create_proxy("call_function", require, (condition, ""), {})
         return ConstantVariable.create(True)
 
-    def answered(tx: Any, asked: Any, is_assertion: bool) -> Any:
+    def truth_value(tx: Any, variable: Any, is_assertion: bool) -> Any:
         if tx.output.current_tracer.parent is not None:
             return None
-        if isinstance(asked, TensorVariable) and not is_assertion:
-            return decided(tx, asked.as_proxy().node, asked.as_proxy())
-        if not isinstance(asked, SymNodeVariable):
+        if isinstance(variable, TensorVariable) and not is_assertion:
+            return decided(tx, variable.as_proxy().node, variable.as_proxy())
+        if not isinstance(variable, SymNodeVariable):
             return None
-        condition = _of_tensors(tx, asked.as_proxy().node)
+        condition = _tensor_condition(tx, variable.as_proxy().node)
         if condition is None:
             return None
-        return expected(tx, condition) if is_assertion else decided(tx, asked.as_proxy().node, condition)
+        return required(tx, condition) if is_assertion else decided(tx, variable.as_proxy().node, condition)
 
-    def decided_handler(handler: Handler) -> Handler:
+    def deciding(handler: Handler) -> Handler:
         def handle(tx: Any, instruction: Any) -> None:
             is_assertion = tx.next_instruction.opname == "LOAD_ASSERTION_ERROR"
-            if (found := answered(tx, tx.stack[-1].realize(), is_assertion)) is not None:
-                tx.stack[-1] = found
+            if (value := truth_value(tx, tx.stack[-1].realize(), is_assertion)) is not None:
+                tx.stack[-1] = value
             handler(tx, instruction)
 
         return handle
 
-    def decided_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        is_check = self.as_proxy().node.target == CHECKING and tx.output.current_tracer.parent is None
-        found = expected(tx, self.as_proxy()) if is_check else None
-        if found is None and self.dtype is torch.bool:
-            found = answered(tx, self, is_assertion=False)
-        return item(self, tx, *args, **kwargs) if found is None else found
+    def deciding_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        is_check = self.as_proxy().node.target == CHECK_METHOD and tx.output.current_tracer.parent is None
+        value = required(tx, self.as_proxy()) if is_check else None
+        if value is None and self.dtype is torch.bool:
+            value = truth_value(tx, self, is_assertion=False)
+        return item(self, tx, *args, **kwargs) if value is None else value
 
     tables = [(each, each.dispatch_table) for each in _translators(InstructionTranslatorBase)]
-    asking = {code for name, code in dis.opmap.items() if name.startswith(ASKING) and "NONE" not in name}
-    TensorVariable.method_item = decided_item  # type: ignore[method-assign]
+    opcodes = {
+        code for name, code in dis.opmap.items() if name.startswith(TRUTH_OPCODES) and "NONE" not in name
+    }
+    TensorVariable.method_item = deciding_item  # type: ignore[method-assign]
     try:
         for translator, table in tables:
             translator.dispatch_table = [
-                decided_handler(handler) if code in asking else handler for code, handler in enumerate(table)
+                deciding(handler) if code in opcodes else handler for code, handler in enumerate(table)
             ]
         yield
     finally:
@@ -119,38 +120,38 @@ def decide_branches(
 
 
 def _translators(translator: Any) -> Iterator[Any]:
-    """A class that goes through bytecode, and its subclasses: each has a table of handlers, by opcode."""
+    """A class of instruction translators and its subclasses. Each has a table of handlers, by opcode."""
     yield translator
     for each in translator.__subclasses__():
         yield from _translators(each)
 
 
-def _of_tensors(tx: Any, asked: fx.Node) -> fx.Proxy | None:
-    """A comparison of tensors in place of one of numbers, of which ``.item()`` took some out of tensors.
+def _tensor_condition(tx: Any, node: fx.Node) -> fx.Proxy | None:
+    """A comparison of tensors in place of a comparison of numbers, of which some come from ``.item()``.
 
-    A number alone is compared with zero. None if it is another question, or one between whole numbers and
-    fractions, which tensors round first.
+    A number alone is compared with zero. None if the node is no such condition, or if it compares integers
+    with floating-point numbers, which tensors would round first.
     """
-    is_comparison = asked.target in COMPARISONS
-    compare, compared = (asked.target, asked.args) if is_comparison else (operator.ne, (asked, 0))
-    taken = [_taken_out(side) for side in compared]
-    others = [side for side, item in zip(compared, taken, strict=True) if item is None]
-    tensors = [item.all_input_nodes[0].meta["example_value"] for item in taken if item is not None]
-    kinds = {tensor.is_floating_point() for tensor in tensors}
-    if len(kinds) != 1 or any(tensor.is_complex() for tensor in tensors):
+    is_comparison = node.target in COMPARISONS
+    compare, sides = (node.target, node.args) if is_comparison else (operator.ne, (node, 0))
+    items = [_item_call(side) for side in sides]
+    others = [side for side, item in zip(sides, items, strict=True) if item is None]
+    tensors = [item.all_input_nodes[0].meta["example_value"] for item in items if item is not None]
+    are_floating = {tensor.is_floating_point() for tensor in tensors}
+    if len(are_floating) != 1 or any(tensor.is_complex() for tensor in tensors):
         return None
-    number = int | float | torch.SymInt if kinds == {True} else int | torch.SymInt
+    number = int | float | torch.SymInt if are_floating == {True} else int | torch.SymInt
     values = [side.meta.get("example_value") if isinstance(side, fx.Node) else side for side in others]
     if not all(isinstance(value, number) and not free_unbacked_symbols(value) for value in values):
         return None
-    sides = [side if item is None else _kept(tx, item) for side, item in zip(compared, taken, strict=True)]
-    return _call(tx, "call_function", compare, *sides)
+    operands = [side if item is None else _copy(tx, item) for side, item in zip(sides, items, strict=True)]
+    return _call(tx, "call_function", compare, *operands)
 
 
-def _taken_out(side: Any) -> fx.Node | None:
-    """The call of ``item`` that a side of a comparison is, or None.
+def _item_call(side: Any) -> fx.Node | None:
+    """The call of ``item`` that makes a side of a comparison, or None.
 
-    Dynamo also has one for each number that it was given. Of that it knows a value, and guards it.
+    Dynamo also has such a call for each number among the arguments. Their values are known and guarded.
     """
     if isinstance(side, fx.Node) and side.target in (torch.sym_int, torch.sym_float):
         (inside,) = side.args
@@ -161,8 +162,8 @@ def _taken_out(side: Any) -> fx.Node | None:
     return side if is_item and free_unbacked_symbols(side.meta["example_value"]) else None
 
 
-def _kept(tx: Any, item: fx.Node) -> fx.Proxy:
-    """What the tensor was when ``item`` was called, in 64 bits, as which Python has its number."""
+def _copy(tx: Any, item: fx.Node) -> fx.Proxy:
+    """A copy of the tensor at the call of ``item``, in 64 bits like the Python number."""
     (tensor,) = item.all_input_nodes
     wide = "double" if tensor.meta["example_value"].is_floating_point() else "long"
     with tx.output.graph.inserting_after(item):
@@ -172,22 +173,22 @@ def _kept(tx: Any, item: fx.Node) -> fx.Proxy:
 
 
 def _call(tx: Any, kind: str, target: Any, *args: Any) -> fx.Proxy:
-    """A call that is added to the graph, with the fake value that it has."""
+    """Add a call to the graph, with its fake value."""
     tracer = tx.output.current_tracer
     proxies = [tracer.proxy(each) if isinstance(each, fx.Node) else each for each in args]
     proxy = tx.output.create_proxy(kind, target, tuple(proxies), {})
-    made: fx.Proxy = wrap_fx_proxy(tx, proxy).as_proxy()
-    return made
+    result: fx.Proxy = wrap_fx_proxy(tx, proxy).as_proxy()
+    return result
 
 
 def placeholder_example(placeholder: fx.Node) -> Any:
-    """What Dynamo was given for an argument of a graph that is being made; None for a size."""
+    """The value with which Dynamo traces an argument of the graph; None for a size."""
     argument = placeholder.meta.get("grapharg")
     return argument.example if argument is not None else None
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory with values, all of them."""
+    """Whether a tensor has memory that holds its values."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return False
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
@@ -202,18 +203,18 @@ def shape_symbols(example: torch.Tensor, value: torch.Tensor) -> dict[sympy.Symb
 
 
 def evaluate_symbolic(value: Any, sizes: Mapping[sympy.Symbol, int]) -> int | float | bool | None:
-    """A symbolic number worked out; None if it is none, or depends on others than these ``sizes``."""
+    """The value of a symbolic number; None if ``value`` is not one, or has symbols without a size."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
-    found = sympy.sympify(value.node.expr.xreplace(dict(sizes)))
-    if found in (sympy.true, sympy.false):
-        return bool(found)
-    kind = int if isinstance(value, torch.SymInt) else float
-    return kind(found) if found.is_number else None
+    result = sympy.sympify(value.node.expr.xreplace(dict(sizes)))
+    if result in (sympy.true, sympy.false):
+        return bool(result)
+    number_type = int if isinstance(value, torch.SymInt) else float
+    return number_type(result) if result.is_number else None
 
 
 class WriteProtection(TorchDispatchMode):
-    """Lets operators fail that would write to memory at one of these ``addresses``."""
+    """Raises for operators that would write to memory at one of these ``addresses``."""
 
     def __init__(self, addresses: Collection[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Two ways to trace a module into a forward graph, and why they fail."""
+"""Two front ends that trace a module into a forward graph, and explanations of their errors."""
 
 import contextlib
 import logging
@@ -43,15 +43,15 @@ DYNAMO_CONFIG = {
 }
 
 NUMBERS = "numbers"
-"""The attribute of a traced module that says which of its arguments it turns into symbolic numbers."""
+"""The attribute of a traced module that lists the arguments that it turns into symbolic numbers."""
 
 
 IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
-"""Methods of loggers, the last one of Hugging Face's. What a model logs is no part of its graph."""
+"""Methods of loggers, the last of Hugging Face's, that Dynamo skips: logging does not belong in a graph."""
 
 
 GENERATED = "GeneratedBackwardFor_"
-"""How torch.library begins the names of the autograd functions that it makes."""
+"""Prefix of the names of the autograd functions that torch.library generates."""
 
 
 LOST_HOOK = "the hook that forward() registers on the gradient of a parameter would be lost"
@@ -59,9 +59,9 @@ LOST_HOOK = "the hook that forward() registers on the gradient of a parameter wo
 
 @dataclass(frozen=True)
 class TracedBackward:
-    """What a graph returns that has its backward already: ``results``, then the gradients of ``trained``.
+    """The outputs of a graph that includes its backward: ``results``, then the gradients of ``trained``.
 
-    Its last argument is the gradient of its first result.
+    The last argument of the graph is the gradient of its first result.
     """
 
     results: pytree.TreeSpec
@@ -72,10 +72,10 @@ class TracedBackward:
 class CapturedGraph:
     """A forward graph, and the arguments to differentiate it with.
 
-    ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
-    Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
-    ``dynamo_output`` is Dynamo's record of all that the code read, for ``Guards``; other front ends have
-    none. ``traced_backward``: the graph has its backward.
+    ``changed_state`` names the Python objects that the forward would change, and tracing did not. Each is a
+    path from the traced module, such as ``model.layers.0``; for an attribute, the path of its module.
+    ``dynamo_output`` is Dynamo's record of everything that the code read, for ``Guards``; other front ends
+    have none. ``traced_backward`` is set if the graph includes its backward.
     """
 
     module: torch.fx.GraphModule
@@ -86,7 +86,7 @@ class CapturedGraph:
 
 
 SymbolicDims = Sequence[tuple[torch.Tensor, int]]
-"""Tensors among the arguments, each with a dimension that is to be a symbol."""
+"""Tensors among the arguments, each with a dimension that becomes a symbol."""
 
 
 def capture_with_dynamo(
@@ -94,26 +94,26 @@ def capture_with_dynamo(
 ) -> CapturedGraph:
     """Trace ``module(*args)`` into one graph of torch-level calls.
 
-    Dynamo's caches are neither read nor written, so functions the user compiled stay compiled.
+    Dynamo's caches are neither read nor written, so functions that the user compiled stay compiled.
     """
     for tensor, dimension in symbolic:
         torch._dynamo.mark_dynamic(tensor, dimension)
-    known: set[Any] = torch._dynamo.config.ignore_logger_methods
+    ignored: set[Any] = torch._dynamo.config.ignore_logger_methods
     methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
-    config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods}
+    config = DYNAMO_CONFIG | {"ignore_logger_methods": ignored | methods}
     config["capture_scalar_outputs"] = bool(getattr(module, NUMBERS, ()))
     with (
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(config),
-        _keeping_notes() as noted,
+        _record_outputs() as outputs,
         _refuse_hooks_on_leaves(),
-        _requires_grad_set(),
-        _cudnn_flags_ignored(),
+        _allow_requires_grad(),
+        _ignore_cudnn_flags(),
     ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     changed = _changed_state([str(warning.message) for warning in caught])
-    return CapturedGraph(graph_module, args, changed, noted[0])
+    return CapturedGraph(graph_module, args, changed, outputs[0])
 
 
 @contextlib.contextmanager
@@ -132,11 +132,11 @@ def _refuse_hooks_on_leaves() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _requires_grad_set() -> Iterator[None]:
-    """Let a forward set ``requires_grad`` of what it computes, as some do for reentrant checkpoints.
+def _allow_requires_grad() -> Iterator[None]:
+    """Let a forward set ``requires_grad`` of a value that it computes, as reentrant checkpoints need.
 
-    That changes no gradient of a parameter. What else it is set for, such as ``torch.autograd.grad``, fails
-    later, for the graph does not set it.
+    This changes no gradient of a parameter. Other uses, such as ``torch.autograd.grad``, fail later, because
+    the graph does not set it.
     """
     call = _SETATTR.call_function
 
@@ -156,11 +156,11 @@ def _requires_grad_set() -> Iterator[None]:
 
 
 _SETATTR: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
-"""Dynamo's class of ``setattr``, by which it stores attributes; in some versions that of every builtin."""
+"""Dynamo's class for ``setattr``; in some versions its class for every builtin."""
 
 
 def _sets_requires_grad(args: Sequence[VariableTracker]) -> bool:
-    """Whether these arguments of ``setattr`` set ``requires_grad`` of what Dynamo computes."""
+    """Whether these arguments of ``setattr`` set ``requires_grad`` of a computed tensor."""
     changed, name, value = (each.realize() for each in args)
     if not (name.is_python_constant() and value.is_python_constant() and _is_computed(changed)):
         return False
@@ -168,13 +168,13 @@ def _sets_requires_grad(args: Sequence[VariableTracker]) -> bool:
 
 
 def _is_computed(value: object) -> bool:
-    """Whether Dynamo computes a tensor, which thus is no argument, and has no gradient that is read later."""
+    """Whether a tensor is computed in the graph, so that nothing reads its gradient later."""
     return isinstance(value, TensorVariable) and value.as_proxy().node.op != "placeholder"
 
 
 @contextlib.contextmanager
-def _cudnn_flags_ignored() -> Iterator[None]:
-    """Let Dynamo pass by ``with torch.backends.cudnn.flags(...)``, which chooses among kernels alone."""
+def _ignore_cudnn_flags() -> Iterator[None]:
+    """Let Dynamo skip ``with torch.backends.cudnn.flags(...)``, which only chooses kernels."""
     call = TorchInGraphFunctionVariable.call_function
 
     def called(self: TorchInGraphFunctionVariable, *args: Any) -> Any:
@@ -188,31 +188,31 @@ def _cudnn_flags_ignored() -> Iterator[None]:
 
 
 def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:
-    """Whether a captured graph has torch's random operators in place of numpy's, whose seeds they ignore."""
+    """Whether torch's random operators replace numpy's in a captured graph, and so ignore numpy's seed."""
     functions = [getattr(node.target, "f", None) for node in graph_module.graph.nodes]
     return any(getattr(function, "__module__", None) == "torch._numpy.random" for function in functions)
 
 
 @contextlib.contextmanager
-def _keeping_notes() -> Iterator[list[CaptureOutput]]:
-    """Keep what Dynamo notes of what is captured meanwhile, which its front end for export drops."""
-    capture, kept = functional_export.fullgraph_capture, list[CaptureOutput]()
+def _record_outputs() -> Iterator[list[CaptureOutput]]:
+    """Collect the records of Dynamo's captures, which its front end for export drops."""
+    capture, outputs = functional_export.fullgraph_capture, list[CaptureOutput]()
 
     def captured(*args: Any, **kwargs: Any) -> CaptureOutput:
-        kept.append(capture(*args, **kwargs))
-        return kept[-1]
+        outputs.append(capture(*args, **kwargs))
+        return outputs[-1]
 
     functional_export.fullgraph_capture = captured
     try:
-        yield kept
+        yield outputs
     finally:
         functional_export.fullgraph_capture = capture
 
 
 def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
     """The objects below the traced module that Dynamo's warning about side effects names."""
-    listed = "".join(message for message in messages if "side effects" in message)
-    return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
+    warning = "".join(message for message in messages if "side effects" in message)
+    return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", warning))
 
 
 def capture_with_export(
@@ -227,7 +227,7 @@ def capture_with_export(
     for tensor, dimension in symbolic:
         dynamic[id(tensor)][dimension] = torch.export.Dim.DYNAMIC
     shapes = pytree.tree_map(lambda leaf: dynamic.get(id(leaf)), args)
-    with _refuse_custom_backwards(), _buffer_hooks_removed(), silence_output():
+    with _refuse_custom_backwards(), _restore_buffer_hooks(), silence_output():
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()
     assert isinstance(graph_module, torch.fx.GraphModule)
@@ -240,8 +240,8 @@ def capture_with_export(
 
 
 @contextlib.contextmanager
-def _buffer_hooks_removed() -> Iterator[None]:
-    """Remove the hook on assigned buffers that a failed export of torch 2.11 leaves, and would then trace."""
+def _restore_buffer_hooks() -> Iterator[None]:
+    """Remove the hook on assigned buffers that a failed export of torch 2.11 leaves, and later traces."""
     hooks = torch.nn.modules.module._global_buffer_registration_hooks
     before = dict(hooks)
     try:
@@ -259,7 +259,7 @@ def _refuse_custom_backwards() -> Iterator[None]:
     hooks = {name: getattr(tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if _is_of_an_operator(cls):
+        if _belongs_to_operator(cls):
             return apply.__func__(cls, *args, **kwargs)
         raise TypeError(f"the backward of the custom autograd function {cls.__qualname__} would be lost")
 
@@ -268,7 +268,7 @@ def _refuse_custom_backwards() -> Iterator[None]:
 
     def refuse_node(self: torch.Tensor) -> Any:
         if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-            raise TypeError("what forward() does with grad_fn, a node of autograd's own graph, would be lost")
+            raise TypeError("forward() uses grad_fn, a node of autograd's own graph, which would be lost")
         return grad_fn.__get__(self)
 
     function.apply = classmethod(refuse_function)  # type: ignore[method-assign,assignment]
@@ -287,8 +287,8 @@ def _refuse_custom_backwards() -> Iterator[None]:
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _is_of_an_operator(function: type) -> bool:
-    """Whether torch.library made the autograd function for an operator, which keeps it in any graph."""
+def _belongs_to_operator(function: type) -> bool:
+    """Whether torch.library generated the autograd function for an operator, which any graph keeps."""
     return function.__module__ == _library_autograd.__name__ and function.__name__.startswith(GENERATED)
 
 
@@ -296,19 +296,19 @@ _MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting
 
 
 def model_raised(error: BaseException) -> bool:
-    """Whether Dynamo stopped at an error that the model would raise on these arguments in eager mode too."""
+    """Whether Dynamo failed with an error that the model also raises on these arguments in eager mode."""
     return isinstance(error, TorchRuntimeError) or str(error).startswith(_MODEL_RAISED)
 
 
 def is_data_dependent_error(error: BaseException) -> bool:
-    """Whether a front end stopped because it needs to know what only values of tensors tell."""
+    """Whether a front end failed because it needs the value of a tensor."""
     return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent expression" in str(error)
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a front end stopped, in a sentence or two."""
+    """Why a front end failed, in a sentence or two."""
     if is_data_dependent_error(error):
-        return "Data-dependent size or branch: torch needs a value of a tensor to go on"
+        return "Data-dependent size or branch: torch needs the value of a tensor to go on"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, Unsupported):
         explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
@@ -318,5 +318,5 @@ def reason_of(error: BaseException) -> str:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The stack of the traced program where Dynamo gave up, outermost frame first. Other errors have none."""
+    """The stack of the traced program where Dynamo failed, outermost frame first; empty for other errors."""
     return list(getattr(error, "real_stack", None) or [])

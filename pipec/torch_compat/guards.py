@@ -1,9 +1,9 @@
-"""What Dynamo took for granted of the objects that a module read while it was traced, to be checked again.
+"""Guards: checks that the Python objects a module read while it was traced are still the same.
 
-Dynamo notes every attribute, closure and global that decided what it traced. Torch compiles these notes, the
-guards, into a check that takes some hundred nanoseconds a module. Guards on arguments, on sizes, on tensors
-and on torch's own state are left out: whoever keeps a graph knows those of its calls. What Dynamo noted, but
-does not look at again, has guards of its own here.
+Dynamo records every attribute, closure and global that its trace depends on, as guards, which torch compiles
+into a check that takes some hundred nanoseconds a module. Guards on arguments, sizes, tensors and torch's own
+state are left out, because the compile cache compares these itself. Objects that Dynamo records but does not
+guard get guards of pipec's own.
 """
 
 import ast
@@ -40,20 +40,20 @@ CALL_GUARD_TYPES = {
     "GRAD_MODE",
     "SHAPE_ENV",
 }
-"""Kinds of guards on sizes, and on torch's own state, which is part of what a call is compiled for."""
+"""Kinds of guards on sizes and on torch's own state, which are part of the key of a compiled call."""
 
 TENSOR_GUARD_TYPES = {"DUPLICATE_INPUT", "TENSOR_MATCH", "TYPE_MATCH"}
-"""Kinds of guards on what a tensor is."""
+"""Kinds of guards on the metadata of tensors."""
 
 PYTREE = ("G['pytree']", "G['__import_torch_dot_utils_dot__pytree']", "__import__('torch').utils._pytree")
-"""How the places begin that belong to torch's registry of containers, which grows without any effect."""
+"""Prefixes of paths in torch's registry of container types, whose growth has no effect."""
 
 
 @dataclass(frozen=True)
 class ValuePath:
-    """Where a value is found: attributes and items, one after the other, from the traced module or a global.
+    """The path to a value: attributes and items from the traced module or an imported Python module.
 
-    ``root`` is empty for the module, else the name of an imported module.
+    ``root`` is empty for the traced module, else the name of the imported one.
     """
 
     root: str
@@ -61,10 +61,10 @@ class ValuePath:
 
     @classmethod
     def parse(cls, source: str) -> "ValuePath | None":
-        """The place that Dynamo writes as ``self.model.h[0].p``; None if it is written in another way.
+        """The path of a source in Dynamo's notation, ``self.model.h[0].p``; None for other expressions.
 
-        An attribute of a class, ``dict(type(self.model).__dict__)['scale']``, is one of its object. What a
-        property is made of is not: the object computes the property.
+        An attribute of a class, ``dict(type(self.model).__dict__)['scale']``, becomes one of its object. The
+        functions of a property do not: the object computes the property.
         """
         steps: list[tuple[str, Any]] = []
         if _PROPERTY.search(source):
@@ -88,19 +88,19 @@ class ValuePath:
         return cls("", tuple(reversed(steps))) if node.id == "self" else None
 
     def value(self, module: torch.nn.Module) -> Any:
-        """What is there now. Raises LookupError or AttributeError if the place is gone."""
-        found: Any = sys.modules[self.root] if self.root else module
+        """The current value. Raises LookupError or AttributeError if the path does not exist any more."""
+        current: Any = sys.modules[self.root] if self.root else module
         for kind, key in self.steps:
-            found = getattr(found, key) if kind == "attribute" else found[key]
-        return found
+            current = getattr(current, key) if kind == "attribute" else current[key]
+        return current
 
     @property
     def names(self) -> list[str]:
-        """The names of modules, attributes and items on the way."""
+        """The names of modules, attributes and items along the path."""
         return [self.root] * bool(self.root) + [str(key) for _, key in self.steps if key not in _REGISTRIES]
 
     def __str__(self) -> str:
-        """As a person would write it: ``model.h.0.p``"""
+        """The path with dots: ``model.h.0.p``."""
         return ".".join(self.names)
 
 
@@ -110,50 +110,55 @@ _REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
 class ValueGuard:
-    """Compares what ``read`` finds below a traced module with what it found when this was made."""
+    """Compares the value that ``read`` returns for a traced module with its value at construction."""
 
-    def __init__(self, place: str, read: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> None:
-        self._place, self._read = place, read
+    def __init__(self, name: str, read: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> None:
+        self._name, self._read = name, read
         self._expected = read(module)
 
     def __str__(self) -> str:
-        return f"{self._place} was another one, or had other values"
+        return f"{self._name} was another object, or had other values"
 
     def holds(self, module: torch.nn.Module) -> bool:
         try:
             return bool(self._read(module) == self._expected)
-        except Exception:  # whatever attributes of the model's objects raise
+        except Exception:  # attributes of the model's objects may raise any error
             return False
 
 
-def constant_guard(place: str, find: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> ValueGuard:
-    """Expects the tensor or the array that ``find`` finds, which a graph holds as a constant, unchanged.
+def constant_guard(name: str, get: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> ValueGuard:
+    """A guard that the tensor or array that ``get`` returns, a constant of a graph, has not changed.
 
-    Torch counts the changes of a tensor. Of an array there are the values alone.
+    For a tensor, torch counts the changes in place. An array is compared by its values.
     """
-    value = find(module)
-    kept = value if isinstance(value, torch.Tensor) else None  # so that no other gets its address
+    value = get(module)
+    original = value if isinstance(value, torch.Tensor) else None  # a reference, so that none reuses its id
 
     def read(module: torch.nn.Module) -> Any:
-        found = find(module)
-        if isinstance(found, torch.Tensor):
-            is_plain = type(found) is torch.Tensor and found.layout is torch.strided
-            return found is kept, num_changes(found), found.data_ptr() if is_plain else 0
-        if isinstance(found, np.ndarray | np.generic):
-            return type(found), found.dtype, found.shape, found.tobytes()
-        return type(found), found
+        current = get(module)
+        if isinstance(current, torch.Tensor):
+            is_plain = type(current) is torch.Tensor and current.layout is torch.strided
+            return current is original, num_changes(current), current.data_ptr() if is_plain else 0
+        if isinstance(current, np.ndarray | np.generic):
+            return type(current), current.dtype, current.shape, current.tobytes()
+        return type(current), current
 
-    return ValueGuard(place, read, module)
+    return ValueGuard(name, read, module)
 
 
-def _finder(source: str, known: dict[str, Any]) -> Callable[[torch.nn.Module], Any]:
-    """Looks up what Dynamo writes as ``L['self'].shifts[0]``, or ``___from_numpy(G['table'])``, an array."""
-    code = compile(source, "<place of a guard>", "eval")
-    scope = {**_get_closure_vars(), "___from_numpy": _itself, "___as_tensor": _itself, "G": known}
+def _getter(source: str, module_globals: dict[str, Any]) -> Callable[[torch.nn.Module], Any]:
+    """Evaluates a source in Dynamo's notation: ``L['self'].shifts[0]``, or ``___from_numpy(G['table'])``."""
+    code = compile(source, "<source of a guard>", "eval")
+    scope = {
+        **_get_closure_vars(),
+        "___from_numpy": _identity,
+        "___as_tensor": _identity,
+        "G": module_globals,
+    }
     return lambda module: eval(code, scope, {"L": {"self": module}})
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -163,18 +168,18 @@ def _value_guards(
     registered: Collection[int],
     module: torch.nn.Module,
 ) -> Iterator[ValueGuard]:
-    """Guards of what Dynamo found at these places, or this code reads, and Dynamo does not look at again."""
+    """Guards of objects that Dynamo read at these sources, or that this code reads, and does not guard."""
     yield _methods_guard(codes, module)
-    known, found = type(module).forward.__globals__, {entry.orig_guard.name: entry for entry in entries}
+    module_globals, by_source = type(module).forward.__globals__, {e.orig_guard.name: e for e in entries}
     functions, reads_environment = list[FunctionType](), False
-    for source, entry in found.items():
+    for source, entry in by_source.items():
         value = entry.value
         if isinstance(value, torch.Tensor):
             if id(value) not in registered:
-                yield constant_guard(fqn_of(source), _finder(source, known), module)
+                yield constant_guard(fqn_of(source), _getter(source, module_globals), module)
         elif type(value) in _DICTS and not entry.name.endswith(_REGISTRY):
-            yield _keys_guard(source, _finder(source, known), module)
-        elif isinstance(value, FunctionType) and not _is_torchs(value):
+            yield _keys_guard(source, _getter(source, module_globals), module)
+        elif isinstance(value, FunctionType) and not _is_defined_by_torch(value):
             functions.append(value)
         reads_environment |= value is os.environ or value is os.getenv
     if reads_environment:
@@ -188,26 +193,26 @@ def _value_guards(
         )
 
 
-def _is_torchs(function: FunctionType) -> bool:
-    """Whether torch defines a function. One that ``exec`` or ``eval`` has made may be of no module."""
+def _is_defined_by_torch(function: FunctionType) -> bool:
+    """Whether torch defines a function. The module of one made by ``exec`` or ``eval`` may be None."""
     return str(function.__module__).startswith("torch.")
 
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 _REGISTRY = (".__dict__", ".__dict__)", "._modules", "._parameters", "._buffers", "_hooks", "_with_kwargs")
-"""How places end that hold what a module or an object has: what Dynamo looks for there it looks for again."""
+"""Suffixes of the dicts of a module's or object's attributes. Dynamo guards the lookups in these itself."""
 
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _keys_guard(source: str, find: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> ValueGuard:
-    """Expects the keys of a dict: Dynamo does not note a key that a class of the user's looks for in vain."""
-    return ValueGuard(f"the keys of {fqn_of(source)}", lambda module: [*find(module)], module)
+def _keys_guard(source: str, get: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> ValueGuard:
+    """A guard on the keys of a dict: Dynamo does not record a failed lookup by a class of the user's."""
+    return ValueGuard(f"the keys of {fqn_of(source)}", lambda module: [*get(module)], module)
 
 
 def _methods_guard(codes: Collection[CodeType], module: torch.nn.Module) -> ValueGuard:
-    """Expects the methods that modules and tensors have by their classes, where this code calls them."""
+    """A guard on the methods of modules and tensors that this code calls."""
     classes = {base for each in module.modules() for base in type(each).__mro__}
     named = [(vars(base), name) for base in classes for name, x in vars(base).items() if _code_of(x) in codes]
     methods = [space[name] for space, name in named]
@@ -222,7 +227,7 @@ def _methods_guard(codes: Collection[CodeType], module: torch.nn.Module) -> Valu
 
 
 def _code_of(value: Any) -> CodeType | None:
-    """The code of a function, of a method of any kind, or of what a property computes."""
+    """The code of a function, of a method of any kind, or of a property's getter."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod):
@@ -231,34 +236,33 @@ def _code_of(value: Any) -> CodeType | None:
 
 
 class Guards:
-    """The guards of one capture, made once the module is again as it was before.
+    """The guards of one capture. They are built after the module was restored.
 
-    ``constants`` are the plain values they expect, by place. What Dynamo does not look at again is compared
-    besides.
+    ``constants`` has the plain values that the guards expect, by path.
 
     Raises:
-        CaptureError: they do not hold although nothing has happened since the capture.
+        CaptureError: the guards do not hold directly after the capture.
     """
 
     def __init__(self, capture: CaptureOutput, module: torch.nn.Module) -> None:
         self.constants: dict[ValuePath, Any] = {}
-        self._alive: list[object] = []
+        self._references: list[object] = []
         self._entries: list[GuardFilterEntry] = []
-        forward, found = type(module).forward, capture.graph_capture_output
-        build = functools.partial(found.build_guards, forward.__code__, Hooks(guard_filter_fn=self._filtered))
+        forward, output = type(module).forward, capture.graph_capture_output
+        build = functools.partial(output.build_guards, forward.__code__, Hooks(guard_filter_fn=self._filter))
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
             try:
                 built = build()
             except (AttributeError, LookupError):
-                _drop_undone(found.output_graph.guards, forward.__globals__, module)
+                _drop_missing(output.output_graph.guards, forward.__globals__, module)
                 built = build()
         self._manager = built.guard_manager
         registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._values = [*_value_guards(self._entries, {*found.traced_code}, registered, module)]
-        if broken := self.violation(module):
+        self._values = [*_value_guards(self._entries, {*output.traced_code}, registered, module)]
+        if violation := self.violation(module):
             raise CaptureError(
-                f"the model was traced, but nothing would tell when to trace it again, for directly after it "
-                f"{broken}: see that forward() reads no attribute or property that is another one each time"
+                f"the model was traced, but its guards do not hold directly afterwards: {violation}. "
+                "forward() must not read an attribute or property that differs each time"
             )
 
     def holds(self, module: torch.nn.Module) -> bool:
@@ -266,51 +270,51 @@ class Guards:
 
     def violation(self, module: torch.nn.Module) -> str:
         """The first guard that does not hold: ``model.drop.p == 0.1 at dropout.py:73``; empty if all hold."""
-        found = self._manager.check_verbose({"self": module})
-        if not found.result:
-            return " and ".join(map(_readable, found.verbose_code_parts[:1]))
+        check = self._manager.check_verbose({"self": module})
+        if not check.result:
+            return " and ".join(map(_readable, check.verbose_code_parts[:1]))
         return next((str(guard) for guard in self._values if not guard.holds(module)), "")
 
-    def _filtered(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
-        for entry in (own := [entry for entry in entries if not _of_the_call(entry)]):
+    def _filter(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
+        for entry in (own := [entry for entry in entries if not _belongs_to_call(entry)]):
             value = entry.value
-            is_kept = callable(value) or "ID_MATCH" in entry.derived_guard_types
-            if is_kept and not isinstance(value, torch.nn.Module):
-                self._alive.append(value)  # guards know it by its address, which another could be given
-            if place := constant_path(entry.name, entry.guard_type, value):
-                self.constants[place] = value
+            is_compared_by_id = callable(value) or "ID_MATCH" in entry.derived_guard_types
+            if is_compared_by_id and not isinstance(value, torch.nn.Module):
+                self._references.append(value)  # so that no other object reuses its id
+            if path := constant_path(entry.name, entry.guard_type, value):
+                self.constants[path] = value
         self._entries = own
-        return [not _of_the_call(entry) and not _of_a_tensor(entry) for entry in entries]
+        return [not _belongs_to_call(entry) and not _is_on_tensor(entry) for entry in entries]
 
 
-def _drop_undone(guards: GuardsSet, known: dict[str, Any], module: torch.nn.Module) -> None:
-    """Drop guards of what only the first call of the model has made, which is undone after the capture."""
+def _drop_missing(guards: GuardsSet, module_globals: dict[str, Any], module: torch.nn.Module) -> None:
+    """Drop guards of objects that the traced call created, and that restoring the module has removed."""
 
     def exists(guard: Guard) -> bool:
         try:
-            _finder(guard.name, known)(module)
+            _getter(guard.name, module_globals)(module)
         except (AttributeError, LookupError):
             return False
         return True
 
-    kept = [guard for guard in guards if not guard.name or _of_arguments(guard) or exists(guard)]
-    guards.inner = type(guards.inner)(kept)
+    existing = [guard for guard in guards if not guard.name or _is_on_arguments(guard) or exists(guard)]
+    guards.inner = type(guards.inner)(existing)
 
 
-def _of_the_call(entry: GuardFilterEntry) -> bool:
+def _belongs_to_call(entry: GuardFilterEntry) -> bool:
     return (
         entry.guard_type in CALL_GUARD_TYPES
-        or _of_arguments(entry.orig_guard)
+        or _is_on_arguments(entry.orig_guard)
         or entry.name.startswith(PYTREE)
     )
 
 
-def _of_a_tensor(entry: GuardFilterEntry) -> bool:
+def _is_on_tensor(entry: GuardFilterEntry) -> bool:
     return isinstance(entry.value, torch.Tensor) and entry.guard_type in TENSOR_GUARD_TYPES
 
 
 def constant_path(name: str, kind: str, value: object) -> ValuePath | None:
-    """The place of a plain value that a guard compares; None of another guard, or of torch's own values."""
+    """The path of a plain value that a guard compares; None for other guards, and for torch's own values."""
     if kind not in CONSTANT_GUARD_TYPES or not isinstance(value, _PLAIN):
         return None
     return ValuePath.parse(name)
@@ -319,14 +323,14 @@ def constant_path(name: str, kind: str, value: object) -> ValuePath | None:
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)
 
 
-def _of_arguments(guard: Guard) -> bool:
-    """Whether a guard looks at an argument of the traced call or a part of one, or tells others from it."""
+def _is_on_arguments(guard: Guard) -> bool:
+    """Whether a guard reads an argument of the traced call or a part of one, or compares objects with it."""
     compared = guard.code_list or [] if guard.create_fn_name() == "DUPLICATE_INPUT" else []
     return any(root != "self" for text in (guard.name, *compared) for root in _roots(text))
 
 
 def _parsed(source: str) -> ast.expr:
-    """The expression; an empty one if the names in it, which may be any text, make it none."""
+    """The syntax tree of an expression; an empty one if names in it, which may be any text, break it."""
     try:
         return ast.parse(source, mode="eval").body
     except SyntaxError:
@@ -334,18 +338,18 @@ def _parsed(source: str) -> ast.expr:
 
 
 def _roots(source: str) -> Iterator[str]:
-    """The locals of the traced function that an expression of Dynamo's begins with."""
+    """The locals of the traced function with which sources in an expression of Dynamo's begin."""
     for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "L":
             yield str(ast.literal_eval(node.slice))
 
 
 def _readable(text: str) -> str:
-    """Torch's text of a guard, with the place as a person writes it and the file without its folders."""
+    """Torch's text of a guard, with the path in dots and the file name without folders."""
     condition, *comments = text.split("  # ")
-    place, space, rest = condition.partition(" ")
+    source, space, rest = condition.partition(" ")
     line = comments[-1].split(" in ")[0].rsplit("/", 1)[-1] if comments else ""
-    return f"{fqn_of(place)}{space}{rest}" + f", which {line} reads" * bool(line)
+    return f"{fqn_of(source)}{space}{rest}" + f", which {line} reads" * bool(line)
 
 
 def fqn_of(source: str) -> str:

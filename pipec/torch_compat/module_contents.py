@@ -1,4 +1,4 @@
-"""What modules and tensors are at a moment, read in few calls: thousands of attributes before each step."""
+"""Reads the state of all modules and tensors in few calls: thousands of attributes before each step."""
 
 import itertools
 import operator
@@ -11,7 +11,7 @@ from torch import Tensor
 from pipec.torch_compat.differentiation import has_gradient_hook
 from pipec.torch_compat.module_state import module_hooks
 
-_PARTS = operator.attrgetter(
+_MODULE_FIELDS = operator.attrgetter(
     "training",
     "_modules",
     "_parameters",
@@ -21,16 +21,16 @@ _PARTS = operator.attrgetter(
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_KIND = operator.attrgetter("shape", "dtype", "requires_grad")
+_TENSOR_FIELDS = operator.attrgetter("shape", "dtype", "requires_grad")
 _HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _values = operator.methodcaller("values")
 
 
 class ModuleContents(NamedTuple):
-    """What some modules hold, in their order.
+    """The children, parameters, buffers and hooks of some modules, in order.
 
-    ``sizes`` says how many children each module has, and then how many parameters and buffers, and ``names``
-    what they are called; ``children`` and ``tensors`` are those, some of them None.
+    ``sizes`` has the number of children of each module, then the numbers of parameters and buffers of each.
+    ``names`` has the names of all these. ``children`` and ``tensors`` may contain None.
     """
 
     training: tuple[bool, ...]
@@ -42,13 +42,13 @@ class ModuleContents(NamedTuple):
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """What can be compared by its values."""
+        """The fields that are compared by value."""
         return self[:4]
 
 
 def module_contents(modules: Sequence[torch.nn.Module]) -> ModuleContents:
-    """What modules hold now."""
-    training, children, parameters, buffers, *hooks = zip(*map(_PARTS, modules), strict=True)
+    """The current contents of modules."""
+    training, children, parameters, buffers, *hooks = zip(*map(_MODULE_FIELDS, modules), strict=True)
     tensors = [*itertools.chain.from_iterable(zip(parameters, buffers, strict=True))]
     registries = [*children, *tensors]
     return ModuleContents(
@@ -62,17 +62,17 @@ def module_contents(modules: Sequence[torch.nn.Module]) -> ModuleContents:
 
 
 class TensorMetadata(NamedTuple):
-    """The shape, the type and ``requires_grad`` of each of some tensors, and whether it has a hook."""
+    """The shape, dtype and ``requires_grad`` of each of some tensors, and whether it has a gradient hook."""
 
     plain: list[tuple[torch.Size, torch.dtype, bool]]
     hooked: Sequence[bool]
 
 
 def tensor_metadata(tensors: Sequence[Tensor]) -> TensorMetadata:
-    """What tensors are now."""
+    """The current metadata of tensors."""
     are_hooked = _any_in(map(_HOOKS, tensors))
     hooked = [*map(has_gradient_hook, tensors)] if are_hooked else [False] * len(tensors)
-    return TensorMetadata([*map(_KIND, tensors)], hooked)
+    return TensorMetadata([*map(_TENSOR_FIELDS, tensors)], hooked)
 
 
 def _any_in(collections: Iterable[Iterable[object]]) -> bool:

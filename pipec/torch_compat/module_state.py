@@ -1,4 +1,4 @@
-"""What tracing does to a module, undone; and a call of the module without tracing."""
+"""Restores a module after tracing, replaces its tensors by fake ones, and calls it on fake tensors."""
 
 import contextlib
 import copy
@@ -26,11 +26,11 @@ NEEDS_VALUES = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""What operators raise on fake tensors that would work on real ones."""
+"""Errors of operators that fail on fake tensors and would work on real ones."""
 
 
 NEEDS_MEMORY = ("not allocated yet", "access data pointer", "access storage", "for tensor subclasses")
-"""What kernels and ``Tensor.numpy`` say where they find that a tensor has no memory."""
+"""Parts of the errors that kernels and ``Tensor.numpy`` raise for a tensor without memory."""
 
 
 LOGGERS = (
@@ -63,7 +63,7 @@ def quiet_logging() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Let operators compute in the types of what they are given."""
+    """Let operators compute in the dtypes of their operands."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
@@ -81,52 +81,52 @@ def restore_module(module: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for container, kept in zip(containers, before, strict=True):
-            _restore(container, kept)
+        for container, original in zip(containers, before, strict=True):
+            _restore(container, original)
 
 
 Container = dict[Any, Any] | list[Any] | set[Any]
 
 
 def _containers(module: torch.nn.Module) -> list[Container]:
-    """The attributes of the module and of those below it, and the dicts, lists and sets among them."""
-    found: list[Container] = []
+    """The ``__dict__`` of the module and of every module in it, and the dicts, lists and sets in these."""
+    containers: list[Container] = []
     for each in module.modules():
-        found += [each.__dict__, *(x for x in each.__dict__.values() if isinstance(x, dict | list | set))]
-    return found
+        containers += [each.__dict__, *(x for x in vars(each).values() if isinstance(x, dict | list | set))]
+    return containers
 
 
-def _restore(container: Container, kept: Container) -> None:
-    """Put back what has changed. What never does may be a dict of its own kind that refuses to."""
-    if _contents(container) == _contents(kept):
+def _restore(container: Container, original: Container) -> None:
+    """Restore a container if it has changed. Others are not written: a dict subclass may refuse it."""
+    if _contents(container) == _contents(original):
         return
     if isinstance(container, list):
-        container[:] = kept
+        container[:] = original
     else:
         container.clear()
-        container.update(kept)
+        container.update(original)
 
 
 def _contents(container: Container) -> list[Any]:
-    """What tells whether a container has changed: its keys, and which objects it holds."""
+    """The keys and the identities of the objects in a container, to find changes."""
     if isinstance(container, dict):
         return [(key, id(value)) for key, value in container.items()]
     return [id(value) for value in container]
 
 
 def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The dicts in which the module and those below it keep their tensors and attributes."""
+    """The dicts with the attributes, parameters and buffers of the module and of every module in it."""
     return [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
 
 
 def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
-    """Replace parameters and buffers by fake ones on ``device``, without memory, unless all is on the CPU.
+    """Replace parameters and buffers by fake ones on ``device``, without memory, unless both are on the CPU.
 
-    Operators differ between kinds of devices, a model may be larger than the memory of one, and its tensors
-    may be on several. On meta, torch takes attention apart; and a composite operator that has a kernel for
-    meta, such as ``nll_loss``, silently gets no gradient. ``restore_module`` puts the tensors back. Tensors
-    that are registered nowhere stay, and torch refuses to compute with them. Returns the tensors that were
-    replaced, by the ``id`` of what is in their place.
+    Returns the replaced tensors, by the ``id`` of their fake ones. Operators differ between device types, a
+    model may be larger than the memory of a device, and its tensors may be on several devices. The meta
+    device would not do: there torch decomposes attention, and a composite operator with a kernel for meta,
+    such as ``nll_loss``, silently gets no gradient. ``restore_module`` puts the tensors back. Unregistered
+    tensors are not replaced, and torch refuses to compute with them.
     """
     mode = FakeTensorMode()
     tensors = [
@@ -152,7 +152,7 @@ def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> t
 
 
 def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers that torch gave the hooks of a module, of its forward and of its backward."""
+    """The numbers that torch gave the forward and backward hooks of a module."""
     hooks: tuple[dict[int, Any], ...] = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -163,7 +163,7 @@ def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def has_partial_backward_hook(module: torch.nn.Module) -> bool:
-    """Whether the module has a hook of ``register_backward_hook``, which capture drops without a word."""
+    """Whether the module has a hook of ``register_backward_hook``, which capture silently drops."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
 
 
@@ -180,9 +180,9 @@ def num_changes(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came of a call on fake tensors: the error that it raised, and whether it changed any object.
+    """The result of a call on fake tensors: the error that it raised, and whether it changed any object.
 
-    A call that needs values fails on fake tensors alone, so that such an error says nothing of the model.
+    A call that needs values fails on fake tensors only, and does not count as ``failed``.
     """
 
     error: Exception | None
@@ -198,7 +198,8 @@ class DryRun:
 def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     """Call ``module(*args)`` in eager mode on fake tensors.
 
-    What the first call of a model sets up stays, such as hooks; tensors and what holds tensors are put back.
+    Objects that a model's first call creates, such as hooks, are kept. Tensors, and objects with tensors, are
+    restored.
     """
     containers = _containers(module)
     before = [copy.copy(container) for container in containers]
@@ -213,28 +214,29 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     except Exception as raised:
         error = raised
     finally:
-        changed = [_without_tensors(*pair) for pair in zip(containers, before, strict=True)]
+        changed = [_restore_tensors(*pair) for pair in zip(containers, before, strict=True)]
     return DryRun(error, any(changed))
 
 
 @contextlib.contextmanager
 def skip_no_op_conversions() -> Iterator[None]:
-    """Let ``module.to(...)`` leave fake parameters of that type alone, which torch would fail to swap."""
+    """Let ``module.to(...)`` skip fake parameters that need no conversion: torch would fail to swap them."""
     swap = torch.utils.swap_tensors
 
-    def swap_others(mine: torch.Tensor, converted: torch.Tensor) -> None:
-        if (mine.dtype, mine.device, mine.shape) != (converted.dtype, converted.device, converted.shape):
-            swap(mine, converted)  # type: ignore[no-untyped-call]
+    def swap_converted(original: torch.Tensor, converted: torch.Tensor) -> None:
+        old, new = ((each.dtype, each.device, each.shape) for each in (original, converted))
+        if old != new:
+            swap(original, converted)  # type: ignore[no-untyped-call]
 
-    torch.utils.swap_tensors = swap_others
+    torch.utils.swap_tensors = swap_converted
     try:
         yield
     finally:
         torch.utils.swap_tensors = swap
 
 
-def _without_tensors(container: Container, before: Container) -> bool:
-    """Undo the changes of a container in which there are tensors. Returns whether any other is left."""
+def _restore_tensors(container: Container, before: Container) -> bool:
+    """Undo changes of a container, except new objects without tensors. Returns whether there are any."""
     if not isinstance(container, dict) or not isinstance(before, dict):
         _restore(container, before)
         return False
@@ -245,13 +247,13 @@ def _without_tensors(container: Container, before: Container) -> bool:
 
 def _holds_tensor(value: object) -> bool:
     leaves = pytree.tree_leaves(value)
-    leaves += [held for leaf in leaves for held in pytree.tree_leaves(getattr(leaf, "__dict__", None))]
+    leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(getattr(leaf, "__dict__", None))]
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Keep what is printed off the terminal: the model may print fake tensors, and torch a failed graph."""
-    nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    """Discard printed text: the model may print fake tensors, and torch a failed graph."""
+    discarded = io.StringIO()
+    with contextlib.redirect_stdout(discarded), contextlib.redirect_stderr(discarded):
         yield

@@ -1,4 +1,4 @@
-"""Operators and distributions as capture needs them, while it lasts."""
+"""Patches of torch's operators and distributions that are active during capture."""
 
 import contextlib
 import functools
@@ -17,12 +17,12 @@ from torch._prims_common import suggest_memory_format
 from torch.distributions import Distribution
 
 INTERPOLATIONS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
-"""Operators of which torch takes the forward apart before it differentiates."""
+"""Operators whose forward torch decomposes before it differentiates."""
 
 
 @contextlib.contextmanager
 def skip_distribution_validation() -> Iterator[None]:
-    """Let ``torch.distributions`` check no values, for they do not exist at capture."""
+    """Let ``torch.distributions`` skip checks of values, which do not exist during capture."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -35,8 +35,8 @@ def skip_distribution_validation() -> Iterator[None]:
 def keep_interpolation_operators() -> Iterator[None]:
     """Keep ``interpolate`` one operator, as it is in eager mode.
 
-    torch takes it apart into some hundred operators that compute the last bit otherwise. What then runs needs
-    Python for a symbolic batch, which torch lacks: the sizes of the result, and the shape of the gradient.
+    torch decomposes it into some hundred operators that differ in the last bit. For a symbolic batch, the
+    whole operator needs Python code that torch lacks: the sizes of the result, and the gradient's shape.
     """
     before: list[tuple[OpOverload, dict[Any, Any]]] = []
     for name in INTERPOLATIONS:
@@ -47,7 +47,7 @@ def keep_interpolation_operators() -> Iterator[None]:
         forward.default.py_kernels.pop(DispatchKey.Autograd, None)
         for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
             forward.vec.py_kernels[key] = functools.partial(_interpolate, forward.default)
-        backward.py_kernels[DispatchKey.Meta] = _interpolated_from
+        backward.py_kernels[DispatchKey.Meta] = _interpolate_backward
     try:
         for operator, _ in before:
             operator._dispatch_cache.clear()
@@ -70,7 +70,7 @@ def _interpolate(
     return operator(x, sizes, align_corners, *(scale_factors or ()))
 
 
-def _interpolated_from(
+def _interpolate_backward(
     gradient: torch.Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: object
 ) -> torch.Tensor:
     layout = suggest_memory_format(gradient)
@@ -79,10 +79,11 @@ def _interpolated_from(
 
 @contextlib.contextmanager
 def bound_ctc_loss_workspace() -> Iterator[None]:
-    """Give the table that ``ctc_loss`` keeps for its backward the size that it has for the longest target.
+    """Give the table that ``ctc_loss`` saves for its backward the size for the longest possible target.
 
-    Its real size depends on the lengths' values, so that torch refuses the operator. No other operator reads
-    the table. Lengths that are Python numbers make the batch a constant, and stay refused.
+    Its real size depends on the values of the lengths, so that torch refuses the operator. Only the backward
+    of ``ctc_loss`` reads the table. Lengths as Python numbers make the batch size a constant, and are still
+    refused.
     """
     operators = {
         torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
@@ -112,12 +113,12 @@ def _ctc_loss_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, 
 
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-"""Operators that torch takes apart into each step of each layer while it traces them."""
+"""Operators that torch decomposes into each step of each layer while it traces them."""
 
 
 @contextlib.contextmanager
 def keep_recurrent_operators() -> Iterator[None]:
-    """Let Dynamo trace recurrent networks for any length, and without taking them apart."""
+    """Let Dynamo trace recurrent networks for any length, as one operator each."""
     operators = [getattr(torch.ops.aten, name).input for name in RECURRENT]
     before = [dict(operator.py_kernels) for operator in operators]
     for operator in operators:
@@ -136,7 +137,7 @@ def keep_recurrent_operators() -> Iterator[None]:
 def _recurrent(
     x: torch.Tensor, states: Any, weights: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors of the shapes of the results, which require gradients if the weights do."""
+    """Tensors with the shapes of the results, which require gradients if the weights do."""
     _, _, _, _, bidirectional, batch_first = options
     states = (states,) if isinstance(states, torch.Tensor) else states
     x = x.transpose(0, 1) if batch_first else x
@@ -146,12 +147,12 @@ def _recurrent(
 
 
 def computes_with_onednn(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether eager torch calls oneDNN for an LSTM with these tensors. For 16 bits the CPU decides."""
+    """Whether eager torch calls oneDNN for an LSTM with these tensors. In 16 bits, the CPU decides."""
     enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return enabled and all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
 
 
 @functools.cache
 def decompositions() -> dict[Any, Any]:
-    """What torch makes of operators out of simpler ones."""
+    """torch's decompositions of operators into simpler ones."""
     return dict(decomposition_table)

@@ -1,4 +1,4 @@
-"""torch's settings of the process, which decide what operators compute, and code that asks for them."""
+"""torch's global settings that affect what operators compute, and functions that read them."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from torch.utils import _device
 
 
 def _precision(backend: str, operators: str) -> Callable[[], Any]:
-    """How products of float32 are computed, which torch's older settings set, too; "ieee" if nobody has."""
-    ask = functools.partial(torch._C._get_fp32_precision_getter, backend, operators)
-    return lambda: "ieee" if (found := ask()) == "none" else found
+    """Reads the precision of float32 products, which torch's older settings change too; "ieee" if unset."""
+    read = functools.partial(torch._C._get_fp32_precision_getter, backend, operators)
+    return lambda: "ieee" if (precision := read()) == "none" else precision
 
 
 SETTINGS: Mapping[str, Callable[[], Any]] = {
@@ -41,11 +41,11 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "anomaly detection": torch.is_anomaly_enabled,
     "default device": lambda: getattr(_device.CURRENT_DEVICE, "type", None),
 }
-"""How each is asked for, by name."""
+"""Functions that read the settings, by name."""
 
-_ASKED = [*SETTINGS.values()]
+_READERS = [*SETTINGS.values()]
 
 
 def read_settings() -> tuple[Any, ...]:
-    """What they are now, in the order of ``SETTINGS``."""
-    return tuple([asked() for asked in _ASKED])
+    """The current values, in the order of ``SETTINGS``."""
+    return tuple([read() for read in _READERS])

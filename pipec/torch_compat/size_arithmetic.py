@@ -1,8 +1,7 @@
-"""Arithmetic on symbolic sizes, done once for operands that are the same.
+"""A cache for arithmetic on symbolic sizes.
 
-Torch computes with the sizes of every tensor that it makes, whether it is contiguous and how many elements it
-has: some eighty operations for each operator of a graph, each of them through sympy. A training graph has the
-same few hundred over and over.
+For every tensor of a trace, torch computes whether it is contiguous and how many elements it has: some eighty
+operations for each operator of a graph, each through sympy. A training graph repeats a few hundred of them.
 """
 
 import contextlib
@@ -28,21 +27,21 @@ CACHED_METHODS = (
     "_sym_min",
     "_sym_max",
 )
-"""Methods of symbolic numbers whose result follows from what the operands are. That of ``_mod`` does not: it
-depends on the range that the symbols are known to have by then."""
+"""Methods of symbolic numbers whose result depends on the operands alone. ``_mod`` is not one of them: its
+result depends on the range that torch has derived for the symbols so far."""
 
 Method = Callable[[SymNode, SymNode], SymNode]
 
 
 @contextlib.contextmanager
 def cached_size_arithmetic() -> Iterator[None]:
-    """Let operations on equal symbolic numbers return what the first of them returned, within one trace.
+    """Cache the results of operations on equal symbolic numbers within one trace.
 
-    Numbers that depend on values of tensors are left out: the graph keeps what computes them.
+    Data-dependent numbers are not cached, because the graph must compute them.
     """
     methods: dict[str, Method] = {name: getattr(SymNode, name) for name in CACHED_METHODS}
     for name, method in methods.items():
-        setattr(SymNode, name, _remembered(method))
+        setattr(SymNode, name, _cached(method))
     try:
         yield
     finally:
@@ -50,26 +49,26 @@ def cached_size_arithmetic() -> Iterator[None]:
             setattr(SymNode, name, method)
 
 
-def _remembered(method: Method) -> Method:
-    known: dict[tuple[Any, ...], SymNode] = {}
+def _cached(method: Method) -> Method:
+    cache: dict[tuple[Any, ...], SymNode] = {}
 
-    def computed(self: SymNode, other: SymNode) -> SymNode:
+    def cached(self: SymNode, other: SymNode) -> SymNode:
         if not (_has_hint(self) and _has_hint(other)):
             return method(self, other)
         key = (get_proxy_mode(), self.shape_env, *_operand(self), *_operand(other))
-        result = known.get(key)
+        result = cache.get(key)
         if result is None:
-            result = known[key] = method(self, other)
+            result = cache[key] = method(self, other)
         return result
 
-    return computed
+    return cached
 
 
 def _has_hint(number: SymNode) -> bool:
-    """Whether torch knows the number in the call that is traced; of what values tell it does not."""
+    """Whether torch knows the number in the call that is traced, which a data-dependent one is not."""
     return type(number) is SymNode and type(number.hint) in (int, float, bool)
 
 
 def _operand(number: SymNode) -> tuple[Any, ...]:
-    """All that an operation reads of a number, with what is known of its symbols put in."""
+    """Everything that an operation reads of a number, with known symbols replaced."""
     return number.expr, number.pytype, number.hint, number.constant
