@@ -1,7 +1,7 @@
 """The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
 
-Each command imports what it needs when it runs: ``--help`` and ``schedule NAME`` load no torch, ``check`` and
-``run`` no compiler. ``drawing``, ``output``, ``options`` and ``command_variants`` are what commands share.
+Each command imports other modules only when it runs: ``--help`` and ``schedule NAME`` load no torch,
+``check`` and ``run`` no compiler. Commands share ``drawing``, ``output``, ``flags`` and ``command_variants``.
 """
 
 from importlib.metadata import version
@@ -22,20 +22,20 @@ from pipec.errors import InputError, PipecError
 
 
 class _Commands(TyperGroup):
-    """Prints an error of pipec's own without a traceback; any other is a fault and keeps its traceback."""
+    """Prints pipec's own errors without a traceback. Any other error is a bug and keeps its traceback."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """``schedule`` stands for one of two commands, which its arguments tell."""
-        named = command_variant(args) if args[0] == "schedule" else args[0]
-        _, command, rest = super().resolve_command(ctx, [named, *args[1:]])
+        """Find a command. ``schedule`` is one of two commands, depending on its arguments."""
+        name = command_variant(args) if args[0] == "schedule" else args[0]
+        _, command, rest = super().resolve_command(ctx, [name, *args[1:]])
         return args[0], command, rest
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The two forms of ``schedule`` are one word."""
-        found = super().shell_complete(ctx, incomplete)
-        for item in found:
+        """Completions, in which the two variants of ``schedule`` are one word."""
+        items = super().shell_complete(ctx, incomplete)
+        for item in items:
             item.value = item.value.partition(" ")[0]
-        return list({item.value: item for item in found}.values())
+        return list({item.value: item for item in items}.values())
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -47,7 +47,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    epilog="Exit status: 0 fine, 1 the plan, the check or the run failed, 2 arguments that do not fit.",
+    epilog="Exit status: 0 success, 1 the plan, the check or the run failed, 2 invalid arguments.",
     rich_markup_mode="markdown",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,8 +55,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"pipec {version('pipec')}")
         raise typer.Exit()
 
@@ -68,7 +68,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Cut a PyTorch model into pipeline stages, look at every part of the result, and run it."""
+    """Cut a PyTorch model into pipeline stages, inspect every part of the result, and run it."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

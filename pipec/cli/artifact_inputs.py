@@ -1,4 +1,4 @@
-"""Tensors to try an artifact with: random parameters, and mini-batches at random or from a file."""
+"""Inputs for running an artifact: random parameters, and mini-batches that are random or from a file."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,10 +17,10 @@ from pipec.runtime.loaded_pipeline import LoadedPipeline, check_sync_spec
 from pipec.runtime.step.execution import Ranks
 
 PARAMETER_DEVIATION = 0.02
-"""The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""
+"""The standard deviation of random parameters: GPT-2's at initialization, small enough for most models."""
 
 Leaves = list[Tensor | float | None]
-"""The flattened arguments of ``step``, as ``step_with_leaves`` takes them; None where no stage reads one."""
+"""The flattened arguments of ``step``, as ``step_with_leaves`` takes them; None for those no stage reads."""
 
 
 def load_with_random_tensors(
@@ -30,7 +30,7 @@ def load_with_random_tensors(
     clip_grad_norm: float | None = None,
     kernels: str = "source",
 ) -> tuple[LoadedPipeline, int]:
-    """An artifact that is ready to run, and the number of its tensors that were not saved and are random."""
+    """A pipeline of the artifact, and the number of its tensors that were not saved and are random."""
     artifact, saved = read_verified(directory)
     factory = load_optimizer(optimizer)
     check_sync_spec(artifact.plan.sync_spec, factory, clip_grad_norm)
@@ -42,9 +42,9 @@ def load_with_random_tensors(
 
 
 def random_tensors(plan: Plan, saved_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The ``saved_tensors`` tensors, and made-up ones for the others of the plan.
+    """The plan's tensors: those in ``saved_tensors``, and random parameters and buffers of ones for the rest.
 
-    Parameters are normal. Buffers are ones, which serve as a mask that hides nothing and as a variance.
+    Parameters are normal. Ones work both for a mask, which then hides nothing, and for a variance.
     """
     tensors = dict(saved_tensors)
     for value in plan.parameters:
@@ -57,19 +57,19 @@ def random_tensors(plan: Plan, saved_tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
-    """One mini-batch after the other, of the size the plan was made for."""
+    """Yield random mini-batches of the size for which the plan was made, without end."""
     while True:
         leaves = _empty(plan)
         for planned_input in plan.inputs:
-            made = _random(planned_input.value, {"b": _batch_size(plan), **plan.planned_sizes}, int_high)
-            leaves[planned_input.position] = _as_passed(plan, planned_input.position, made)
+            tensor = _random(planned_input.value, {"b": _batch_size(plan), **plan.planned_sizes}, int_high)
+            leaves[planned_input.position] = _restore_axis(plan, planned_input.position, tensor)
         yield leaves
 
 
 def read_batch(plan: Plan, path: Path) -> Leaves:
-    """The mini-batch in a safetensors file, whose tensors have the names that the generated code gives them.
+    """The mini-batch in a safetensors file, with tensors named as in the generated code.
 
-    Raises InputError when the file cannot be read or lacks a tensor.
+    Raises InputError if the file cannot be read or lacks a tensor.
     """
     try:
         tensors = safetensors.torch.load_file(path)
@@ -79,7 +79,7 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
         planned_input.value.name for planned_input in plan.inputs if planned_input.value.name not in tensors
     ]:
         expected = ", ".join(f"{format_value(plan.user_value(each))} ({each.path})" for each in plan.inputs)
-        raise InputError(f"{path} lacks {', '.join(missing)}; expected {expected}, b being the mini-batch")
+        raise InputError(f"{path} lacks {', '.join(missing)}; expected {expected}, b rows in the mini-batch")
     leaves = _empty(plan)
     for planned_input in plan.inputs:
         leaves[planned_input.position] = tensors[planned_input.value.name]
@@ -87,7 +87,7 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
 
 
 def _empty(plan: Plan) -> Leaves:
-    """Leaves without the inputs: numbers as planned, and arguments of which the sizes alone are read."""
+    """Leaves without the inputs: planned numbers, and zeros for arguments of which only sizes are read."""
     leaves: Leaves = [None] * len(plan.arguments)
     for position in {variable.position for variable in plan.variables}:
         axis = plan.batch_axes[position]
@@ -96,12 +96,12 @@ def _empty(plan: Plan) -> Leaves:
         shape = [int(own.get(dim, 1)) for dim in range(num_dims)]
         if axis:
             shape[0] = _batch_size(plan)
-        leaves[position] = own[None] if None in own else _as_passed(plan, position, torch.zeros(shape))
+        leaves[position] = own[None] if None in own else _restore_axis(plan, position, torch.zeros(shape))
     return leaves
 
 
-def _as_passed(plan: Plan, position: int, leaf: Tensor) -> Tensor:
-    """An argument as ``step_with_leaves`` takes it, from one that has its rows in front."""
+def _restore_axis(plan: Plan, position: int, leaf: Tensor) -> Tensor:
+    """Move the batch from the first dimension to the argument's batch axis."""
     axis = plan.batch_axes[position]
     return axis.restore(leaf).contiguous() if axis else leaf
 

@@ -1,4 +1,4 @@
-"""``pipec check`` and ``pipec run``: what needs a saved artifact and no compiler."""
+"""``pipec check`` and ``pipec run``, which need a saved artifact and no compiler."""
 
 import time
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def check(directory: Artifact, as_json: Json = False) -> None:
         show_json({"stages": stages, "ranks": ranks, "instructions": instructions})
     else:
         typer.echo(
-            f"{directory} is sound: {stages} stages, {ranks} ranks, {instructions} instructions verified"
+            f"{directory} is valid: {stages} stages, {ranks} ranks, {instructions} instructions verified"
         )
 
 
@@ -50,19 +50,19 @@ def run(
     options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Run a saved artifact: forward and backward of a mini-batch per step, and the update if it has one.
+    """Run a saved artifact: each step is the forward and backward of a mini-batch, and the update if any.
 
     An artifact that was compiled with an optimizer needs --optimizer, and --clip-grad-norm if it clips.
 
-    Mini-batches follow each other as in ``pipe.stream``: with a schedule that has no flush they overlap.
+    Mini-batches follow each other as in ``pipe.stream``: with an asynchronous schedule they overlap.
 
-    It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec run DIR. Inputs that
-    no file gives and parameters that were not saved are random: floats are normal, with deviation 0.02 for
-    parameters, and buffers are ones. An artifact does not know the size of an embedding table, so keep
-    --int-high within it.
+    The command runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec run DIR.
+    Without --inputs, inputs are random, and so are parameters that were not saved. Random floats are normal,
+    with standard deviation 0.02 for parameters; buffers are ones. An artifact does not have the size of an
+    embedding table: choose --int-high within it.
 
-    JSON keys: losses and seconds, one of each for a step, since the loss before; random_tensors, how many
-    were not saved.
+    JSON keys: losses, one a step; seconds, from each loss to the next; random_tensors, the number of tensors
+    that were not saved.
     """
     with status("loading torch"):
         from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches, read_batch

@@ -1,4 +1,4 @@
-"""``pipec checkpoint show`` and ``pipec checkpoint convert``: what is in a checkpoint, and other formats."""
+"""``pipec checkpoint show`` and ``pipec checkpoint convert``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,15 +12,15 @@ from pipec.ir.text_format import format_bytes
 if TYPE_CHECKING:
     from pipec.checkpoint.metadata import CheckpointMetadata
 
-commands = typer.Typer(help="Look into checkpoints, and convert them.", no_args_is_help=True)
+commands = typer.Typer(help="Inspect and convert checkpoints.", no_args_is_help=True)
 
 
 @commands.command()
 def show(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What save_checkpoint wrote.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that save_checkpoint wrote.")],
     as_json: Json = False,
 ) -> None:
-    """Check every file of a checkpoint, and tell what is in it.
+    """Check every file of a checkpoint, and summarize its contents.
 
     JSON keys: num_steps, weights and optimizer (tensors and bytes of each), groups, schedulers, ranks,
     position (mini-batches of a stream, by part of the data), has_extra.
@@ -39,9 +39,9 @@ def show(
     if as_json:
         show_json(summary)
         return
-    typer.echo(f"{directory} is sound, after {metadata.num_steps} steps")
-    for what in ("weights", "optimizer"):
-        typer.echo(f"{what:10} {summary[what]['tensors']} tensors, {format_bytes(summary[what]['bytes'])}")
+    typer.echo(f"{directory} is valid, after {metadata.num_steps} steps")
+    for key in ("weights", "optimizer"):
+        typer.echo(f"{key:10} {summary[key]['tensors']} tensors, {format_bytes(summary[key]['bytes'])}")
     for group in summary["groups"]:
         typer.echo(
             f"group      {group['optimizer']}, {group['parameters']} parameters, {group['hyperparameters']}"
@@ -53,7 +53,7 @@ def show(
 
 
 def _sizes(files: Any) -> dict[str, int]:
-    return {"tensors": len(files), "bytes": sum(kind.num_bytes for kind in files.specs.values())}
+    return {"tensors": len(files), "bytes": sum(spec.num_bytes for spec in files.specs.values())}
 
 
 def _rest(metadata: "CheckpointMetadata") -> dict[str, Any]:
@@ -85,25 +85,26 @@ def convert(
         typer.Option("--optimizer", metavar="NAME", help="The class of the optimizer, such as AdamW."),
     ] = None,
     num_steps: Annotated[
-        int | None, typer.Option("--num-steps", min=0, help="How many steps were made; default: 0.")
+        int | None, typer.Option("--num-steps", min=0, help="Number of steps so far; default: 0.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint of a folder of torch.distributed.checkpoint, or such a folder of a checkpoint.
+    """Convert a folder of torch.distributed.checkpoint to a checkpoint of pipec, or the other way round.
 
-    There, weights are under model, and the optimizer under optim, as its get_state_dict gives them. Nothing
-    that a folder holds is run: its metadata, a pickle, may name the classes of that library alone.
+    Such a folder has weights under model and the optimizer under optim, as that library's get_state_dict
+    returns them. No code in a folder is run: its metadata, a pickle, may only name classes of that library.
 
     JSON keys: made, tensors, bytes, num_steps, skipped_entries.
     """
     with status("loading torch"):
         from pipec.checkpoint.convert import convert
 
-    done = convert(source.resolve(), target.resolve(), optimizer, num_steps)
+    result = convert(source.resolve(), target.resolve(), optimizer, num_steps)
+    skipped = result.skipped_entries
     if as_json:
-        summary = {"made": done.kind, "tensors": done.num_tensors, "bytes": done.num_bytes}
-        show_json({**summary, "num_steps": done.metadata.num_steps, "skipped_entries": done.skipped_entries})
+        summary = {"made": result.kind, "tensors": result.num_tensors, "bytes": result.num_bytes}
+        show_json({**summary, "num_steps": result.metadata.num_steps, "skipped_entries": skipped})
         return
-    typer.echo(f"{target} is {done.kind}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}")
-    if done.skipped_entries:
-        typer.echo(f"left out: {', '.join(done.skipped_entries)}")
+    typer.echo(f"{target} is {result.kind}: {result.num_tensors} tensors, {format_bytes(result.num_bytes)}")
+    if skipped:
+        typer.echo(f"skipped: {', '.join(skipped)}")

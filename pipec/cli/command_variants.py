@@ -1,6 +1,6 @@
-"""A command of two variants, such as ``pipec schedule NAME`` and ``TARGET``, each with its own options.
+"""A command with two variants, ``pipec schedule NAME`` and ``pipec schedule TARGET``, with own options.
 
-To typer they are two commands, which are called ``schedule NAME`` and ``schedule TARGET``.
+For typer they are two commands, named ``schedule NAME`` and ``schedule TARGET``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 
 def command_variant(words: Sequence[str]) -> str:
-    """The variant that ``words`` mean, the first of which is ``schedule``: a target contains a colon."""
+    """The variant that a command line selects. Its first word is ``schedule``; a target contains a colon."""
     targets = (
         word
         for before, word in pairwise(words)
@@ -21,11 +21,11 @@ def command_variant(words: Sequence[str]) -> str:
 
 
 _PATH_OPTIONS = ("-o", "--output")
-"""The options whose values may contain a colon, too."""
+"""Options whose values may contain a colon too."""
 
 
 class CommandVariant(TyperCommand):
-    """One variant of a command. ``--help`` shows all; an error names the variant that has the option."""
+    """One variant of a command. ``--help`` shows all; for a misplaced option, the error names its variant."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for variant in _variants(ctx):

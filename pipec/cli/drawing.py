@@ -1,4 +1,4 @@
-"""What commands do with the steps they show: draw them to a file, or print them as text or JSON."""
+"""Output of steps, shared by commands: drawn to a file, or printed as text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from pipec.viz import DrawnStep
 
 
-def check_output(output: Path | None, least_events: int = 0) -> None:
-    """Raise InputError, before anything is worked out, for a file that cannot be drawn.
+def check_output(output: Path | None, min_events: int = 0) -> None:
+    """Raise InputError if a drawing of at least ``min_events`` events cannot be written to ``output``.
 
-    ``least_events`` are how many events it would have at least.
+    Commands call it before they compute anything.
     """
     from pipec.viz import check_drawing
 
     if output is not None:
-        check_drawing(output, least_events)
+        check_drawing(output, min_events)
 
 
 def draw(steps: Sequence["DrawnStep"], output: Path | None) -> None:
@@ -31,7 +31,7 @@ def draw(steps: Sequence["DrawnStep"], output: Path | None) -> None:
 
 
 def print_steps(steps: Sequence["DrawnStep"], output: Path | None) -> None:
-    """Say where the steps were drawn to; if nowhere, print them as text."""
+    """Print the file in which the steps were drawn or, if there is none, the steps as text."""
     from pipec.viz import steps_text
 
     write_stdout(f"wrote {output}\n" if output is not None else steps_text(steps))

@@ -17,23 +17,23 @@ from pipec.options import OPTIONS, Flag, Options
 def compile_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command flags for these options of ``compile``; without names, for all that change a plan.
 
-    They take the place of the command's parameter ``options``, which gets their values by name.
+    They replace the command's parameter ``options``, which receives their values by name.
     """
-    flags = {name: each.flag for name, each in OPTIONS.items() if each.flag}
-    chosen = {name: flag for name, flag in flags.items() if (name in names if names else flag.plans)}
-    checked = {name: OPTIONS[name].rule for name, flag in chosen.items() if flag.reads is not str}
+    all_flags = {name: each.flag for name, each in OPTIONS.items() if each.flag}
+    flags = {name: flag for name, flag in all_flags.items() if (name in names if names else flag.plans)}
+    rules = {name: OPTIONS[name].rule for name, flag in flags.items() if flag.reads is not str}
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            options = {name: _plain(given.pop(name)) for name in chosen}
-            check_arguments(checked, options)
-            command(**given, options=options)
+        def run(**arguments: Any) -> None:
+            options = {name: _plain(arguments.pop(name)) for name in flags}
+            check_arguments(rules, options)
+            command(**arguments, options=options)
 
         signature = inspect.signature(command)
         parameters = list(signature.parameters.values())
-        place = list(signature.parameters).index("options")
-        parameters[place : place + 1] = [_parameter(name, flag) for name, flag in chosen.items()]
+        position = list(signature.parameters).index("options")
+        parameters[position : position + 1] = [_parameter(name, flag) for name, flag in flags.items()]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
@@ -42,16 +42,16 @@ def compile_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def _parameter(name: str, flag: Flag) -> inspect.Parameter:
-    """The parameter of a command of which typer makes the flag."""
+    """The parameter of a command from which typer derives the flag."""
     default, make_enum = getattr(Options, name), cast(Any, StrEnum)
-    kind: Any = flag.reads or (bool if isinstance(default, bool) else None)
-    kind = kind or make_enum(name, [(choice, choice) for choice in OPTIONS[name].rule.choices])
+    value_type: Any = flag.reads or (bool if isinstance(default, bool) else None)
+    value_type = value_type or make_enum(name, [(choice, choice) for choice in OPTIONS[name].rule.choices])
     info = typer.Option(f"--{name.replace('_', '-')}", help=flag.help, metavar=flag.metavar)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=str(default) if kind is str and default is not None else default,
-        annotation=Annotated[kind if default is not None else kind | None, info],
+        default=str(default) if value_type is str and default is not None else default,
+        annotation=Annotated[value_type if default is not None else value_type | None, info],
     )
 
 
@@ -60,7 +60,7 @@ def _plain(value: object) -> object:
 
 
 def parse_replicas(text: str) -> int | tuple[int, ...] | str:
-    """``2``, ``3-2-1`` or ``auto``, as ``pipec.compile`` takes it. Raises InputError."""
+    """Parse ``2``, ``3-2-1`` or ``auto`` for ``pipec.compile``. Raises InputError."""
     if text == "auto":
         return text
     parts = text.split("-")
@@ -89,7 +89,7 @@ Calibrate = Annotated[
 ]
 Drawing = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Draw it: .html, .svg, .txt, or .json for Perfetto and Chrome."),
+    typer.Option("--output", "-o", help="File to draw: .html, .svg, .txt, or .json for Perfetto and Chrome."),
 ]
 Seed = Annotated[
     int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random inputs and tensors.")
@@ -97,5 +97,5 @@ Seed = Annotated[
 IntHigh = Annotated[
     int, typer.Option("--int-high", min=1, max=2**63 - 1, help="Random integers are below this.")
 ]
-Steps = Annotated[int, typer.Option("--steps", min=1, max=10**9, help="How many steps to run.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10**9, help="Number of steps to run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

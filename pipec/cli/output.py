@@ -1,4 +1,4 @@
-"""What the command line writes: results to stdout, progress and errors to stderr."""
+"""Output of the command line: results to stdout, progress and errors to stderr."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _PROGRESS = Console(stderr=True, quiet=not is_rank_zero())
 
 
 def status(activity: str) -> Status:
-    """Show ``activity`` beside a spinner while the block runs: in a terminal, and on rank 0 alone."""
+    """Show ``activity`` beside a spinner while the block runs, in a terminal and on rank 0."""
     return _PROGRESS.status(f"{activity} ...")
 
 
@@ -38,7 +38,7 @@ def show_json(summary: Mapping[str, object]) -> None:
 
 
 def plan_summary(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
-    """A plan as in plan.json, and what its programs predict."""
+    """A plan as in plan.json, and the predictions of its programs."""
     from pipec.plan.predictions import prediction_summary
 
     summary = {each.name: getattr(plan, each.name) for each in fields(Plan)}
@@ -46,7 +46,7 @@ def plan_summary(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
 
 
 def show_python(source: str) -> None:
-    """Print Python, in colour if this is a terminal."""
+    """Print Python, coloured in a terminal."""
     if terminal().is_terminal:
         terminal().print(Syntax("", "python", theme="ansi_dark").highlight(source), end="")
     else:

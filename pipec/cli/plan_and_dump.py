@@ -27,25 +27,27 @@ def plan(
     calibrate: Calibrate = False,
     as_json: Json = False,
 ) -> None:
-    """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and what else was tried.
+    """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and other candidates.
 
-    Without --microbatches their number is searched, which takes twice as long to capture.
+    Without --microbatches, their number is searched, and capture takes twice as long.
 
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
     """
     if devices is None:
         if options["topology"] is None:
-            raise InputError("how many ranks? Give their number with --devices, or a file with --topology")
-        devices = _number_of_devices(options["topology"])
-    one_size = not as_json and options["profile"] is None and options["microbatches"] is not None
-    pipe = compile_target(target, devices, options, calibrated=calibrate, dynamic=not one_size)
+            raise InputError(
+                "the number of ranks is missing; give it with --devices, or a file with --topology"
+            )
+        devices = _num_devices(options["topology"])
+    is_static = not as_json and options["profile"] is None and options["microbatches"] is not None
+    pipe = compile_target(target, devices, options, calibrated=calibrate, dynamic=not is_static)
     if as_json:
         show_json(plan_summary(pipe.plan, pipe.programs))
     else:
         typer.echo(pipe.plan)
 
 
-def _number_of_devices(topology: Path) -> int:
+def _num_devices(topology: Path) -> int:
     from pipec.hardware.topology import read_topology
 
     return len(read_topology(topology).devices)
@@ -72,8 +74,8 @@ def dump(
     from pipec.ir.text_format import format_program
 
     pipe = compile_target(target, devices, options)
-    shown = range(len(pipe.plan.stages)) if stage is None else [stage]
-    sources = {str(k): pipe.source(k) for k in shown}
+    stages = range(len(pipe.plan.stages)) if stage is None else [stage]
+    sources = {str(k): pipe.source(k) for k in stages}
     if output is not None:
         pipe.save(output)
     if as_json:

@@ -25,16 +25,18 @@ def profile(
     microbatch_size: Annotated[
         int | None,
         typer.Option(
-            "--microbatch-size", min=1, max=2**63 - 1, help="Rows to run; default: an eighth of all."
+            "--microbatch-size", min=1, max=2**63 - 1, help="Rows to run; default: an eighth of the batch."
         ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run, such as cpu or cuda:0.")] = "cpu",
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=10**6, help="Runs; their median counts.")
+        int, typer.Option("--repeats", min=1, max=10**6, help="Runs, of which the median is taken.")
     ] = 10,
     ranks: Annotated[
         int,
-        typer.Option("--ranks", min=1, max=1024, help="Copies at a time, as many as ranks will share a CPU."),
+        typer.Option(
+            "--ranks", min=1, max=1024, help="Copies to run at once: the ranks that will share a CPU."
+        ),
     ] = 1,
     *,
     options: Mapping[str, Any],
@@ -42,7 +44,7 @@ def profile(
 ) -> None:
     """Measure every operator of a training step, forward and backward, and write a profile.
 
-    JSON keys: output; device; microbatch_size; operators, how many; forward and backward, in seconds.
+    JSON keys: output; device; microbatch_size; operators, a number; forward and backward, in seconds.
     """
     with status("loading torch") as spinner:
         from pipec import api
@@ -56,7 +58,7 @@ def profile(
             spinner.stop()
             return progress(runs, "measuring")
 
-        measured = api.profile(
+        result = api.profile(
             example,
             microbatch_size=microbatch_size,
             device=device,
@@ -65,26 +67,26 @@ def profile(
             precision=options["precision"],
             progress=progress,
         )
-    measured.save(output)
-    operators, phases = measured.operators, ("forward", "backward")
+    result.save(output)
+    operators, phases = result.operators, ("forward", "backward")
     seconds = {phase: sum(op.seconds(phase) for op in operators) for phase in phases}
     if as_json:
         show_json(
             {
                 "output": str(output),
-                "device": measured.device,
-                "microbatch_size": measured.microbatch_size,
+                "device": result.device,
+                "microbatch_size": result.microbatch_size,
                 "operators": len(operators),
                 **seconds,
             }
         )
     else:
-        typer.echo(profile_table(measured))
+        typer.echo(profile_table(result))
         typer.echo(f"wrote {output}")
 
 
-def profile_table(profile: "Profile", most: int = 12) -> str:
-    """The operators that take longest, and the sum of all."""
+def profile_table(profile: "Profile", max_rows: int = 12) -> str:
+    """A table of the operators that take longest, below the totals."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -97,7 +99,7 @@ def profile_table(profile: "Profile", most: int = 12) -> str:
     for heading in ("forward", "backward", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     slowest = sorted(profile.operators, key=lambda op: sum(map(op.seconds, _FUSED)), reverse=True)
-    for op in slowest[:most]:
+    for op in slowest[:max_rows]:
         seconds = [op.seconds(phase) for phase in _FUSED]
         share = sum(seconds) / (forward + backward)
         table.add_row(op.name, op.module, *map(format_seconds, seconds), f"{share:.1%}")

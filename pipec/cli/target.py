@@ -1,4 +1,4 @@
-"""From ``path/to/file.py:factory`` to a compiled pipeline."""
+"""Loads the factory that ``path/to/file.py:factory`` names, and compiles its example."""
 
 import contextlib
 import importlib
@@ -29,9 +29,9 @@ def compile_target(
     calibrated: bool = False,
     dynamic: bool = True,
 ) -> "Pipeline":
-    """Compile what ``step`` would run with the example of ``target``, and run nothing.
+    """Compile a step with the example of ``target``, without running it.
 
-    ``options`` are those of ``pipec.compile``, as ``compile_flags`` reads them.
+    ``options`` are options of ``pipec.compile``, as ``compile_flags`` reads them.
     """
     schedule, replicas = options["schedule"], parse_replicas(options["replicas"])
     with status("loading torch") as spinner:
@@ -39,10 +39,10 @@ def compile_target(
         from pipec.hardware.calibration import calibrate
         from pipec.runtime.processes.launch import resolve_devices, world
 
-        on = next(iter(resolve_devices(devices, world()).values()))
+        device = next(iter(resolve_devices(devices, world()).values()))
         spinner.update(f"loading {target} ...")
         example = load_example(target)
-        read = {
+        parsed = {
             "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
             "replicas": replicas,
             "optimizer": load_optimizer(options["optimizer"]),
@@ -52,19 +52,19 @@ def compile_target(
             devices,
             loss_fn=example.loss_fn,
             batched=example.batched,
-            device_model=calibrate(on) if calibrated else None,
+            device_model=calibrate(device) if calibrated else None,
             dynamic=dynamic,
-            **{**options, **read},
+            **{**options, **parsed},
         )
         spinner.update("capturing the model and compiling its stages ...")
         return pipe.prepare(*example.args, target=example.target, **example.kwargs)
 
 
 def load_example(target: str) -> "Example":
-    """What the factory that ``target`` names returns.
+    """The example that the factory named by ``target`` returns.
 
-    Raises InputError when there is no such file, module or factory, when they raise, or when the factory
-    returns something else than an Example.
+    Raises InputError if the file, module or factory does not exist or raises, or if the factory does not
+    return an Example.
     """
     from pipec.api_arguments import Example
 
@@ -80,9 +80,9 @@ def load_example(target: str) -> "Example":
 
 
 def load_optimizer(name: str | None) -> "Factory | None":
-    """The class of ``torch.optim`` with that name, in whatever case, or the factory that ``name`` names.
+    """The class of ``torch.optim`` called ``name``, in any case, or the factory that ``name`` names.
 
-    Raises InputError when there is none.
+    Raises InputError if neither exists.
     """
     if name is None:
         return None
@@ -90,41 +90,43 @@ def load_optimizer(name: str | None) -> "Factory | None":
         return _load_function("optimizer", name, "(named_parameters) -> torch.optim.Optimizer")
     import torch
 
-    classes = {key.lower(): found for key, found in vars(torch.optim).items() if _is_optimizer(found)}
+    classes = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
     if name.lower() not in classes:
-        known = ", ".join(each.__name__ for each in classes.values())
+        names = ", ".join(each.__name__ for each in classes.values())
         raise InputError(
-            f"optimizer is {name!r}; expected one of {known}, or path/to/file.py:factory or "
+            f"optimizer is {name!r}; expected one of {names}, or path/to/file.py:factory or "
             "package.module:factory"
         )
-    found: Factory = classes[name.lower()]
-    return found
+    factory: Factory = classes[name.lower()]
+    return factory
 
 
-def _is_optimizer(found: object) -> bool:
+def _is_optimizer(value: object) -> bool:
     from torch.optim import Optimizer
 
-    return isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 
 
-def _load_function(what: str, name: str, signature: str) -> Callable[..., Any]:
+def _load_function(argument: str, name: str, signature: str) -> Callable[..., Any]:
     """The function that ``path/to/file.py:name`` or ``package.module:name`` names. Raises InputError."""
-    where, _, function = name.rpartition(":")
+    where, _, attribute = name.rpartition(":")
     is_file = where.endswith(".py")
-    if not function.isidentifier() or not (is_file or all(map(str.isidentifier, where.split(".")))):
-        raise InputError(f"{what} is {name!r}; expected path/to/file.py:factory or package.module:factory")
+    if not attribute.isidentifier() or not (is_file or all(map(str.isidentifier, where.split(".")))):
+        raise InputError(
+            f"{argument} is {name!r}; expected path/to/file.py:factory or package.module:factory"
+        )
     with _errors_of(where):
         module = _import_file(Path(where)) if is_file else _import_module(where)
-        found: object = getattr(module, function, None)
-    if not callable(found):
-        problem = "is not callable" if found is not None else "is not there"
-        raise InputError(f"{function} {problem} in {where}; define `def {function}{signature}:` in it")
-    return found
+        function: object = getattr(module, attribute, None)
+    if not callable(function):
+        problem = "is not callable" if function is not None else "does not exist"
+        raise InputError(f"{attribute} {problem} in {where}; define `def {attribute}{signature}:` in it")
+    return function
 
 
 @contextlib.contextmanager
 def _errors_of(target: str) -> Iterator[None]:
-    """Tell what the user's own code raises, and where, in one line."""
+    """Turn errors of the user's own code into an InputError of one line, with their source line."""
     try:
         yield
     except PipecError:
@@ -133,9 +135,9 @@ def _errors_of(target: str) -> Iterator[None]:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
         own = [each for each in frames if not each.filename.startswith("<frozen")]
         where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-        what = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise InputError(
-            f"{target} raised {type(error).__name__}: {what}{where}; expected a factory without arguments "
+            f"{target} raised {type(error).__name__}: {message}{where}; expected a factory without arguments "
             "that returns pipec.Example(model, args, kwargs, target, loss_fn)"
         ) from error
 

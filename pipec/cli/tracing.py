@@ -1,4 +1,4 @@
-"""``pipec trace``: what a step of a saved artifact takes for real, beside what was planned."""
+"""``pipec trace``: the measured timeline of a saved artifact's step beside the planned one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from pipec.cli.flags import Artifact, Drawing, IntHigh, Json, Seed, Steps, compi
 from pipec.cli.output import show_json, status
 
 WARMUP = 2
-"""So many steps run before the recording begins, because the first ones allocate memory."""
+"""Steps that run before recording begins, because the first ones allocate memory."""
 
 
 @compile_flags("optimizer", "clip_grad_norm")
@@ -22,9 +22,9 @@ def trace(
     options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Record steps of a saved artifact on random inputs, and draw the planned step and the measured one.
+    """Record steps of a saved artifact on random inputs, and draw the planned and the measured step.
 
-    It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec trace DIR.
+    The command runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec trace DIR.
 
     JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, replicas,
     waits, critical_path, num_events and events, as of pipec schedule.
@@ -46,11 +46,11 @@ def trace(
             pipe.step_with_leaves(next(batches))
     measured = [measured_timeline(step.programs, step.timestamps, pipe.plan.sync_spec) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
-    shown = [
+    drawn_steps = [
         DrawnStep.of_plan(pipe.plan, pipe.programs, timeline, name) for name, timeline in timelines.items()
     ]
-    draw(shown, output)
+    draw(drawn_steps, output)
     if as_json:
         show_json({name: timeline_report(timeline) for name, timeline in timelines.items()})
     else:
-        print_steps(shown, output)
+        print_steps(drawn_steps, output)

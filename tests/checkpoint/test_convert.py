@@ -92,7 +92,7 @@ def test_pipec_goes_on_from_torch(run: Run, tmp_path: Path) -> None:
     said = cli("convert", tmp_path / "torch", tmp_path / "made", status=2)
     assert "pass it, such as --optimizer AdamW" in " ".join(said.split())
     options = ("--optimizer", "AdamW", "--num-steps", "2")
-    assert "left out: epoch" in cli("convert", tmp_path / "torch", tmp_path / "made", *options)
+    assert "skipped: epoch" in cli("convert", tmp_path / "torch", tmp_path / "made", *options)
     run.pipe.load_checkpoint(tmp_path / "made")
     assert run.pipe.num_steps == 2
     run.pipe.eval()
@@ -170,7 +170,7 @@ def test_what_is_in_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
     assert facts["weights"] == {"tensors": 10, "bytes": facts["weights"]["bytes"]}
     assert facts["schedulers"] == ["OneCycleLR"]
     assert [group["optimizer"] for group in facts["groups"]] == ["AdamW"] * 2
-    assert f"{saved} is sound, after {facts['num_steps']} steps" in cli("show", saved)
+    assert f"{saved} is valid, after {facts['num_steps']} steps" in cli("show", saved)
     assert "is neither a checkpoint of pipec" in " ".join(cli("show", tmp_path, status=1).split())
     content = bytearray((saved / "checkpoint.json").read_bytes())
     content[100] ^= 1

@@ -114,7 +114,7 @@ def test_dump_replaces_no_folder_of_another_kind(tmp_path: Path) -> None:
         ("model.py", "expected path/to/file.py:factory or package.module:factory"),
         ("nowhere/model.py:factory", "there is no file nowhere/model.py"),
         ("no_such_package.model:factory", "there is no module no_such_package"),
-        (f"{MODELS}:absent", "absent is not there"),
+        (f"{MODELS}:absent", "absent does not exist"),
         (f"{MODELS}:NOT_A_FACTORY", "NOT_A_FACTORY is not callable"),
         (f"{MODELS}:number", "returned int; expected pipec.Example(model, args, kwargs, target, loss_fn)"),
     ],
@@ -148,7 +148,7 @@ def test_a_target_named_like_a_loaded_module_does_not_replace_it(tmp_path: Path)
         ((MLP, "--devices", 2, "--memory-limit", "much"), 2, "memory_limit is 'much'"),
         ((MLP, "--devices", 2, "--schedule", "1f2b"), 2, "did you mean '1f1b'?"),
         ((MLP, "--devices", 2, "--recompute", "some"), 2, "'some' is not one of"),
-        ((MLP,), 2, "Give their number with --devices, or a file with --topology"),
+        ((MLP,), 2, "give it with --devices, or a file with --topology"),
     ],
 )
 def test_what_cannot_be_planned_says_why(arguments: tuple[object, ...], status: int, message: str) -> None:

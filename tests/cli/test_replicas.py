@@ -78,7 +78,7 @@ def test_unequal_replicas_run_round_robin() -> None:
     [
         (("--replicas", "x"), "--replicas is 'x'; expected a number such as 2, the numbers of all stages"),
         (("--replicas", "0"), "--replicas is '0'; expected a number"),
-        (("--replicas", "auto"), "--replicas auto is searched for the costs of a model"),
+        (("--replicas", "auto"), "--replicas auto needs the costs of a model"),
         (("--replicas", "2-1", "--stages", "3"), "--replicas 2-1 is for 2 stages, but --stages is 3"),
         (("--replicas", "9"), "9 replicas need a microbatch each, but there are 8"),
     ],
@@ -91,7 +91,7 @@ def test_replicas_that_cannot_be_are_refused(arguments: tuple[str, ...], message
 
 def test_unequal_replicas_need_1f1b() -> None:
     assert (
-        "schedule 'zb-h1' needs as many replicas of every stage"
+        "schedule 'zb-h1' needs the same number of replicas for every stage"
         in run("schedule", "zb-h1", "--replicas", "2-1").stderr
     )
 
@@ -173,10 +173,10 @@ def test_an_artifact_that_updates_is_traced(saved: Path, tmp_path: Path) -> None
         ((), "update the weights, but optimizer is None; pass"),
         (("--optimizer", "SGD"), "clip gradients, but clip_grad_norm is None"),
         (("--optimizer", "sgdd", "--clip-grad-norm", "1"), "optimizer is 'sgdd'; expected one of"),
-        (("--optimizer", f"{MOMENTUM}x", "--clip-grad-norm", "1"), "momentumx is not there in"),
+        (("--optimizer", f"{MOMENTUM}x", "--clip-grad-norm", "1"), "momentumx does not exist in"),
         (
             ("--optimizer", "torch.optim:Optimizer_", "--clip-grad-norm", "1"),
-            "Optimizer_ is not there in torch.optim",
+            "Optimizer_ does not exist in torch.optim",
         ),
     ],
 )
