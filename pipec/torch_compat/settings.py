@@ -17,8 +17,8 @@ def _precision(backend: str, operators: str) -> Callable[[], Any]:
 
 SETTINGS: Mapping[str, Callable[[], Any]] = {
     "deterministic algorithms": torch._C._get_deterministic_algorithms,
-    "warnings alone of algorithms that are not": torch._C._get_deterministic_algorithms_warn_only,
-    "filling of new memory": torch._C._get_deterministic_fill_uninitialized_memory,
+    "warnings only for nondeterministic algorithms": torch._C._get_deterministic_algorithms_warn_only,
+    "filling of uninitialized memory": torch._C._get_deterministic_fill_uninitialized_memory,
     "float32 precision": _precision("generic", "all"),
     "float32 matmul precision on GPUs": _precision("cuda", "matmul"),
     "float32 convolution precision on GPUs": _precision("cuda", "conv"),
@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "oneDNN deterministic": torch._C._get_mkldnn_deterministic,
     "flash attention": torch._C._get_flash_sdp_enabled,
     "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
-    "attention by plain operators": torch._C._get_math_sdp_enabled,
+    "math attention": torch._C._get_math_sdp_enabled,
     "cudnn attention": torch._C._get_cudnn_sdp_enabled,
     "fast path of attention modules": mha.get_fastpath_enabled,
     "anomaly detection": torch.is_anomaly_enabled,
