@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from models import gpt, next_token_loss
-from optimisations import Change, replaced, same_order, without_pass
+from optimisations import Change, replaced, without_pass
 from step_time import processor_seconds
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -125,12 +125,6 @@ CASES: dict[str, StepCase | PlanCase] = {
         without_pass(PrecomputeWeights),
         functools.partial(llama, 16, 8, 256, 512),
         {"devices": 4, "schedule": "1f1b", "microbatches": 16, "precision": "bf16-mixed"},
-    ),
-    "statement-order": StepCase(
-        "Llama of 2 layers, a vocabulary of 32,000, data parallel on 2 ranks, 8 x 64 tokens each",
-        replaced("pipec.compiler.staged_graph.reorder_for_memory", same_order),
-        functools.partial(llama, 16, 2, 128, 32000),
-        {"devices": 2, "stages": 1, "microbatches": 2},
     ),
     "shared-memory": StepCase(
         "GPT of width 64, 8 stages on 2 processes, 16 microbatches of 2 x 128 tokens",

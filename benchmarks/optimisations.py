@@ -65,10 +65,6 @@ def nothing_in_place(function: object) -> dict[Any, Any]:
     return {}
 
 
-def same_order(function: Any, bytes_of: object) -> Any:
-    return function
-
-
 VARIANTS: dict[str, Change] = {
     ALL: lambda stack: {},
     "without Simplify": without_pass(Simplify),
@@ -83,9 +79,6 @@ VARIANTS: dict[str, Change] = {
     "without operators in place": replaced(
         *("pipec.graph.lifetimes.in_place_operands", nothing_in_place),
         *("pipec.codegen.stage_source.in_place_operands", nothing_in_place),
-    ),
-    "without an order that holds less": replaced(
-        "pipec.compiler.staged_graph.reorder_for_memory", same_order
     ),
     "without keeping freed memory": replaced(
         "pipec.runtime.step.execution.retain_freed_memory", lambda: False

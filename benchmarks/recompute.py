@@ -5,14 +5,12 @@
     python benchmarks/recompute.py simulated     # 32 layers on 8 GPUs; --picture docs/images/recompute.svg
     python benchmarks/recompute.py joint         # the same, cut with and without regard to recompute
     python benchmarks/recompute.py solver        # how long choosing takes for 12 and 96 layers
-    python benchmarks/recompute.py order         # what the order of operators does to peaks and steps
 
 Limits are shares of what a step needs that keeps everything.
 """
 
 import argparse
 import functools
-import itertools
 import math
 import statistics
 import time
@@ -25,7 +23,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from memory import MICROBATCHES, MODELS
 from models import gpt, next_token_loss
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
@@ -54,8 +51,6 @@ from pipec.runtime.memory.meter import TensorMemoryMeter
 
 GPU = "a100-40gb"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.32, 0.31, 0.3)
-ORDERED = (("1f1b", "none"), ("1f1b", "full"), ("zb-h1", "none"))
-"""Schedules and kinds of recompute for which orders of operators are compared."""
 
 
 def table(*headings: str) -> Callable[..., None]:
@@ -394,25 +389,6 @@ def timed(seconds: list[float]) -> Iterator[None]:
         yield
 
 
-# the order of operators
-
-
-def orders(names: Sequence[str], rounds: int) -> None:
-    """What the order of operators does to the peak of a rank, and to a step of two ranks of one process."""
-    row = table("model", "schedule", "recompute", "peaks of ranks, of before", "step, of before")
-    for name, (schedule, recompute) in itertools.product(names, ORDERED):
-        torch.manual_seed(0)
-        model, batch = MODELS[name]()
-        options = {"schedule": schedule, "recompute": recompute, "microbatches": MICROBATCHES}
-        pipe = pipec.compile(model, 2, **options).prepare(**batch)  # type: ignore[arg-type]
-        with mock.patch("pipec.compiler.staged_graph.reorder_for_memory", lambda function, _: function):
-            before = pipec.compile(model, 2, **options).prepare(**batch)  # type: ignore[arg-type]
-        pairs = zip(pipe.memory(), before.memory(), strict=True)
-        peaks = ", ".join(f"{now.peak_bytes / was.peak_bytes:.3f}" for now, was in pairs)
-        seconds = seconds_of([functools.partial(each.step, **batch) for each in (pipe, before)], rounds)
-        row(name, schedule, recompute, peaks, f"{seconds[0] / seconds[1]:.3f}")
-
-
 # the picture
 
 
@@ -455,7 +431,7 @@ def drawn(points: Sequence[tuple[float, float]], full: tuple[float, float]) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["measured", "torch", "simulated", "joint", "solver", "order"])
+    parser.add_argument("part", choices=["measured", "torch", "simulated", "joint", "solver"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 96], help="of solver")
     parser.add_argument("--ranks", type=int, default=8)
@@ -472,7 +448,6 @@ def main() -> None:
         "simulated": lambda: simulated(there, args.ranks, args.shares, args.picture),
         "joint": lambda: joint(there, args.ranks, args.shares),
         "solver": lambda: solver(layers, args.ranks),
-        "order": lambda: orders(["resnet"] if args.short else list(MODELS), args.rounds),
     }
     parts[args.part]()
 

@@ -17,7 +17,6 @@ from pipec.cost.formulas import node_bytes
 from pipec.errors import PipecError
 from pipec.graph import Operator, TrainingGraph, copy_graph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
-from pipec.graph.statement_order import reorder_for_memory
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Phase,
@@ -207,7 +206,7 @@ class StagedGraph:
 
         The first replicas of stages stand for all.
         """
-        stages, devices = self.stages(True, size), self.options.topology.devices
+        stages, devices = self.stages(True), self.options.topology.devices
         played_by = self.graph.assignment.ranks or tuple(range(len(devices)))
         ranks = [played_by[rank_of(placement, stage.index)] for stage in stages]
         costs = [
@@ -235,18 +234,12 @@ class StagedGraph:
             ),
         )
 
-    def stages(self, split_backward: bool, size: int) -> Sequence[StageFunctions]:
-        """The functions of each stage, with whole backwards or with backwards in two halves.
-
-        Their statements are in an order that is good for ``size`` rows.
-        """
+    def stages(self, split_backward: bool) -> Sequence[StageFunctions]:
+        """The functions of each stage, with whole backwards or with backwards in two halves."""
         graph = self.graph
-        stages = self._once(
+        return self._once(
             ("functions", split_backward),
             lambda: [stage_functions(graph, stage, split_backward) for stage in range(graph.num_stages)],
-        )
-        return self._once(
-            ("ordered", split_backward, size), lambda: [_ordered(each, size) for each in stages]
         )
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
@@ -304,14 +297,12 @@ class StagedGraph:
     def _build_plan(
         self, schedule: Schedule, split: bool, size: int, sync_spec: SyncSpec
     ) -> tuple[Plan, Sequence[StageFunctions]]:
-        topology, device, stages = self.options.topology, self.options.device_model, self.stages(split, size)
+        topology, device, stages = self.options.topology, self.options.device_model, self.stages(split)
         if not schedule.stream:
             launch = device.launch_seconds
-            divided = segment_backwards(
+            stages = segment_backwards(
                 self.graph, stages, split, schedule.placement, size, topology, launch, sync_spec
             )
-            pairs = zip(stages, divided, strict=True)
-            stages = [stage if stage is parts else _ordered(parts, size) for stage, parts in pairs]
         plan = build_plan(self.graph, stages, self.names, schedule, size, topology, sync_spec)
         plan = with_offload_seconds(plan, device.host_link)
         plan = replace(plan, host=device.host, cost_source=self.options.cost_source)
@@ -337,13 +328,6 @@ class StagedGraph:
     def _repeated_cut(self) -> Pass:
         """The pass that cuts a copy of the captured graph in the same way."""
         return AssignStages(self.graph.assignment)
-
-
-def _ordered(stage: StageFunctions, size: int) -> StageFunctions:
-    """The stage with its functions in orders that take less memory for ``size`` rows, where there are any."""
-    bytes_of = functools.partial(node_bytes, size=size)
-    functions = tuple(reorder_for_memory(function, bytes_of) for function in stage.functions)
-    return replace(stage, functions=functions)
 
 
 def _programs(schedule: Schedule, plan: Plan) -> Sequence[Program]:

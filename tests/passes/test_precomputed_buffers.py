@@ -76,7 +76,7 @@ def test_a_buffer_is_prepared_where_another_call_changes_it() -> None:
     homes = {"first": 0, "last": 1}
     owners = {f"{layer}.{name}": (k,) for layer, k in homes.items() for name in ("weight", "bias")}
     cut = AssignStages(FollowPlacement(2, {**owners, "scale": (1,)}))
-    stages = StagedGraph(staged.captured, cut, staged.options).stages(False, ROWS // 2)
+    stages = StagedGraph(staged.captured, cut, staged.options).stages(False)
     assert [[node.meta["role"].fqn for node in stage.buffers] for stage in stages] == [[], ["scale"]]
     assert [len(stage.precomputed) for stage in stages] == [0, 1]
 
