@@ -330,8 +330,8 @@ def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePol
         return one.with_replicas(replicas[0])
     if one.source not in ("1f1b", *ASYNCHRONOUS_SCHEDULES):
         raise InputError(
-            f"schedule {one.source!r} needs as many replicas of every stage, but replicas is {replicas}; "
-            "take schedule='1f1b' or 'pipedream', which run them round robin"
+            f"schedule {one.source!r} needs the same number of replicas for every stage, but replicas is "
+            f"{replicas}; take schedule='1f1b' or 'pipedream', which run them round robin"
         )
     return one.with_replicas(replicas)
 

@@ -367,7 +367,7 @@ def _handed_on(stages: Sequence[StageFunctions], schedule: Schedule) -> dict[fx.
     first: dict[tuple[fx.Node, tuple[int, ...]], int] = {}
     found: dict[fx.Node, int] = {}
     sends = (node for stage in stages for function in stage.functions for node in function.sent)
-    for node in sorted(sends, key=_turn):
+    for node in sorted(sends, key=_send_order):
         target, ranks = _target(node), schedule.placement[_target(node)]
         if ranks != schedule.placement[stage_of(node)]:
             reader = first.setdefault((node.all_input_nodes[0], ranks), target)
@@ -375,7 +375,7 @@ def _handed_on(stages: Sequence[StageFunctions], schedule: Schedule) -> dict[fx.
     return found
 
 
-def _turn(node: fx.Node) -> tuple[bool, int]:
+def _send_order(node: fx.Node) -> tuple[bool, int]:
     """A sort key: send nodes in the order in which values are read, forwards before backwards."""
     return (False, _target(node)) if is_forward(node) else (True, -_target(node))
 

@@ -56,7 +56,7 @@ class AsynchronousSchedule:
             return
         if len({*replicas}) > 1:
             raise InputError(
-                f"schedule {self.name!r} needs as many replicas of every stage, but replicas are "
+                f"schedule {self.name!r} needs the same number of replicas for every stage, but replicas are "
                 f"{tuple(replicas)}; take pipedream, which runs them round robin"
             )
         if per_batch < minimum or per_batch % replicas[0]:

@@ -25,7 +25,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
         raise InputError(
             f"schedule {name!r} needs a number of microbatches that is a multiple of "
             f"the {num_ranks} ranks, got {num_microbatches}; "
-            f"take {_nearest_multiple(num_microbatches, num_ranks)}"
+            f"take {max(round(num_microbatches / num_ranks), 1) * num_ranks}"
         )
 
     numbers = np.arange(num_chunks * num_microbatches, dtype=np.int32)
@@ -47,7 +47,3 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
         return ComputeColumns(columns)
 
     return schedule_from_orders(name, num_microbatches, loop_placement(num_ranks, num_chunks), order)
-
-
-def _nearest_multiple(number: int, of: int) -> int:
-    return max(round(number / of), 1) * of

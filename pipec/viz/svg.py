@@ -119,8 +119,9 @@ class _Layout:
         )
         band = lane * _BAND if len(timeline.overlapped) else 0.0
         tops = [float(_TOP)]
+        has_replicas = any(len(ranks) > 1 for ranks in timeline.replicas.values())
         for before, stages in pairwise(timeline.stages):
-            is_apart = before != stages and _has_replicas(timeline)
+            is_apart = before != stages and has_replicas
             tops.append(tops[-1] + lane + band + gap * (1.7 if is_apart else 1.0))
         longest = max(len(lane_name(timeline, rank)) for rank in range(timeline.num_ranks))
         left = _LEFT + max(50.0, _CHARACTER_WIDTH * 0.9 * longest)
@@ -139,10 +140,6 @@ class _Layout:
     @property
     def bottom(self) -> float:
         return self.tops[-1] + self.lane + self.band
-
-
-def _has_replicas(timeline: Timeline) -> bool:
-    return any(len(ranks) > 1 for ranks in timeline.replicas.values())
 
 
 def timeline_svg(timeline: Timeline, title: str = "") -> str:

@@ -202,7 +202,7 @@ def test_what_replicas_cannot_do_without_a_flush_is_refused() -> None:
             pipec.compile(given.pop("model", model()), given.pop("devices", 3), **given)
 
     refused(r"replicas are \(2, 1\); take pipedream", schedule="pipedream-vertical-sync", replicas=(2, 1))
-    refused("needs as many replicas of every stage", schedule="pipedream-2bw", replicas=(2, 1))
+    refused("needs the same number of replicas for every stage", schedule="pipedream-2bw", replicas=(2, 1))
     two = {"schedule": "pipedream-2bw", "devices": 4, "replicas": 2}
     refused("4 microbatches or more on 4 ranks, and a multiple of the 2 replicas", microbatches=5, **two)
     norms = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
