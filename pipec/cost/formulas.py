@@ -51,7 +51,7 @@ class MeasuredTime:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """What running one node once takes, as expressions in the microbatch size ``MICROBATCH``.
+    """The cost of running one node once, as expressions in the microbatch size ``MICROBATCH``.
 
     ``bytes_moved`` counts the memory that is read and written. ``output_bytes`` is the size of the node's
     value when it is dense, as it is saved or sent; a view has a size too, though making it moves nothing.
@@ -125,7 +125,7 @@ def operator_name(node: fx.Node) -> str:
 def launches_no_kernel(node: fx.Node) -> bool:
     """Whether a node starts no kernel: an argument, a view, an allocation, picking from a tuple.
 
-    What replicas do together has a price of its own.
+    Collectives between replicas are costed separately.
     """
     if node.op != "call_function" or node.target is operator.getitem or is_collective(node):
         return True
@@ -203,7 +203,7 @@ def _recurrent_flops(node: fx.Node, sizes: NodeSizes, recurrent: RecurrentOperat
 
 
 def _launches(node: fx.Node, sizes: NodeSizes, substitutions: SymbolSubstitutions) -> int:
-    """How many operators the node starts, one after the other."""
+    """The number of kernels that the node starts, one after the other."""
     recurrent = RECURRENT_OPERATORS.get(operator_name(node))
     if recurrent is None or not recurrent.launches:
         return 1
@@ -227,7 +227,7 @@ def _registered_as(node: fx.Node) -> object:
 
 
 def _registered_flops(formula: Callable[..., Any], node: fx.Node, sizes: NodeSizes) -> sympy.Expr | None:
-    """What a formula of torch's registry says, or None if it cannot do with symbols: anyone may register one.
+    """FLOPs by the formula of torch's registry; None if that fails on symbols, since anyone may register one.
 
     Most formulas take shapes, which are symbolic here; the others take fake tensors.
     """

@@ -1,4 +1,4 @@
-"""Which graph a profile belongs to: a digest of the graph, and the nodes whose times a profile has."""
+"""The graph that a profile belongs to: a digest of the graph, and the nodes whose times a profile has."""
 
 import hashlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What is known of ATen operators by name: what they compute, and which arguments they touch in part.
+"""ATen operators by name: the arithmetic of each, and the arguments that it reads only in part.
 
 Names are those of the schema without ``aten::``, and ``add_`` is listed as ``add``. Operators need no entry
 that ``torch.utils.flop_counter`` knows, or that torch tags as pointwise and that take one operation per
@@ -90,7 +90,7 @@ FLOPS_PER_INPUT: Mapping[str, int] = _each(
 
 
 class RecurrentOperator(NamedTuple):
-    """A layer of a recurrent network in one operator: how often it multiplies which of its arguments.
+    """A recurrent layer in one operator: which arguments it multiplies, and how often.
 
     ``steps`` is the argument of shape (length, rows, ...). ``launches`` are the kernels that each step
     starts; without any, there is one kernel for all.

@@ -1,6 +1,6 @@
 """A profile: how long each node of a training graph took on one device, kept as JSON.
 
-Nodes stand under the forward operator that caused them, and so do those of the backward, as in PipeDream's
+Nodes, also those of the backward, are listed under the forward operator that caused them, as in PipeDream's
 profiler (Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, 2018, section 3.2).
 """
 

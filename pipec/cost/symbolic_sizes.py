@@ -25,7 +25,7 @@ _CACHE = 1 << 14
 
 def symbol_substitutions(graph: TrainingGraph) -> SymbolSubstitutions:
     """The microbatch size as ``MICROBATCH``, each variable as the size that it was captured with, and what is
-    predicted for sizes that values tell.
+    predicted for data-dependent sizes.
     """
     variables = tuple(
         (symbol, sympy.sympify(graph.planned_sizes[name])) for symbol, name in graph.variable_symbols.items()
@@ -51,12 +51,12 @@ class TensorSize:
 
     @property
     def dense_bytes(self) -> sympy.Expr:
-        """What it takes to save or to send the tensor."""
+        """Bytes that saving or sending the tensor takes."""
         return product((*self.shape, sympy.Integer(self.dtype.itemsize)))
 
     @property
     def storage_bytes(self) -> sympy.Expr:
-        """The memory behind the tensor: what reading or writing all of it moves."""
+        """Bytes of the memory behind the tensor, which reading or writing all of it moves."""
         return product((*self.stored_shape, sympy.Integer(self.dtype.itemsize)))
 
 

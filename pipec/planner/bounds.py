@@ -1,4 +1,4 @@
-"""How fast the slowest stage can be at best, and which downsets a plan that fast can use.
+"""Lower bounds of the slowest stage, and the downsets that a plan within such a bound can use.
 
 A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
 downset follow from those that finish from later ones, and bisection finds the least limit for which the
@@ -31,20 +31,20 @@ class Bound(Protocol):
 
     @property
     def total_seconds(self) -> float:
-        """Of everything on one device."""
+        """Seconds of all operators on one device."""
         ...
 
     @property
     def feasible_limit(self) -> float:
-        """Some seconds that a plan keeps within if any plan is possible."""
+        """A limit in seconds within which there is a plan, if any plan is possible."""
         ...
 
     def select(self, kept: NDArray[np.intp]) -> Self:
-        """The same for these downsets alone."""
+        """The bound over these downsets alone."""
         ...
 
     def devices_needed(self, num_devices: int, limit: float) -> "DevicesNeeded | None":
-        """None if no plan keeps within the limit."""
+        """The fewest devices for a plan within the limit; None if there is no such plan."""
         ...
 
 

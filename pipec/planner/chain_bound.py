@@ -2,7 +2,7 @@
 
 If n devices are the fewest that finish from a downset, a stage on m replicas begins there which ends where
 n - m are the fewest. Such ends are few and next to each other: however many devices there are, each downset
-is looked at a few times. Say operators take 3, 1, 2 and 2 seconds, and the limit is 4::
+is examined a few times. Say operators take 3, 1, 2 and 2 seconds, and the limit is 4::
 
     downset (operators held)      0    1    2    3    4
     fewest devices to finish      2    2    1    1    0
@@ -107,7 +107,7 @@ class ChainBound:
     ) -> Mask:
         """Whether a stage from each downset of ``begin`` may end at one of ``ends``, both in order.
 
-        A stage does not get faster or smaller by ending later, so only its first end needs a look.
+        A stage does not get faster or smaller by ending later, so only its first end is examined.
         """
         busy = self.busy[replicas - 1]
         first = np.searchsorted(ends, begin, side="right")

@@ -1,9 +1,9 @@
-"""Where to cut a chain of operators whose stages replay what their memory does not hold.
+"""Cuts of a chain of operators whose stages recompute the values that their memory cannot hold.
 
-A stage takes the seconds of its operators and of what its memory forces it to replay, so that cuts and
-recompute are chosen together (as in AdaPipe, ASPLOS 2024). What a range of operators replays for how many
-bytes is read off *prices*. At a price of a byte saved, the whole chain has one best choice, and the sums of
-that over a range are a choice for the range. So a few prices make a curve of every range, and a difference of
+A stage takes the seconds of its operators and of what its memory forces it to recompute, so that cuts and
+recompute are chosen together (as in AdaPipe, ASPLOS 2024). How much a range of operators recomputes for how
+many bytes follows from *prices*: at a price of a byte saved, the whole chain has one best choice, whose sums
+over a range are a choice for the range. So a few prices make a curve of every range, and a difference of
 prefix sums is a corner of it. Between corners the curve is a line, because a range may replay some of its
 layers as one corner has it, and the others as the next. The cut is optimal over these curves, by dynamic
 programming.
@@ -48,9 +48,9 @@ class RecomputeCurve:
     segments: int = 1
 
     def held_bytes(self, chain: "OperatorChain", in_flight: int) -> tuple[Vector, Vector, Vector]:
-        """What operators hold as a backward begins, as its last segment does, and as it ends.
+        """Bytes that operators hold as a backward begins, as its last segment begins, and as it ends.
 
-        Bit by bit it lets go of what was saved and recomputed, and until the end it holds the gradients of
+        It frees saved and recomputed values one by one, and until the end it holds the gradients of
         parameters that it has made. Segments are of about equal size.
         """
         share = 1 / self.segments
@@ -120,7 +120,7 @@ class _Stages:
         ]
 
     def seconds(self, first: int, most: float) -> Vector:
-        """Of stages from operator ``first`` to each later one, ends included, that are busy for ``most``.
+        """Seconds of stages from operator ``first`` to each later one, ends included, within ``most``.
 
         It is infinite for those that do not fit, and for those that take longer.
         """

@@ -1,7 +1,7 @@
-"""The bound that asks whether one downset contains another, for more downsets than can be compared in pairs.
+"""The bound by containment of downsets, for more downsets than can be compared in pairs.
 
-A downset that is the only one of its size is contained in all that are larger. Such downsets part the others
-into blocks, and containment needs a look only inside a block::
+A downset that is the only one of its size is contained in all larger ones. Such downsets divide the others
+into blocks, and containment is examined only inside a block::
 
     {}  {a}  | {a b}  {a c} |  {a b c}        a -> b, a -> c
 
@@ -26,7 +26,7 @@ class ContainmentBound:
 
         max(busy[m - 1, e] - busy[m - 1, d], link[d]) / m
 
-    On equal devices, without latency or a limit of memory, that is just what the stage takes.
+    On equal devices, without latency or a limit of memory, these are the exact seconds of the stage.
     """
 
     downsets: Downsets

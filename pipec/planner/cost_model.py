@@ -1,6 +1,6 @@
-"""How many seconds a stage takes for a microbatch, from its operators, its replicas and its links.
+"""The seconds of a stage for a microbatch, from its operators, its replicas and its links.
 
-**PIPEC** is what pipec's runtime does. Sends are asynchronous and receives are posted one compute ahead, so
+**PIPEC** models pipec's runtime. Sends are asynchronous and receives are posted one compute ahead, so
 communication overlaps compute. In the steady state a stage is therefore as slow as the slower of two things:
 
 * *busy*: the forward and backward of its operators, and its share of the all-reduce of its parameters;
@@ -17,12 +17,12 @@ for each microbatch. An all-reduce sends P parameter bytes over a link of B byte
 in which m microbatches share an all-reduce; those of captured models for steps of which all microbatches do.
 Inside a group that is replicated itself these count as shared by the microbatches of all groups.
 
-**PIPEDREAM** is what PipeDream's published optimizer minimises (msr-fiddle/pipedream,
+**PIPEDREAM** is the cost that PipeDream's published optimizer minimises (msr-fiddle/pipedream,
 optimizer_graph_hierarchical.py). It differs in two ways: activation and gradient share the link one after the
 other, and the all-reduce passes twice as often.
 
-**MAX_LOAD** is what Tarnawski et al. minimise (NeurIPS 2020). Nothing overlaps: a stage takes the sum of its
-operators and of every value that it shares with other stages, each value once.
+**MAX_LOAD** is the cost that Tarnawski et al. minimise (NeurIPS 2020). Nothing overlaps: a stage takes the
+sum of its operators and of every value that it shares with other stages, each value once.
 
 In a hierarchy, a group of devices acts as one device of the level above. The group is busy as long as the
 slowest stage of the best pipeline inside it, and it pays for the links of its own level as a stage does. So

@@ -1,4 +1,4 @@
-"""A topology as the planner sees it: nested groups whose members are sorted into interchangeable classes."""
+"""A topology for the planner: nested groups whose members are sorted into interchangeable classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class DeviceGroup:
 
     @property
     def device_indices(self) -> tuple[int, ...]:
-        """All of them, in an order in which groups of one signature correspond."""
+        """The indices of all devices, in an order in which groups of one signature correspond."""
         return tuple(
             index for kind in self.member_classes for member in kind for index in member.device_indices
         )

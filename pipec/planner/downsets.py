@@ -1,4 +1,4 @@
-"""Where a stage may begin and end: downsets, which are sets of operators that contain all their predecessors.
+"""The possible ends of stages: downsets, sets of operators that contain all their predecessors.
 
 A plan is a growing sequence of downsets, from the empty one to the whole, and each stage is the difference of
 two neighbours. A chain of n operators has n + 1 downsets, its prefixes. A graph with branches has more::
@@ -47,7 +47,7 @@ class Downsets:
         totals[0]    0     1     3     7
         cuts[0]      0     5     6     0
 
-    ``windows`` tells what is known about all downsets of the graph where these are not all.
+    ``windows`` bounds the work of all downsets of the graph, if these are not all of them.
     """
 
     order: Sequence[int]

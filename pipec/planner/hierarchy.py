@@ -133,7 +133,7 @@ class HierarchicalPartitioner:
     def _within(
         self, task: _Task, seconds: _Cost, finish: dict[AvailableDevices, Vector], limit: float
     ) -> _Sums:
-        """What pipelines have to communicate of which no stage takes longer than ``limit``."""
+        """The least communication of pipelines whose stages are all within ``limit`` seconds."""
 
         def communication(option: StageOption, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             spent = self.costs.communication_seconds(task.group.level, option.replicas, begins, rows, columns)
@@ -222,7 +222,7 @@ class HierarchicalPartitioner:
     def _as_good(
         self, task: _Task, left: AvailableDevices, finish: dict[AvailableDevices, Vector]
     ) -> AvailableDevices | None:
-        """Less of the group, if it costs no more to finish the task with it.
+        """Fewer members of the group, if the task then costs no more.
 
         The downsets that are useful may depend on how much is left.
         """
@@ -311,7 +311,7 @@ class HierarchicalPartitioner:
         return np.minimum.accumulate(fastest, out=fastest)
 
     def _remembering(self, group: DeviceGroup, cost: _Cost) -> _Cost:
-        """The same costs. Those of stages that do not begin a group are worked out once, if they are few."""
+        """The same costs; those of stages that do not begin a group are computed once, if they are few."""
         everywhere = self._everywhere(0)
         num_options = sum(min(len(kind), self.options.max_replicas) for kind in group.member_classes)
         if (

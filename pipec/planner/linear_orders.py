@@ -1,7 +1,7 @@
 """A few linear orders of a graph that is too wide to list all its downsets.
 
-Each rule takes, one after the other, the operator that looks best among those whose predecessors are all
-taken. It is also applied from the back, where an operator is ready once all its successors are taken::
+Each rule takes operators one by one: the best of those whose predecessors are all taken. It is also applied
+from the back, where an operator is ready once all its successors are taken::
 
     a -> b -> c -> f      depth first      a d e b c f
     a -> d -> e -> f      breadth first    a b d c e f
@@ -74,7 +74,7 @@ def _order(graph: WideGraph, rule: Rule, take: Callable[[int], None] = lambda op
 
 
 class _Width:
-    """How much crosses from the operators taken so far to the others."""
+    """The seconds of the values that cross from the operators taken so far to the others."""
 
     def __init__(self, graph: WideGraph) -> None:
         self.value_seconds: list[float] = graph.value_seconds.tolist()

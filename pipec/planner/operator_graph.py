@@ -1,4 +1,4 @@
-"""What the planner distributes: operators with their costs, and the values that pass between them."""
+"""The input of the planner: operators with their costs, and the values that pass between them."""
 
 import graphlib
 import math

@@ -1,4 +1,4 @@
-"""The bound that charges stages between any two downsets what they cost on the fastest devices.
+"""The bound that charges each stage its cost on the fastest devices.
 
 On equal devices without levels, latency or a limit of memory it is exact. Otherwise it charges for the
 fastest device and the best link.

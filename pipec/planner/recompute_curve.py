@@ -1,4 +1,4 @@
-"""What a stage replays for how many bytes, at different prices of memory.
+"""The recomputed seconds and saved bytes of a stage, at different prices of memory.
 
 At a price there is no limit, and the program of ``planner/recompute_solver.py`` is a smallest cut of a
 network.
@@ -98,6 +98,6 @@ class _Corner:
 
 
 def _area(pair: tuple[_Corner, _Corner]) -> float:
-    """How much there may be between two neighbours."""
+    """The area in which the curve may lie between two neighbours."""
     low, high = pair
     return (low.saved - high.saved) * (high.seconds - low.seconds)

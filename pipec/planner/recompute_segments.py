@@ -1,4 +1,4 @@
-"""A stage in segments, each of which can be recomputed by itself."""
+"""Segments of a stage, each of which can be recomputed by itself."""
 
 import itertools
 import math
@@ -14,8 +14,8 @@ from pipec.planner.recompute_solver import ForwardValue, StageValues
 def split_into_segments(stage: StageValues, count: int) -> list[tuple[int, StageValues]]:
     """The stage in up to ``count`` consecutive segments of about as many bytes, each with its first position.
 
-    What a segment reads of those before it is always saved. So what is recomputed for one segment needs no
-    other, and the boundaries are where little is read across.
+    Values that a segment reads from earlier ones are always saved. So no segment needs another to be
+    recomputed, and boundaries are placed where few bytes cross.
     """
     firsts = segment_boundaries(stage, count)
     crosses = values_across(stage, firsts)
