@@ -1,4 +1,4 @@
-"""What a step might do otherwise, as data: what that would take, and why it was refused."""
+"""The plans that were tried and not chosen, with their costs and the reason for rejecting each."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +12,7 @@ from pipec.plan.predictions import collective_seconds
 
 
 def as_alternative(evaluated: EvaluatedPlan) -> Alternative:
-    """An evaluated plan as data. At this point it is refused only if it does not fit."""
+    """An evaluated plan as data. Its rejection reason is set only if it does not fit into memory."""
     excess = max(evaluated.excess_bytes)
     return Alternative(
         schedule=evaluated.schedule.name,
@@ -25,28 +25,28 @@ def as_alternative(evaluated: EvaluatedPlan) -> Alternative:
 
 
 def rejected_alternatives(tried: Sequence[Alternative], chosen: EvaluatedPlan) -> tuple[Alternative, ...]:
-    """What was not taken, fastest first: the best plan of each schedule and number of microbatches."""
+    """The rejected plans, fastest first: the best of each schedule and of each number of microbatches."""
     best: dict[object, Alternative] = {}
     for other in sorted(tried, key=lambda other: (bool(other.rejection_reason), other.seconds)):
         replicas = format_replicas(other.replicas)
         best.setdefault((replicas, other.schedule), other)
         best.setdefault((replicas, other.num_microbatches), other)
     taken = as_alternative(chosen)
-    others = [other for other in dict.fromkeys(best.values()) if _way(other) != _way(taken)]
-    return tuple(sorted((_explained(other, taken) for other in others), key=lambda other: other.seconds))
+    others = [other for other in dict.fromkeys(best.values()) if _identity(other) != _identity(taken)]
+    return tuple(sorted((_with_reason(other, taken) for other in others), key=lambda other: other.seconds))
 
 
 def sharding_costs(evaluated: EvaluatedPlan) -> tuple[ShardingCost, ...]:
-    """What an evaluated plan takes with each level of sharding, if it updates stages with replicas.
+    """The memory and time of a plan with each level of sharding.
 
-    Without a flush there is none.
+    Empty unless the plan updates stages with replicas, and for asynchronous schedules.
     """
     sync_spec, staged = evaluated.plan.sync_spec, evaluated.staged
     if not (sync_spec.updates and sync_spec.buckets) or sync_spec.stream:
         return ()
     levels = {}
     for shard in (None, *ShardingLevel):
-        with suppress(InputError):  # what cannot be sharded
+        with suppress(InputError):  # a level that this plan cannot have
             level = replace(staged.options.sync_spec, shard=shard)
             levels[shard] = staged.evaluate(evaluated.schedule, evaluated.plan.microbatch_size, level)
     return tuple(
@@ -55,11 +55,12 @@ def sharding_costs(evaluated: EvaluatedPlan) -> tuple[ShardingCost, ...]:
     )
 
 
-def _way(other: Alternative) -> tuple[str, int, str]:
+def _identity(other: Alternative) -> tuple[str, int, str]:
     return other.schedule, other.num_microbatches, format_replicas(other.replicas)
 
 
-def _explained(other: Alternative, taken: Alternative) -> Alternative:
+def _with_reason(other: Alternative, taken: Alternative) -> Alternative:
+    """The alternative with the reason why ``taken`` is preferred to it."""
     if other.rejection_reason:
         return other
     slower = other.seconds / taken.seconds - 1

@@ -1,8 +1,8 @@
-"""The device model of the processor at hand: measured once on a machine, and kept for later processes.
+"""The device model of this processor, measured once on a machine and cached on disk.
 
-The name of the file says what makes it valid: the processor, its number of threads, torch and what is
-measured. ``PIPEC_CACHE_DIR`` names another folder than ``~/.cache/pipec``; where it is empty, every process
-measures. The figures decide which plan is made, and no value that a plan computes.
+The name of the file is a digest of what the figures depend on: the processor, its number of threads, torch's
+version and the version of the measurement. ``PIPEC_CACHE_DIR`` names another folder than ``~/.cache/pipec``;
+if it is empty, every process measures. The figures decide which plan is chosen, never a computed value.
 """
 
 import functools
@@ -29,27 +29,27 @@ log = logging.getLogger("pipec")
 CACHE_DIR = "PIPEC_CACHE_DIR"
 
 _VERSION = 1
-"""Of what ``calibrate`` measures, and how: with another one, all machines are measured again."""
+"""Version of what ``calibrate`` measures, and how. Raising it makes all machines measure again."""
 
 _FIGURES = ("memory_bytes_per_second", "launch_seconds", "attention_efficiency", "other_flops_per_second")
 
 
 def cached_calibration() -> DeviceModel:
-    """The figures that an earlier process measured on this machine, or else those that this one measures.
+    """The device model that an earlier process measured on this machine; measured now if there is none.
 
-    What cannot be kept holds for this process. One line on stderr tells of a measurement.
+    A measurement prints one line on stderr. If it cannot be written to disk, only this process uses it.
     """
     key = _key(torch.get_num_threads())
     path = _path(key)
-    kept = _load(path) if path else None
-    if kept is None:
-        kept = _measured(key)
-        store_calibration(kept)
-    return kept
+    model = _load(path) if path else None
+    if model is None:
+        model = _measured(key)
+        store_calibration(model)
+    return model
 
 
 def store_calibration(model: DeviceModel) -> None:
-    """Keep the figures of a device model as those of this machine, if anything is kept."""
+    """Write the figures of a device model as those of this machine, unless caching is off."""
     path = _path(_key(torch.get_num_threads()))
     if path is None:
         return
@@ -60,53 +60,53 @@ def store_calibration(model: DeviceModel) -> None:
             json.dump({"flops_per_second": dict(model.flops_per_second), **figures}, file)
         os.replace(file.name, path)
     except OSError as error:
-        log.warning("what this processor was measured at cannot be kept in %s: %s", path, error)
+        log.warning("cannot write the calibration of this processor to %s: %s", path, error)
 
 
 def _path(key: str) -> Path | None:
-    """The file of this name, which may not exist yet; None if nothing is to be kept."""
-    named = os.environ.get(CACHE_DIR)
-    if named == "":
+    """The file for this key, which may not exist yet; None if caching is off."""
+    folder = os.environ.get(CACHE_DIR)
+    if folder == "":
         return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named or Path(home) / "pipec") / f"{key}.json"
+    return Path(folder or Path(home) / "pipec") / f"{key}.json"
 
 
 @functools.cache
 def _measured(key: str) -> DeviceModel:
-    """Measured once in this process for each ``key``."""
-    made = calibrate("cpu")
-    rate, moved = made.flops_per_second["float32"] / 1e9, made.memory_bytes_per_second / 1e9
-    told = f"{rate:.3g} GFLOP/s, {moved:.3g} GB/s, {1e6 * made.launch_seconds:.3g} us a launch"
-    line = f"pipec: calibrated this CPU, for schedule='auto': {told}"
+    """The device model measured by this process, once for each ``key``."""
+    model = calibrate("cpu")
+    rate, bandwidth = model.flops_per_second["float32"] / 1e9, model.memory_bytes_per_second / 1e9
+    figures = f"{rate:.3g} GFLOP/s, {bandwidth:.3g} GB/s, {1e6 * model.launch_seconds:.3g} us a launch"
+    line = f"pipec: calibrated this CPU, for schedule='auto': {figures}"
     rank_zero_only(print)(line, file=sys.stderr, flush=True)
-    return _model({"flops_per_second": made.flops_per_second, **{n: getattr(made, n) for n in _FIGURES}})
+    return _model({"flops_per_second": model.flops_per_second, **{n: getattr(model, n) for n in _FIGURES}})
 
 
 def _load(path: Path) -> DeviceModel | None:
-    """The device model that a file holds; None if it holds none."""
-    if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+    """The device model in a file; None if there is none."""
+    if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return None
     try:
         return _read(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("what is kept in %s cannot be read, and is measured again: %s", path, error)
+        log.warning("cannot read the calibration in %s, measuring again: %s", path, error)
         return None
 
 
-_MOST_BYTES = 2**16
+_MAX_BYTES = 2**16
 
 
 def _read(document: Any) -> DeviceModel | None:
-    """The device model of a document; None if it is none."""
+    """The device model that a document describes; None if the document is malformed."""
     if not isinstance(document, dict) or document.keys() != {"flops_per_second", *_FIGURES}:
         return None
     rates = document["flops_per_second"]
     if not isinstance(rates, dict) or "float32" not in rates:
         return None
     figures = [*rates.values(), *(document[name] for name in _FIGURES)]
-    can_be = all(isinstance(each, float) and 0 < each < math.inf for each in figures)
-    return _model(document) if can_be else None
+    is_valid = all(isinstance(each, float) and 0 < each < math.inf for each in figures)
+    return _model(document) if is_valid else None
 
 
 def _model(figures: dict[str, Any]) -> DeviceModel:
@@ -116,21 +116,21 @@ def _model(figures: dict[str, Any]) -> DeviceModel:
 
 
 def _key(num_threads: int) -> str:
-    facts = {
+    dependencies = {
         "processor": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": num_threads,
         "torch": torch.__version__,
         "version": _VERSION,
     }
-    return f"processor-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}"
+    return f"processor-{hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()[:32]}"
 
 
 def _processor() -> str:
-    """What the system calls the processor: a model's name, where it tells."""
+    """The processor's model name, or the most specific name that the system gives."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    named = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
-    return ", ".join(named) or platform.processor() or platform.machine()
+    names = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
+    return ", ".join(names) or platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""A way to run steps: what is decided of it, and what the search may still choose."""
+"""One point of the search space: the decisions that are fixed, and those left to the search."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,25 +18,25 @@ from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
 
 _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
-"""The kinds of memory that the planner adds up over operators."""
+"""The kinds of memory that the planner sums over operators."""
 
 _OF_UPDATES = frozenset({"optimizer", "versions"})
-"""Those that it adds up, too, where stages update after every mini-batch."""
+"""The kinds that it also sums if stages update after every mini-batch."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run steps.
+    """The decisions about how steps run.
 
-    ``policy`` has the schedules that are allowed and the replicas of stages, and ``options`` the devices, the
-    level of sharding, and what may be recomputed and offloaded. ``num_microbatches`` None leaves it to the
-    search. Replicas of a stage are next to each other, or far apart if the ranks of each pipeline are next to
-    each other (``adjacent_pipelines``). Once a call has put stages and parameters somewhere, all later ones
-    follow it: ``placement`` has the ranks of stages then, and ``cut`` cuts them.
+    ``policy`` holds the allowed schedules and the replicas of stages; ``options`` the devices, the level of
+    sharding, and what may be recomputed and offloaded. ``num_microbatches`` is None if the search chooses it.
+    The ranks of a stage's replicas are adjacent, or with ``adjacent_pipelines`` those of each pipeline are.
+    After the first call has placed stages and parameters, later calls follow it: ``placement`` holds the
+    ranks of stages, and ``cut`` repeats the cut.
 
-    The search may choose the replicas of stages if it ``tunes_replicas``, the level of sharding if it
-    ``tunes_shard``, and where replicas are if it ``may_rearrange`` them. Unless ``dynamic``, costs are known
-    for one size of microbatch alone, so that one number of microbatches is tried.
+    The search chooses the replicas of stages with ``tunes_replicas``, the level of sharding with
+    ``tunes_shard``, and the ranks of replicas with ``may_rearrange``. Unless ``dynamic``, costs are known for
+    one size of microbatch alone, so that one number of microbatches is tried.
     """
 
     policy: SchedulePolicy
@@ -56,24 +56,24 @@ class Candidate:
         return counts if self.dynamic else counts[:1]
 
     def with_replicas(self, replicas: Replicas) -> "Candidate":
-        """The same on all ranks, with so many replicas of each stage, or of every one."""
+        """The candidate on all ranks with these replicas: one number for all stages, or one for each."""
         return replace(self, policy=self.policy.with_replicas(replicas), adjacent_pipelines=False)
 
     def with_sharding(self, shard: ShardingLevel | None) -> "Candidate":
-        """The same with this level of sharding, which is then decided."""
+        """The candidate with this level of sharding, no longer open to the search."""
         sync_spec = replace(self.options.sync_spec, shard=shard)
         return replace(self, options=replace(self.options, sync_spec=sync_spec), tunes_shard=False)
 
     def on_topology(self, topology: Topology) -> "Candidate":
-        """The same on other devices."""
+        """The candidate on other devices."""
         return replace(self, options=replace(self.options, topology=topology))
 
     def on_device_model(self, model: DeviceModel) -> "Candidate":
-        """The same with the costs of this device model."""
+        """The candidate with the costs of this device model."""
         return replace(self, options=replace(self.options, device_model=model))
 
     def on_stages_of(self, staged: StagedGraph, placement: Placement) -> "Candidate":
-        """The same with stages and parameters where a cut graph has them."""
+        """The candidate with stages and parameters placed as in a cut graph."""
         graph = staged.graph
         cut = FollowPlacement(
             len(placement),
@@ -84,11 +84,11 @@ class Candidate:
         return replace(self, placement=placement, cut=cut)
 
     def for_next_steps(self, schedule: Schedule) -> "Candidate":
-        """The same for steps that come after one of that schedule."""
+        """The candidate for the steps after one that ran ``schedule``."""
         return replace(self, policy=self.policy.for_next_steps(schedule))
 
     def replica_arrangements(self) -> list["Candidate"]:
-        """The ways to put the replicas of stages on ranks that differ on these devices, this one first."""
+        """The candidates whose replicas are on other ranks with other costs, this one first."""
         policy, topology = self.policy, self.options.topology
         if not self.may_rearrange:
             return [self]
@@ -98,15 +98,15 @@ class Candidate:
         return [self, replace(self, adjacent_pipelines=not self.adjacent_pipelines)] if several else [self]
 
     def replica_groups(self) -> Placement:
-        """The ranks that act for each rank of a pipeline, where all stages have as many replicas."""
+        """The replicas of each rank of a pipeline; all stages must have equally many."""
         assert isinstance(self.policy.replicas, int)
         arranged = adjacent_pipelines if self.adjacent_pipelines else adjacent_replicas
         return arranged(self.policy.num_ranks, self.policy.replicas)
 
     def fastest_cut(self, placement: Placement, count: int, size: int) -> Pass:
-        """The pass that cuts for the fastest step of so many microbatches, whatever memory it takes.
+        """The pass that cuts for the fastest step of ``count`` microbatches, without regard to memory.
 
-        Where a rank has several stages, all devices and links are taken to be alike.
+        If a rank has several stages, all devices and links are assumed to be equal.
         """
         updates = self.updates(count)
         if not isinstance(self.policy.replicas, int):
@@ -118,7 +118,7 @@ class Candidate:
         return self.for_replicas(CutStages(devices, size, updates=updates))
 
     def updates(self, count: int) -> UpdateCost | None:
-        """The updates after each mini-batch of so many microbatches; None where there is a flush."""
+        """The cost of the updates after each mini-batch of ``count`` microbatches; None if synchronous."""
         optimizer, device = self.options.optimizer, self.options.device_model
         if not (self.policy.may_be_asynchronous and optimizer):
             return None
@@ -126,30 +126,27 @@ class Candidate:
         return UpdateCost(state, device.memory_bytes_per_second, self.policy.versions, count)
 
     def pipeline_topology(self) -> Topology:
-        """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
+        """The topology of one pipeline: a device for each group of replicas."""
         topology = self.options.topology
         return topology if self.policy.replicas == 1 else topology.grouped(self.replica_groups())
 
     def unplanned_bytes(self, need: RankMemory, planned: frozenset[str] = frozenset()) -> float:
-        """What a rank holds at its peak of which the planner does not know. ``planned`` it knows as well."""
+        """The bytes at a rank's peak that the planner does not sum; ``planned`` kinds it sums besides."""
         updates = self.policy.may_be_asynchronous and self.options.optimizer is not None
         return need.excluding(planned | _OF_OPERATORS | (_OF_UPDATES if updates else frozenset()))
 
     def plans_recompute_on(self, devices: Topology) -> bool:
-        """Whether cuts for these devices of a pipeline take into account what stages recompute.
-
-        That is so if they may, and if the devices are alike.
-        """
+        """Whether cuts for these devices take recompute into account: only if devices are equal."""
         recomputes = self.options.recompute == "auto"
         return recomputes and len({*devices.devices}) == 1 and len(devices.levels) == 1
 
     def for_replicas(self, assign: Assign) -> Pass:
-        """The cut for a pipeline as that for all its replicas."""
+        """The pass that applies the cut of one pipeline to all its replicas."""
         return AssignStages(assign, () if self.policy.replicas == 1 else self.replica_groups())
 
 
 def sharding_levels(candidate: Candidate) -> Sequence[Candidate]:
-    """The candidate with each level of sharding, if that is open; without any first."""
+    """The candidate with each level of sharding, none first; itself alone if the level is decided."""
     levels = (None, *ShardingLevel) if candidate.tunes_shard else ()
     return [candidate.with_sharding(shard) for shard in levels] or [candidate]
 

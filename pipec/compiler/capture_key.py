@@ -1,4 +1,4 @@
-"""What a call is, for the compiler: calls that are alike in it run the same programs."""
+"""The keys under which calls are captured and compiled: calls with equal keys run the same programs."""
 
 import functools
 from collections.abc import Hashable
@@ -13,10 +13,11 @@ from pipec.ir import Mode, Variable
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """What decides a capture, besides what the code of the model reads.
+    """Everything that decides a capture, except the Python values that the model's code reads.
 
-    ``call_signature`` is a call without its values, its number of rows and its ``variables``. With
-    ``outputs`` the model's output comes with the loss. ``state`` is that of the model and of torch.
+    ``call_signature`` describes a call without its values, its number of rows and its ``variables``. With
+    ``outputs``, the model's output is returned beside the loss. ``state`` is the state of the model and of
+    torch.
     """
 
     mode: Mode
@@ -39,7 +40,7 @@ class CaptureKey:
 
 @dataclass(frozen=True)
 class CaptureSignature:
-    """What a captured graph is of: a capture key, and a number that counts what the model's code found."""
+    """Identifies a captured graph: a capture key, and a version for each set of Python values read."""
 
     key: CaptureKey
     version: int
@@ -47,9 +48,10 @@ class CaptureSignature:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A call that all ranks make, what it is compiled as, its seed, and a generator that has drawn that.
+    """A call that all ranks make, with its signature and random seed.
 
-    ``rows[k]`` are those of replica k, if each was given its own part of the batch; of one replica, all rows.
+    ``generator_after`` is torch's default generator after drawing the seed. ``rows[k]`` is the number of rows
+    of replica k if each replica passes its own part of the batch; otherwise ``rows`` has one entry, all rows.
     """
 
     call: ModelCall

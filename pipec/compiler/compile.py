@@ -1,7 +1,7 @@
 """Compiles a call: capture it, try every candidate, take the best, generate code.
 
-Nothing is remembered here. What earlier calls decided and compiled comes in as values, and what this one adds
-goes out as values.
+These are functions over values and keep no state: decisions and artifacts of earlier calls come in as
+arguments, and those of this call are returned.
 """
 
 import functools
@@ -50,12 +50,11 @@ log = logging.getLogger("pipec")
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """What is the same for all calls of a pipeline.
+    """The settings that all calls of a pipeline share.
 
-    ``device`` is one of those that will run the code. A model on another kind of device is captured as if it
-    were there. ``precision`` is what operators compute in, if not in the model's own types.
-    ``microbatch_weight`` is that of the plan. If it ``calibrates_cpu``, costs are those measured on this
-    machine.
+    ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
+    if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
+    ``microbatch_weight`` is recorded in the plan. With ``calibrates_cpu``, costs are measured on this CPU.
     """
 
     loss_fn: Callable[..., Any] | None
@@ -67,10 +66,10 @@ class CompileSettings:
 
 @dataclass(frozen=True, eq=False)
 class CompileRequest:
-    """A call to compile, and the model as it is now.
+    """A call to compile, and the model in its present state.
 
-    If it ``refuses_mixed_rows``, a batch whose rows depend on one another is refused. ``warn`` gives each
-    warning once.
+    With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
+    microbatch. ``warn`` logs each warning once.
     """
 
     settings: CompileSettings
@@ -88,36 +87,36 @@ class CompileRequest:
 
     @functools.cached_property
     def values(self) -> Sizes:
-        """The variables of the call."""
+        """The values of the call's variables."""
         return variable_values(self.key.variables, self.call.leaves)
 
     def step_of(self, graph: TrainingGraph, known: Sequence[StagedGraph] = ()) -> CapturedStep:
-        """Steps of as many rows as the call, by a graph that may be one of those that are cut already."""
+        """A step of the call's rows on ``graph``, with the cut that ``known`` has of it, if any."""
         staged = next((each for each in known if each.captured is graph), None)
         return CapturedStep(graph, self.batch, (self.stopwatch.observe,), staged)
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledGraphs:
-    """What was compiled for calls like one: cut graphs, and the artifacts made of them.
+    """The cut graphs of one signature, and the artifacts generated from them.
 
-    There are several graphs where the model specialises on a number of rows, or on a variable. An artifact is
-    for a number of microbatches, and the rows of the first.
+    There are several graphs if the model specialises on a number of rows, or on a variable. The key of an
+    artifact is its graph, its number of microbatches, and the rows of its first microbatch.
     """
 
     graphs: tuple[StagedGraph, ...] = ()
     artifacts: Mapping[tuple[StagedGraph, int, int], CompiledArtifact] = field(default_factory=dict)
 
     def only(self, numbers: Collection[int]) -> "CompiledGraphs":
-        """The artifacts with these numbers, and the graphs that they were made of."""
-        kept = {key: made for key, made in self.artifacts.items() if made.number in numbers}
-        used = {staged for staged, _, _ in kept}
-        return CompiledGraphs(tuple(staged for staged in self.graphs if staged in used), kept)
+        """The artifacts with these numbers, and the graphs that they were generated from."""
+        artifacts = {key: compiled for key, compiled in self.artifacts.items() if compiled.number in numbers}
+        used = {staged for staged, _, _ in artifacts}
+        return CompiledGraphs(tuple(staged for staged in self.graphs if staged in used), artifacts)
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledCall:
-    """What runs a call, what later calls follow, and all that was compiled for calls like it."""
+    """The artifacts that run a call, the decisions for later calls, and the new cache of its signature."""
 
     groups: MicrobatchGroups
     decided: Candidate
@@ -125,10 +124,10 @@ class CompiledCall:
 
 
 def compile_call(request: CompileRequest, candidate: Candidate, cached: CompiledGraphs) -> CompiledCall:
-    """Compile what runs the microbatches of a call: groups of consecutive ones, with the rows of each.
+    """Compile an artifact for each group of consecutive microbatches of a call.
 
-    There is one group unless the model specialises on the number of rows. ``candidate`` has what the user and
-    earlier calls decided.
+    There is one group unless the model specialises on the number of rows. ``candidate`` holds the decisions
+    of the user and of earlier calls.
 
     Raises:
         CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
@@ -147,7 +146,7 @@ def compile_call(request: CompileRequest, candidate: Candidate, cached: Compiled
 def _capture_call(
     request: CompileRequest, candidate: Candidate, known: Sequence[StagedGraph]
 ) -> tuple[TrainingGraph, Candidate]:
-    """The graph of the first microbatch. Its model collectives may decide the number of microbatches."""
+    """The graph of the first microbatch, and the candidate: model collectives may fix its microbatches."""
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
     if staged := _valid_graph(known, sizes[0], request.values):
         return staged.captured, candidate
@@ -157,7 +156,7 @@ def _capture_call(
 
 
 def _valid_graph(known: Sequence[StagedGraph], size: int, values: Sizes) -> StagedGraph | None:
-    """The first of the cut graphs that serves a microbatch of ``size`` rows, if one does."""
+    """The first cut graph that is valid for a microbatch of ``size`` rows, if any."""
     return next((staged for staged in known if staged.graph.is_valid_for(size, values)), None)
 
 
@@ -166,9 +165,9 @@ def _capture(
 ) -> tuple[TrainingGraph, Candidate]:
     """The graph of one microbatch, and the candidate with the number of microbatches if the graph decides it.
 
-    ``sizes`` are the rows of the last microbatches of the call, the first of which is captured. The graph is
-    for any size if they are several, or may change. It is for any value of the variables as well, except for
-    those for which that was found to be impossible, such as by the graph of another call ``like`` this one.
+    ``sizes`` are the rows of the last microbatches of the call; the first of these is captured. The number of
+    rows is symbolic if sizes differ or may change between calls. Variables are symbolic too, except where
+    this was found to be impossible, for example in the graph of a similar call (``like``).
     """
     start, settings, replicas = request.batch - sum(sizes), request.settings, candidate.policy.replicas
     traced = functools.partial(
@@ -196,7 +195,7 @@ def _capture(
             graph.first_collective,
             replicas,
         )
-        assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
+        assert isinstance(replicas, int), "model collectives of unequal replicas are refused"
         candidate = replace(candidate, num_microbatches=replicas)
         sizes = split_sizes(request.batch, replicas)
     if _takes_whole_batch(request, candidate, graph):
@@ -210,9 +209,9 @@ def _capture(
 def _trace_variables(
     variables: Sequence[Variable], traced: Callable[..., TrainingGraph], like: TrainingGraph | None
 ) -> TrainingGraph | None:
-    """A graph in which variables are symbolic: all of them, or the sizes alone, or the numbers alone.
+    """A graph with symbolic variables: all of them, or the sizes alone, or the numbers alone.
 
-    What was impossible in the graph of a call ``like`` this one is not tried again.
+    Attempts that failed in the graph of a similar call (``like``) are not repeated. None if all fail.
     """
     attempts = symbolic_candidates(variables)
     if like is not None:
@@ -228,22 +227,25 @@ def _trace_variables(
 
 
 def _findings(request: CompileRequest, graph: TrainingGraph) -> BatchFindings:
-    """What is found of the batch. Whoever weighs microbatches takes each by itself."""
-    weighs = request.settings.microbatch_weight
-    return graph.findings if weighs else graph.findings_for(request.batch, request.values)
+    """The findings about the batch; with a microbatch weight, each microbatch is a batch of its own."""
+    if request.settings.microbatch_weight:
+        return graph.findings
+    return graph.findings_for(request.batch, request.values)
 
 
 def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: TrainingGraph) -> bool:
-    """Whether the batch is one microbatch, since rows depend on others, and nobody asked for several.
+    """Whether the batch must be one microbatch, because its rows depend on one another; warns if so.
 
-    First another dimension of the arguments is tried, if there is one that may be the batch.
+    False if the user asked for several microbatches or replicas: ``require_independent_rows`` refuses then.
     """
     if request.refuses_mixed_rows or candidate.num_microbatches is not None or candidate.policy.replicas != 1:
         return False
-    found = _findings(request, graph)
-    if why := found.mixed_rows or found.output:
-        request.warn(f"a step has one microbatch, the whole batch, for rows depend on other rows: {why}")
-    return bool(why)
+    findings = _findings(request, graph)
+    if dependence := findings.mixed_rows or findings.output:
+        request.warn(
+            f"a step has one microbatch, the whole batch, for rows depend on other rows: {dependence}"
+        )
+    return bool(dependence)
 
 
 # choose
@@ -251,7 +253,7 @@ def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: Tra
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """How a call runs: on which stages, with how many microbatches, and the search that found it, if any."""
+    """The cut and the number of microbatches of a call, and the search that found them, if any."""
 
     decided: Candidate
     staged: StagedGraph
@@ -262,7 +264,7 @@ class _Choice:
 def _choose(
     request: CompileRequest, candidate: Candidate, graph: TrainingGraph, known: Sequence[StagedGraph]
 ) -> _Choice:
-    """The fastest way to run the call. The first call of all also decides where stages and parameters are."""
+    """The fastest way to run the call. The first call also decides where stages and parameters are placed."""
     if request.settings.calibrates_cpu and candidate.cut is None:
         with request.stopwatch.timed("calibrate the CPU"):
             candidate = candidate.on_device_model(cached_calibration())
@@ -280,7 +282,7 @@ def _choose(
 
 
 def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -> _Choice:
-    """The fastest way to train on the call, which must fit into memory."""
+    """The fastest candidate that trains on the call. Raises InfeasibleError if none fits into memory."""
     with request.stopwatch.timed("search"):
         found = search(step, candidate)
         best, chosen = found.best, found.candidate
@@ -295,7 +297,7 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
 
 
 def _warn_of_batch(request: CompileRequest, choice: _Choice) -> None:
-    """Warn of what microbatches do otherwise than the whole batch.
+    """Warn where microbatches behave differently from the whole batch.
 
     Raises:
         InputError: the model has collectives of replicas, and microbatches have different numbers of rows.
@@ -312,7 +314,7 @@ def _warn_of_batch(request: CompileRequest, choice: _Choice) -> None:
 
 
 def _generate_groups(request: CompileRequest, choice: _Choice, cached: CompiledGraphs) -> CompiledCall:
-    """An artifact for each group of consecutive microbatches that one graph serves."""
+    """Generate an artifact for each group of consecutive microbatches for which one graph is valid."""
     decided, rest, groups = choice.decided, split_sizes(request.batch, choice.num_microbatches), []
     graphs, artifacts = list(dict.fromkeys([*cached.graphs, choice.staged])), dict(cached.artifacts)
     if choice.found is not None and choice.found.key not in artifacts:
@@ -323,14 +325,14 @@ def _generate_groups(request: CompileRequest, choice: _Choice, cached: CompiledG
             graph, decided = _capture(request, decided, rest, graphs[-1].captured)
             staged = request.step_of(graph).cut_as_decided(decided)
             graphs.append(staged)
-        served = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
-        key = staged, len(served), rest[0]
+        group = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
+        key = staged, len(group), rest[0]
         if key not in artifacts:
             found = _evaluate_group(request, decided, *key)
             decided = found.candidate
             artifacts[key] = _generate(request, decided, found)
-        groups.append((artifacts[key], served))
-        rest = rest[len(served) :]
+        groups.append((artifacts[key], group))
+        rest = rest[len(group) :]
     for staged in graphs:
         staged.clear_evaluated()
     return CompiledCall(groups, decided, CompiledGraphs(tuple(graphs), artifacts))
@@ -339,7 +341,7 @@ def _generate_groups(request: CompileRequest, choice: _Choice, cached: CompiledG
 def _evaluate_group(
     request: CompileRequest, decided: Candidate, staged: StagedGraph, count: int, size: int
 ) -> SearchResult:
-    """The fastest way to run so many microbatches, the first of which has ``size`` rows."""
+    """The fastest plan on a cut graph for ``count`` microbatches, the first of which has ``size`` rows."""
     if request.key.mode is Mode.TRAIN:
         with request.stopwatch.timed("search"):
             found = evaluate_stages(staged, decided, size * count, [count])
@@ -350,7 +352,7 @@ def _evaluate_group(
 
 
 def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) -> CompiledArtifact:
-    """The artifact of an evaluated plan, which must fit into memory."""
+    """The artifact of an evaluated plan. Raises InfeasibleError if the plan does not fit into memory."""
     evaluated = found.best
     count, size = evaluated.plan.num_microbatches, evaluated.plan.microbatch_size
     require_memory_on_fixed_stages(
@@ -377,7 +379,7 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
 
 
 def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None:
-    """Refuse microbatches that do not make what the batch would, and warn where that is not proved."""
+    """Refuse microbatches that are not equivalent to the batch; warn where equivalence is not proved."""
     sizes = [size for _, group in compiled.groups for size in group]
     staged = _valid_graph(compiled.cached.graphs, sizes[0], request.values)
     assert staged is not None

@@ -1,11 +1,10 @@
-"""The compiler of one model: what its calls decided and what was compiled for them, for the calls to come."""
+"""The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipec.capture.model_call import ModelCall
@@ -15,10 +14,8 @@ from pipec.compiler.capture_key import CaptureKey, CaptureSignature
 from pipec.compiler.compile import CompileRequest, CompileSettings, compile_call
 from pipec.compiler.compile_cache import CompileCache
 from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
-from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.schedule_policy import SchedulePolicy
 from pipec.compiler.stopwatch import Stopwatch
-from pipec.ir import Mode, Precision, Sizes
+from pipec.ir import Mode, Sizes
 from pipec.torch_compat import ValuePath
 
 log = logging.getLogger("pipec")
@@ -26,78 +23,55 @@ log = logging.getLogger("pipec")
 
 @dataclass
 class Compiler:
-    """Compiles the calls of one model. The first call decides where stages are, and what they own.
+    """Compiles the calls of one model. The first call decides where stages are placed and what they own.
 
-    ``decided`` is what the user and the calls so far decided: this is all that one call leaves to the next,
-    besides what the cache holds. While the pipeline ``refuses_mixed_rows``, a batch whose rows depend on one
-    another is refused. ``stopwatch`` says how long each step of all compilations took together.
+    ``decided`` holds the decisions of the user and of earlier calls: besides the cache, a call leaves nothing
+    else to the next one. ``stopwatch`` sums the seconds of each compilation step over all compilations.
     """
 
     model: nn.Module
     canonical: Mapping[str, str]
     settings: CompileSettings
     decided: Candidate
-    refuses_mixed_rows: bool = False
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     cache: CompileCache = field(default_factory=CompileCache)
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
 
-    @property
-    def loss_fn(self) -> Callable[..., Any] | None:
-        return self.settings.loss_fn
-
-    @property
-    def device(self) -> torch.device:
-        return self.settings.device
-
-    @property
-    def precision(self) -> Precision | None:
-        return self.settings.precision
-
-    @property
-    def options(self) -> CompilerOptions:
-        return self.decided.options
-
-    @property
-    def policy(self) -> SchedulePolicy:
-        return self.decided.policy
-
-    @property
-    def microbatches(self) -> int | None:
-        return self.decided.num_microbatches
-
     def of(self, model: nn.Module) -> "Compiler":
-        """One for a copy of the model, that knows where stages are and has compiled nothing."""
+        """A compiler for a copy of the model, with the same decisions and an empty cache."""
         return Compiler(model, self.canonical, self.settings, self.decided)
 
     def version(self, key: CaptureKey, call: ModelCall | None) -> int:
-        """Which capture of a capture key is still right; a new number if none is."""
+        """The version of a capture key that is valid for the call; a new number if none is."""
         return self.cache.version(key, call)
 
     def is_valid(self, signature: CaptureSignature) -> bool:
-        """Whether what was captured is still right for the model."""
+        """Whether the captured graphs are still valid for the model."""
         return self.cache.is_valid(signature)
 
-    def compile(self, signature: CaptureSignature, call: ModelCall, variables: str = "") -> MicrobatchGroups:
-        """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
+    def compile(
+        self, signature: CaptureSignature, call: ModelCall, change: str, refuses_mixed_rows: bool
+    ) -> MicrobatchGroups:
+        """Compile an artifact for each group of consecutive microbatches of ``call``.
 
-        ``variables`` is what about the variables of the call is new.
+        ``change`` says which variables of the call became symbolic, for the log. With ``refuses_mixed_rows``,
+        a batch whose rows depend on one another is refused.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
         request = CompileRequest(
-            self.settings,
-            self.model,
-            self.canonical,
-            signature.key,
-            call,
-            self.stopwatch,
-            self._warn_once,
-            self.refuses_mixed_rows,
+            settings=self.settings,
+            model=self.model,
+            canonical=self.canonical,
+            key=signature.key,
+            call=call,
+            stopwatch=self.stopwatch,
+            warn=self._warn_once,
+            refuses_mixed_rows=refuses_mixed_rows,
         )
-        reason = self.cache.recompile_reason(signature, call, self.model, variables)
+        reason = self.cache.recompile_reason(signature, call, self.model, change)
         with self.stopwatch.reporting(f"pipec: compiling, {reason}"):
             compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided
@@ -105,22 +79,22 @@ class Compiler:
         return compiled.groups
 
     def require_one_graph_for(self, signature: CaptureSignature, sizes: Sequence[int], values: Sizes) -> None:
-        """Refuse microbatches of several sizes that one graph is not right for, whoever runs which of them.
+        """Refuse microbatches of several sizes unless one graph is valid for all of them.
 
         Raises:
-            InputError: the model makes a constant of the batch, or was captured for one size.
+            InputError: the model makes a constant of the batch size, or was captured for one size.
         """
         graphs = [staged.graph for staged in self.cache.get(signature).graphs]
         require_one_graph(graphs, sizes, values, self.decided.dynamic)
 
     def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
-        """The plain values that the code of the model and the loss read for this signature, and where."""
+        """The Python values that the model and the loss read in this signature's captures, by their path."""
         return self.cache.read(signature)
 
     def traced(self, mode: Mode) -> nn.Module:
-        """A module that has model and loss where ``read`` finds values."""
+        """A module with the model and the loss at the paths that ``read`` returns."""
         if mode not in self._traced:
-            self._traced[mode] = traced_step_without_call(self.model, self.loss_fn, mode)
+            self._traced[mode] = traced_step_without_call(self.model, self.settings.loss_fn, mode)
         return self._traced[mode]
 
     def _warn_once(self, warning: str) -> None:

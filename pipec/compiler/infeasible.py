@@ -1,4 +1,4 @@
-"""What is said where nothing fits into memory: what each rank needs, and what limit would be enough."""
+"""The error where no plan fits into memory: it says what each rank needs, and which limit suffices."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from pipec.ir.text_format import format_bytes
 from pipec.plan.memory_needs import memory_shortfall
 
 _ATTEMPTS = 4
-"""How many limits are tried. With another limit other cuts are, so that the first may not be enough."""
+"""How many limits are tried. Another limit gives other cuts, so that the first one may not suffice."""
 
 _SHARES = (0.88, 0.94, 0.97, 0.985)
-"""What is tried of a limit that is enough. On other cuts less may be."""
+"""Shares of a sufficient limit that are tried next: with other cuts, less may suffice."""
 
 OnDevices = Callable[[Topology], EvaluatedPlan]
 """Finds the best plan on other devices."""
@@ -44,7 +44,7 @@ def require_memory(evaluated: EvaluatedPlan, search: OnDevices, where: str = "")
 
 
 def _least(topology: Topology, more: int, search: OnDevices) -> int:
-    """The least that was found to be enough besides what devices have, where so much ``more`` is."""
+    """The fewest bytes found to suffice beyond what devices have, given that ``more`` suffice."""
     for share in _SHARES:
         most = max(device.memory_bytes for device in topology.devices) + more
         less = more - math.ceil((1 - share) * most)
@@ -70,7 +70,7 @@ def infeasible_error(evaluated: EvaluatedPlan, enough: str = "") -> InfeasibleEr
 
 
 def _enough(topology: Topology, more: int, where: str) -> str:
-    """The smallest limit that was found to be enough, to the byte."""
+    """Text with the smallest limit that was found to suffice, in bytes."""
     limits = {device.memory_bytes for device in topology.devices}
     if len(limits) > 1:
         return f"With {more} bytes ({format_bytes(more)}) more on each device it would fit{where}.\n"

@@ -1,4 +1,4 @@
-"""Recompute by budget: what ranks that lack memory compute again or offload, so that a schedule fits."""
+"""Chooses what ranks that lack memory recompute or offload, so that a schedule fits."""
 
 import functools
 import math
@@ -31,23 +31,22 @@ from pipec.programs.offload_intervals import num_offloaded
 from pipec.programs.representative_replicas import as_in_full_step
 
 _ATTEMPTS = 3
-"""How often a choice is made again until it fits. An attempt knows what the one before lacked."""
+"""How many choices are tried until one fits. Each attempt reserves what the last one lacked."""
 
 _SEGMENTS = (1, 2, 4, 8, 16)
-"""The numbers of segments that a stage may be recomputed in, in the order in which they are tried."""
-
+"""The numbers of segments in which a stage may be recomputed, in the order in which they are tried."""
 
 _READING_PHASES = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _READING = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]]
-"""What reads what a forward saved, and lets go of it."""
+"""The phases that read the saved values of a forward, and free them."""
 
 
 def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
-    """The same schedule on the same cut, where ranks that lack memory do as little about it as lets them fit.
+    """The schedule on the same cut, with as little recompute and offloading as lets all ranks fit.
 
-    They replay, or let values wait on the host, or both, as the options allow. Where they may do both, the
-    simulator decides whether it is better to replay alone. Where no choice fits, replaying everything may,
-    because what a function holds is not known before it is chosen.
+    If the options allow both, the simulator decides whether recompute alone is faster. If no choice fits,
+    recomputing everything is tried too, because the temporary memory of a function is known only after the
+    choice.
     """
     options = evaluated.staged.options
     ways = [False] * (options.recompute == "auto") + [True] * (
@@ -60,15 +59,16 @@ def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
 
 
 def _fitted(evaluated: EvaluatedPlan, offloads: bool) -> EvaluatedPlan:
-    """The schedule within memory, where values may wait on the host if it ``offloads``.
+    """The schedule within memory. Values may be copied to the host if it ``offloads``.
 
-    At first a stage replays all at once before its backward, which it can do while it waits. Where that does
-    not fit, the backward replays one segment of the stage after the other. That can also take less time: so
-    it is tried for stages that are clearly slower now than any was before, and the simulator decides.
+    At first a stage recomputes everything before its backward, which it can do while it waits for a message.
+    If this does not fit, the backward recomputes one segment of the stage after another. Segments can also be
+    faster: they are tried for stages that are now clearly slower than the slowest stage was before, and the
+    simulator decides.
 
-    What a phase function holds besides follows from what is recomputed, and is no sum over values. So it is
-    taken to be what it is without recompute, and then to be larger by what the attempt before lacked. If no
-    attempt fits, the evaluated plan is the one that needs least.
+    The temporary memory of a phase function depends on what is recomputed, and is no sum over values. The
+    first attempt assumes that of the function without recompute, and each later one adds what the last one
+    lacked. If no attempt fits, the result is the plan that needs least memory.
     """
     groups = [group for group in _groups(evaluated, offloads) if group.lacks(evaluated)]
     tried = _attempts(evaluated, groups)
@@ -87,7 +87,7 @@ def _fitted(evaluated: EvaluatedPlan, offloads: bool) -> EvaluatedPlan:
 def _attempts(
     evaluated: EvaluatedPlan, groups: Sequence["_RankGroup"], most: int | None = None
 ) -> list[EvaluatedPlan]:
-    """Choices of all groups, made again until one fits, or until a group has none left."""
+    """The plans of successive choices, until one fits or a group has no choice left."""
     tried = list[EvaluatedPlan]()
     while len(tried) != most and all(group.choose_fastest() for group in groups):
         tried.append(_replaying(evaluated, groups))
@@ -100,13 +100,13 @@ def _attempts(
 
 
 def _slowest(evaluated: EvaluatedPlan) -> float:
-    """How long the rank with most to do computes for a microbatch."""
+    """The compute seconds of the busiest rank for a microbatch."""
     plan = evaluated.plan
     return max(_busy_seconds(plan, ranks, stages) for ranks, stages in _sharing_stages(plan.placement))
 
 
 def _busy_seconds(plan: Plan, ranks: Sequence[int], stages: Sequence[int]) -> float:
-    """How long ranks compute for a microbatch, of which each of them has an equal share."""
+    """The compute seconds of each of these ranks for a microbatch, which they share equally."""
     return sum(sum(plan.stages[stage].cost.seconds.values()) for stage in stages) / len(ranks)
 
 
@@ -130,11 +130,11 @@ def _marked(
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a rank may hold of its stages while an instruction runs: ``room`` bytes.
+    """The limit on saved values while an instruction runs on a rank: ``room`` bytes.
 
-    ``saved`` counts the microbatches that are in flight, by stage, and ``offloaded`` those of them that can
-    be on the host. ``replaying`` is the stage whose backward runs, if one does. What that function holds
-    besides takes ``running`` of what is not the room.
+    ``saved`` counts the microbatches in flight, by stage, and ``offloaded`` those of them that can be on the
+    host. ``replaying`` is the stage whose backward runs, if any; ``running`` are the bytes of its temporary
+    values, already subtracted from the room.
     """
 
     saved: tuple[int, ...]
@@ -146,13 +146,13 @@ class _Need:
 
 @dataclass
 class _RankGroup:
-    """Ranks that have ``stages`` in common, and what these replay and offload.
+    """Ranks that share ``stages``, and the values that these stages recompute and offload.
 
-    ``values`` are those of each stage by name, and ``backwards`` what its backward holds. ``needs`` is what
-    the ranks may hold when. If there is a ``host``, values may wait there.
+    ``values[k]`` are the values of stage k by name, ``backwards[k]`` the memory of its backward, and
+    ``needs`` the memory limits over time. Values may be copied to the host if there is a ``host``.
 
-    A level says in how many segments stages are recomputed. Of the ``levels`` that may fit, the first one is
-    taken, or the fastest one if the group ``compares`` them. On each rank so many bytes are ``reserved``.
+    A level is an index into the numbers of segments. The first of ``levels`` that fits is chosen, or the
+    fastest if the group ``compares`` them. ``reserved`` counts the bytes reserved on each rank, by level.
     """
 
     ranks: Sequence[int]
@@ -171,7 +171,7 @@ class _RankGroup:
 
     @property
     def is_late(self) -> bool:
-        """Whether backwards replay segment by segment."""
+        """Whether backwards recompute segment by segment."""
         return _SEGMENTS[self.level] > 1
 
     def lacks(self, evaluated: EvaluatedPlan) -> bool:
@@ -179,62 +179,62 @@ class _RankGroup:
         return any(evaluated.excess_bytes[rank] for rank in self.ranks)
 
     def busy_seconds(self, evaluated: EvaluatedPlan) -> float:
-        """How long a rank of the group computes for a microbatch."""
+        """The compute seconds of a rank of the group for a microbatch."""
         return _busy_seconds(evaluated.plan, self.ranks, self.stages)
 
     def reserve_more(self, evaluated: EvaluatedPlan) -> None:
-        """Reserve as much more as the evaluated plan lacked, or give up the level."""
+        """Reserve the bytes that the evaluated plan lacked; drop the level after several attempts."""
         self.reserved[self.level] += math.ceil(max(evaluated.excess_bytes[rank] for rank in self.ranks))
         self.attempts[self.level] += 1
         if self.attempts[self.level] == _ATTEMPTS:
             self.levels.remove(self.level)
 
     def choose_fastest(self) -> bool:
-        """Choose what takes the least time, and in how many segments; False if nothing fits."""
+        """Choose the values, and the number of segments, that take the least time; False if none fits."""
         least = math.inf
         for level in tuple(self.levels):
-            pieces = self._pieces(level)
-            choice = minimize_seconds(*_numbers(pieces, self.needs, self.reserved[level]), self.host)
+            segments = self._segments(level)
+            choice = minimize_seconds(*_problem(segments, self.needs, self.reserved[level]), self.host)
             if choice is None:
                 self.levels.remove(level)
             elif choice.seconds < least:
                 least, self.level = choice.seconds, level
-                self._take(pieces, choice)
+                self._take(segments, choice)
                 if not self.compares:
                     break
         return bool(self.levels)
 
     def choose_smallest(self) -> None:
-        """Choose what needs least memory in any number of segments."""
+        """Choose the values, and the number of segments, that need least memory."""
         least = math.inf
         for level in range(len(_SEGMENTS)):
-            pieces = self._pieces(level)
-            problem = _numbers(pieces, self.needs, 0.0)
+            segments = self._segments(level)
+            problem = _problem(segments, self.needs, 0.0)
             choice = minimize_excess(*problem, self.host)
             if (excess := choice.excess_bytes(*problem)) < least:
                 least, self.level = excess, level
-                self._take(pieces, choice)
+                self._take(segments, choice)
 
-    def _take(self, pieces: Sequence["_RecomputeSegment"], choice: RecomputeSolution) -> None:
+    def _take(self, segments: Sequence["_RecomputeSegment"], choice: RecomputeSolution) -> None:
         self.recomputed, self.offloaded = (
-            _names(pieces, chosen) for chosen in (choice.recomputed, choice.offloaded)
+            _names(segments, chosen) for chosen in (choice.recomputed, choice.offloaded)
         )
 
-    def _pieces(self, level: int) -> list["_RecomputeSegment"]:
-        found = []
+    def _segments(self, level: int) -> list["_RecomputeSegment"]:
+        segments = []
         for number, (values, backward) in enumerate(zip(self.values, self.backwards, strict=True)):
             names = list(values)
-            for first, piece in split_into_segments(tuple(values.values()), _SEGMENTS[level]):
-                end = first + len(piece)
-                found.append(_RecomputeSegment(number, names[first:end], piece, backward.growth(first, end)))
-        return found
+            for first, own in split_into_segments(tuple(values.values()), _SEGMENTS[level]):
+                end = first + len(own)
+                segments.append(_RecomputeSegment(number, names[first:end], own, backward.growth(first, end)))
+        return segments
 
 
 @dataclass(frozen=True)
 class _RecomputeSegment:
-    """What is recomputed at a time: a stage of the group by its position, or a segment of it.
+    """Values that are recomputed together: a stage of the group, by its position, or a segment of it.
 
-    While it is recomputed, the backward holds up to ``made`` bytes beside what was saved and recomputed.
+    While they are recomputed, the backward holds up to ``made`` bytes besides saved and recomputed values.
     """
 
     number: int
@@ -245,9 +245,10 @@ class _RecomputeSegment:
 
 @dataclass(frozen=True)
 class _Backward:
-    """What the backward of a stage holds of what was saved, and of what it made, as each statement runs.
+    """The bytes that a stage's backward holds at each statement: ``saved`` values, and those it ``made``.
 
-    That is so without recompute. Statements and values have the ``operators`` that they come from.
+    This is the backward without recompute. ``operators`` numbers the operator of each statement, and
+    ``operators_of_values`` the operator of each saved value.
     """
 
     operators: Ints
@@ -259,19 +260,19 @@ class _Backward:
     def of(cls, evaluated: EvaluatedPlan, stage: int, names: Iterable[str]) -> "_Backward":
         bytes_of = functools.partial(node_bytes, size=evaluated.plan.microbatch_size)
         functions = [f for phase in _READING_PHASES for f in evaluated.stages[stage].phase_functions(phase)]
-        held = [
+        rows = [
             (node.meta["operator"], saved, made)
             for each in functions
             for node, saved, made in live_bytes(each, bytes_of)
         ]
-        operators, saved, made = np.array(held, np.int64).reshape(-1, 3).T
+        operators, saved, made = np.array(rows, np.int64).reshape(-1, 3).T
         operators_of_values = np.array([evaluated.staged.operator_numbers[name] for name in names], np.int64)
         return cls(operators, saved, made, operators_of_values)
 
     def growth(self, first: int, end: int) -> float:
-        """How much more it holds in the statements of the values from ``first`` to ``end`` than was saved.
+        """The most bytes beyond the saved ones, in the statements of the values from ``first`` to ``end``.
 
-        What it lets go of there has made room for what it makes.
+        Saved values that these statements free make room for the values that they make.
         """
         firsts = self.operators_of_values
         own = np.full(len(self.operators), True)
@@ -282,47 +283,47 @@ class _Backward:
         return float((self.saved + self.made)[own].max(initial=0) - self.saved[own].max(initial=0))
 
 
-def _names(pieces: Sequence[_RecomputeSegment], chosen: Sequence[frozenset[int]]) -> frozenset[str]:
-    pairs = zip(pieces, chosen, strict=True)
-    return frozenset(piece.names[position] for piece, positions in pairs for position in positions)
+def _names(segments: Sequence[_RecomputeSegment], chosen: Sequence[frozenset[int]]) -> frozenset[str]:
+    pairs = zip(segments, chosen, strict=True)
+    return frozenset(segment.names[position] for segment, positions in pairs for position in positions)
 
 
-def _numbers(
-    pieces: Sequence[_RecomputeSegment], needs: Sequence[_Need], reserved: float
+def _problem(
+    segments: Sequence[_RecomputeSegment], needs: Sequence[_Need], reserved: float
 ) -> tuple[tuple[StageValues, ...], tuple[MemoryConstraint, ...]]:
-    """The problem of what to replay. During a backward, one piece of its stage is recomputed at a time."""
-    moments = list[MemoryConstraint]()
+    """The arguments of the solver. A backward recomputes one segment of its stage at a time."""
+    constraints = list[MemoryConstraint]()
     for need in needs:
-        saved, gone = (
-            tuple(count[piece.number] for piece in pieces) for count in (need.saved, need.offloaded)
+        saved, offloaded = (
+            tuple(count[segment.number] for segment in segments) for count in (need.saved, need.offloaded)
         )
-        running = [k for k, piece in enumerate(pieces) if piece.number == need.replaying]
-        moment = MemoryConstraint(saved, (0,) * len(pieces), need.room - reserved, gone)
+        running = [k for k, segment in enumerate(segments) if segment.number == need.replaying]
+        constraint = MemoryConstraint(saved, (0,) * len(segments), need.room - reserved, offloaded)
         if len(running) > 1:
-            eased = replace(moment, room=moment.room + need.running)
-            moments += _in_turn(pieces, running, eased)
+            constraint = replace(constraint, room=constraint.room + need.running)
+            constraints += _one_by_one(segments, running, constraint)
         else:
-            moments.append(replace(moment, recomputed=_only(running, pieces)))
-    return tuple(piece.values for piece in pieces), tuple(_highest(moments))
+            constraints.append(replace(constraint, recomputed=_only(running, segments)))
+    return tuple(segment.values for segment in segments), tuple(_binding(constraints))
 
 
-def _in_turn(
-    pieces: Sequence["_RecomputeSegment"], running: Sequence[int], before: MemoryConstraint
+def _one_by_one(
+    segments: Sequence["_RecomputeSegment"], running: Sequence[int], before: MemoryConstraint
 ) -> Iterator[MemoryConstraint]:
-    """A backward goes through its pieces from the last to the first.
+    """The constraint while each segment of a backward is recomputed, from the last to the first.
 
-    Each of them is recomputed then, beside what the backward has made by then, such as gradients of
-    parameters, which it holds until its end. What the piece has saved is let go of.
+    The segment's recomputed values add to what the backward has made so far, such as gradients of parameters,
+    which it holds until its end. The saved values of a segment are freed after it.
     """
     saved = list(before.saved)
-    for piece in reversed(running):
-        room = before.room - pieces[piece].made
-        yield replace(before, saved=tuple(saved), recomputed=_only([piece], pieces), room=room)
-        saved[piece] -= 1
+    for k in reversed(running):
+        room = before.room - segments[k].made
+        yield replace(before, saved=tuple(saved), recomputed=_only([k], segments), room=room)
+        saved[k] -= 1
 
 
-def _only(running: Sequence[int], pieces: Sequence["_RecomputeSegment"]) -> tuple[int, ...]:
-    return tuple(int(k in running) for k in range(len(pieces)))
+def _only(running: Sequence[int], segments: Sequence["_RecomputeSegment"]) -> tuple[int, ...]:
+    return tuple(int(k in running) for k in range(len(segments)))
 
 
 def _groups(evaluated: EvaluatedPlan, offloads: bool) -> Iterator[_RankGroup]:
@@ -343,14 +344,14 @@ def _groups(evaluated: EvaluatedPlan, offloads: bool) -> Iterator[_RankGroup]:
 
 
 def _host(evaluated: EvaluatedPlan, stages: Sequence[int]) -> OffloadCost:
-    """What offloading takes on ranks with these stages: each copies beside its shortest compute."""
+    """The cost of offloading on ranks with these stages: copies overlap with a stage's shortest compute."""
     link = evaluated.staged.options.device_model.host_link
     shortest = (min(evaluated.plan.stages[stage].cost.seconds.values(), default=0.0) for stage in stages)
     return OffloadCost(sum(shortest) * link.bytes_per_second, 1 / link.bytes_per_second)
 
 
 def _sharing_stages(placement: Placement) -> Iterator[tuple[list[int], list[int]]]:
-    """Groups of ranks that have stages in common, each with these stages."""
+    """Groups of ranks that share stages, each with these stages."""
     ranks = {rank for of_stage in placement for rank in of_stage}
     while ranks:
         group, stages = {min(ranks)}, set[int]()
@@ -364,9 +365,9 @@ def _sharing_stages(placement: Placement) -> Iterator[tuple[list[int], list[int]
 def _needs(
     evaluated: EvaluatedPlan, rank: int, values: Mapping[int, Mapping[str, ForwardValue]]
 ) -> Iterator[_Need]:
-    """What a rank may hold of its stages while each instruction of an evaluated plan without recompute runs.
+    """The memory limit of a rank's saved values at each instruction of a plan without recompute.
 
-    A replay runs directly before its backward, so that it holds what it made while the backward runs.
+    Recompute runs directly before its backward, so that recomputed values are held while the backward runs.
     """
     plan = evaluated.plan
     program = steady_excerpt(as_in_full_step(evaluated.programs), plan.sync_spec.stream, plan.placement)[
@@ -374,7 +375,7 @@ def _needs(
     ]
     columns = InstructionColumns.of(program.instructions, evaluated.plan.links)
     saved = np.array([_in_flight(columns, stage) for stage in values])
-    gone = np.array([num_offloaded(columns, stage) for stage in values])
+    offloaded = np.array([num_offloaded(columns, stage) for stage in values])
     needed = [
         sum(each.num_bytes for each in of_stage.values() if each.is_needed) for of_stage in values.values()
     ]
@@ -385,40 +386,40 @@ def _needs(
     for number, room in enumerate(rooms.tolist()):
         replaying = stages.index(int(columns.stages[number])) if backward[number] else None
         if room < math.inf:
-            flying, absent = (tuple(each[:, number].tolist()) for each in (saved, gone))
-            makes = running[replaying] if replaying is not None else 0.0
-            yield _Need(flying, absent, replaying, room, makes)
+            in_flight, on_host = (tuple(each[:, number].tolist()) for each in (saved, offloaded))
+            temporary = running[replaying] if replaying is not None else 0.0
+            yield _Need(in_flight, on_host, replaying, room, temporary)
 
 
 def _running(memory: StageMemory) -> float:
-    """What is counted for what the backward makes itself, besides all that was saved for it."""
+    """The bytes counted for the backward's temporary values, besides the saved ones."""
     return next(memory.transient[phase] for phase in _READING_PHASES if phase in memory.transient)
 
 
 def _in_flight(columns: InstructionColumns, stage: int) -> Ints:
-    """How many microbatches hold what a stage saves while each instruction of its rank runs."""
-    cells = columns.is_compute_start & (columns.stages == stage)
-    begins, ends = cells & (columns.ops == OP_CODE[Op.FORWARD]), cells & np.isin(columns.ops, _READING)
+    """The number of microbatches in flight in a stage at each instruction of its rank."""
+    computes = columns.is_compute_start & (columns.stages == stage)
+    begins, ends = computes & (columns.ops == OP_CODE[Op.FORWARD]), computes & np.isin(columns.ops, _READING)
     in_flight: Ints = np.cumsum(begins) - np.cumsum(ends) + ends
     return in_flight
 
 
-def _highest(moments: Sequence[MemoryConstraint]) -> list[MemoryConstraint]:
-    """Those that are not implied by another."""
-    found: list[MemoryConstraint] = []
-    for moment in sorted(set(moments), key=lambda each: (each.room, -sum(_counts(each)))):
-        if not any(_implies(other, moment) for other in found):
-            found.append(moment)
-    return found
+def _binding(constraints: Sequence[MemoryConstraint]) -> list[MemoryConstraint]:
+    """The constraints that no other one implies."""
+    binding: list[MemoryConstraint] = []
+    for constraint in sorted(set(constraints), key=lambda each: (each.room, -sum(_counts(each)))):
+        if not any(_implies(other, constraint) for other in binding):
+            binding.append(constraint)
+    return binding
 
 
 def _implies(one: MemoryConstraint, other: MemoryConstraint) -> bool:
-    """Whether whatever is within the room of ``one`` is within that of ``other``."""
+    """Whether every choice that satisfies ``one`` also satisfies ``other``."""
     counts = zip(_counts(one), _counts(other), strict=True)
-    return one.room <= other.room and all(mine >= its for mine, its in counts)
+    return one.room <= other.room and all(first >= second for first, second in counts)
 
 
-def _counts(moment: MemoryConstraint) -> Sequence[int]:
-    """How many microbatches hold what is saved and stays, what is saved and offloaded, what is recomputed."""
-    there = (saved - away for saved, away in zip(moment.saved, moment.offloaded, strict=True))
-    return (*moment.saved, *there, *moment.recomputed)
+def _counts(constraint: MemoryConstraint) -> Sequence[int]:
+    """The microbatches that hold saved, saved but not offloaded, and recomputed values, by segment."""
+    on_device = (saved - gone for saved, gone in zip(constraint.saved, constraint.offloaded, strict=True))
+    return (*constraint.saved, *on_device, *constraint.recomputed)

@@ -1,4 +1,4 @@
-"""What runs the microbatches of a call: one compiled artifact, or several for groups of them."""
+"""The compiled artifacts of a call: one for each group of consecutive microbatches."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from pipec.torch_compat import pytree
 
 @dataclass(frozen=True, eq=False)
 class CompiledArtifact:
-    """An artifact and the shape of what the model returns, to put its results back into.
+    """An artifact, and the structure of the model's output.
 
-    ``axes`` names the results that have the batch's rows in front, and says where the model has them.
-    ``number`` tells it apart from what else was compiled, on every rank.
+    ``axes`` maps results whose rows were moved to the front to the dimension where the model has them.
+    ``number`` identifies the artifact on every rank.
     """
 
     artifact: Artifact
@@ -30,11 +30,11 @@ class CompiledArtifact:
 
 
 MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
-"""What runs each group of consecutive microbatches of a call, and their sizes."""
+"""The artifact of each group of consecutive microbatches of a call, and the sizes of the microbatches."""
 
 
 def check_outputs(graph: TrainingGraph) -> None:
-    """Refuse results of which nothing shows how those of microbatches are joined."""
+    """Raise InputError if it is unknown how the results of microbatches are concatenated."""
     if all(axis is None or axis.is_leading for axis in graph.axes):
         return
     outputs = ((role, node.meta["val"]) for role, node in graph.outputs if isinstance(role, Output))
@@ -47,7 +47,7 @@ def check_outputs(graph: TrainingGraph) -> None:
 
 
 def _may_have_rows_elsewhere(graph: TrainingGraph, shape: Sequence[Any]) -> bool:
-    """Whether the rows of a result that was not analysed may be in any dimension, or merged with others."""
+    """Whether an unanalysed result may have its rows in any dimension, or merged with another one."""
     if graph.batch is None:
         return bool(shape)
     sizes = [format_size(size, graph.symbols) for size in shape]
@@ -55,7 +55,7 @@ def _may_have_rows_elsewhere(graph: TrainingGraph, shape: Sequence[Any]) -> bool
 
 
 def check_batch_counts(groups: Sequence[tuple[CompiledArtifact, list[int]]]) -> None:
-    """Refuse values of the whole mini-batch where no code can take all of it."""
+    """Raise InputError if a count over the whole mini-batch is needed by several graphs."""
     if len(groups) > 1 and any(stage.batch_counts for stage in groups[0][0].artifact.plan.stages):
         sizes = [size for _, group in groups for size in group]
         raise InputError(
@@ -68,12 +68,12 @@ def check_batch_counts(groups: Sequence[tuple[CompiledArtifact, list[int]]]) -> 
 def require_one_graph(
     graphs: Sequence[TrainingGraph], sizes: Sequence[int], values: Sizes, dynamic: bool
 ) -> None:
-    """Refuse microbatches of several sizes that the graph of the largest ones is not right for."""
+    """Raise InputError unless the graph of the largest microbatches is valid for those of all sizes."""
     graph = next((each for each in graphs if each.is_valid_for(max(sizes), values)), graphs[0])
-    if strange := [size for size in sizes if not graph.is_valid_for(size, values)]:
+    if invalid := [size for size in sizes if not graph.is_valid_for(size, values)]:
         reason = "the model makes a constant of the batch" if dynamic else "dynamic is False"
         raise InputError(
             "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
-            f"of {strange[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
+            f"of {invalid[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
             "its microbatches divide, as drop_last=True does"
         )

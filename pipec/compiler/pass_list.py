@@ -1,4 +1,4 @@
-"""The passes of a compilation, top to bottom, and the options they are made with."""
+"""The passes of a compilation in order, and their options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,15 +32,15 @@ NO_OFFLOAD = MarkOffload()
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """What code is generated for.
+    """The target of a compilation, and what its passes may do.
 
-    ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
-    ``recompute`` is "auto", "none" or "full". If it ``may_offload``, saved values may wait in host memory.
-    ``profile`` is of the training graph that decides the cut. ``sync_spec`` says whether the programs update,
-    clip and shard, and ``optimizer`` has the costs of its updates. ``buffers_on_any_stage`` says whether any
-    stage may hold a buffer; where one process has several devices, it has each buffer on one. With
-    ``fused_gradients``, products are added to sums of gradients as they are made, and the gradient of cross
-    entropy is made of probabilities. ``recorded`` is what an artifact records of the options of ``compile``.
+    ``device_model`` describes every device, ``topology`` their links and memory. ``recompute`` is "auto",
+    "none" or "full". With ``may_offload``, saved values may be copied to host memory. ``profile`` holds
+    measured costs of the training graph that decides the cut. ``sync_spec`` says whether the programs update,
+    clip and shard, and ``optimizer`` what its updates cost. ``buffers_on_any_stage`` is False if one process
+    has several devices and each buffer is on one of them. With ``fused_gradients``, matrix products
+    accumulate into gradients, and the gradient of cross entropy is computed from probabilities. ``recorded``
+    holds the options of ``compile`` that an artifact records.
     """
 
     device_model: DeviceModel
@@ -56,7 +56,7 @@ class CompilerOptions:
 
     @property
     def cost_source(self) -> str:
-        """What the seconds of plans are those of."""
+        """The source of predicted seconds, as text."""
         model = f"the device model {self.device_model.name}"
         return f"a profile made on {self.profile.device}, and {model}" if self.profile else model
 
@@ -64,10 +64,10 @@ class CompilerOptions:
 def make_passes(
     options: CompilerOptions, cut: Pass, recompute: MarkRecompute, offload: MarkOffload = NO_OFFLOAD
 ) -> list[Pass]:
-    """The compilation of a captured graph. ``cut`` is the pass that gives nodes their stages.
+    """The passes that compile a captured graph. ``cut`` assigns stages to nodes.
 
-    ``recompute`` marks what is computed again, unless the options say that everything is, and ``offload``
-    what waits in host memory.
+    ``recompute`` marks the values to recompute, unless the options recompute everything; ``offload`` marks
+    those to copy to host memory.
     """
     return [
         Simplify(),

@@ -1,4 +1,4 @@
-"""Which schedules a compiled model may run, and with how many microbatches."""
+"""The schedules that a compiled model may run, and their numbers of microbatches."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -35,21 +35,20 @@ from pipec.schedules.replicated import (
 ScheduleSource = str | Path | Callable[[int, int], Schedule]
 """A name, a file of compute orders, or a function of the numbers of ranks and of microbatches."""
 
-_MOST_PER_RANK = 8
-"""Microbatches: filling and draining then take a ninth of the step. More gain little and launch more."""
-
+_MAX_MICROBATCHES_PER_RANK = 8
+"""With eight microbatches a rank, warmup and cooldown take a ninth of the step. More gain little."""
 
 Replicas = int | tuple[int, ...]
-"""How many replicas every stage has, or each of them."""
+"""The replicas of every stage, or of each stage."""
 
 
 @dataclass(frozen=True)
 class SchedulePolicy:
     """The schedules that ``source`` allows: a named one, the user's own, or any.
 
-    A pipeline has ``num_ranks`` ranks. With ``replicas``, there are so many pipelines side by side, or each
-    rank of the pipeline stands for so many ranks of its stage. With ``asynchronous``, a search may find
-    asynchronous schedules, unless it ``is_synchronous_only``.
+    A pipeline has ``num_ranks`` ranks, and ``replicas`` copies of each of them, or ``replicas[k]`` copies of
+    rank k. With ``asynchronous``, a search may find asynchronous schedules, unless it
+    ``is_synchronous_only``.
     """
 
     source: ScheduleSource
@@ -60,26 +59,26 @@ class SchedulePolicy:
 
     @property
     def is_named(self) -> bool:
-        """Whether the source is a name, and so a schedule for any number of ranks."""
+        """Whether the source is a name, which gives a schedule for any number of ranks."""
         return isinstance(self.source, str)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether mini-batches follow each other without a flush, for certain."""
+        """Whether the schedule is asynchronous, whatever a search finds."""
         return self.source in ASYNCHRONOUS_SCHEDULES
 
     @property
     def may_be_asynchronous(self) -> bool:
-        """Whether they do for certain, or may after a search. All ranks say the same at any time."""
+        """Whether the schedule is, or after a search may be, asynchronous. Equal on all ranks."""
         return self.is_asynchronous or self.asynchronous
 
     @property
     def versions(self) -> VersionPolicy | None:
-        """Which versions of weights stages use; None where there is a flush, or a search decides."""
+        """The weight versions of an asynchronous schedule; None if synchronous, or if a search decides."""
         return ASYNCHRONOUS_SCHEDULES[str(self.source)].versions if self.is_asynchronous else None
 
     def for_next_steps(self, schedule: Schedule) -> "SchedulePolicy":
-        """The policy of steps after one of that schedule: all of them end with a flush, or none does."""
+        """The policy of the steps after one that ran ``schedule``: all are synchronous, or none is."""
         return (
             replace(self, source=schedule.name)
             if schedule.stream
@@ -88,39 +87,39 @@ class SchedulePolicy:
 
     @property
     def replicas_per_stage(self) -> tuple[int, ...]:
-        """The replicas of each stage of a schedule that has a stage for each rank of a pipeline."""
+        """The replicas of each rank of a pipeline."""
         return (self.replicas,) * self.num_ranks if isinstance(self.replicas, int) else self.replicas
 
     @property
     def total_ranks(self) -> int:
-        """The ranks of all replicas."""
+        """The number of ranks, with all replicas."""
         return self.num_ranks * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
 
     def other_replica_counts(self) -> list[int]:
-        """The other numbers of replicas that the ranks can be divided into, if the source serves for any."""
+        """The other numbers of replicas that divide the ranks; none unless the source is a name."""
         ranks = self.total_ranks if self.is_named else 0
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
     def with_unequal_replicas(self) -> list["SchedulePolicy"]:
-        """The policies of schedules that are allowed and run stages with different numbers of replicas.
+        """The policies of allowed schedules that run stages with different numbers of replicas.
 
-        No two replicas need do the same there, so that on very many ranks it takes too long to try them.
+        None on very many ranks: no replica can represent another there, so that trying them takes too long.
         """
-        if self.total_ranks > _MOST_RANKS_UNEQUAL:
+        if self.total_ranks > _MAX_RANKS_UNEQUAL:
             return []
         if self.source == "auto":
             return [replace(self, source="pipedream")] if self.asynchronous else []
         return [self] if self.source in ("1f1b", "pipedream") else []
 
     def with_replicas(self, replicas: Replicas) -> "SchedulePolicy":
-        """The same source for as many ranks in all, with so many replicas."""
+        """The policy with these replicas, on the same total of ranks."""
         num_ranks = self.total_ranks // replicas if isinstance(replicas, int) else len(replicas)
         return replace(self, num_ranks=num_ranks, replicas=replicas)
 
     def max_in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B.
+        """The most microbatches in flight on a replica of each rank. Searched schedules count as 1F1B.
 
-        Without a flush, microbatches of the next mini-batches are in flight as well.
+        Under an asynchronous schedule, microbatches of the next mini-batches are in flight as well.
         """
         if self.is_asynchronous or not isinstance(self.replicas, int):
             schedule = self._fixed(num_microbatches)
@@ -131,43 +130,43 @@ class SchedulePolicy:
         return tuple(map(max_in_flight_of_order, one.orders))
 
     def microbatch_counts(self, batch: int) -> list[int]:
-        """The numbers of microbatches that are worth trying for ``batch`` rows, the usual one first.
+        """The numbers of microbatches to try for ``batch`` rows, the usual one first.
 
         Raises:
-            InputError: the schedule can do with none of them.
+            InputError: the schedule supports none of them.
         """
         if self.is_asynchronous:
             least = ASYNCHRONOUS_SCHEDULES[str(self.source)].min_microbatches(self.replicas_per_stage)
-            more = filter(self._can, microbatch_counts_to_try(batch, self.total_ranks))
+            more = filter(self._supports, microbatch_counts_to_try(batch, self.total_ranks))
             return [least, *(count for count in more if count != least)]
         share = self.replicas if isinstance(self.replicas, int) else 1
         rows, ranks = max(1, batch // share), self.total_ranks // share
         worthwhile = [default_num_microbatches(rows, ranks), *microbatch_counts_to_try(rows, ranks)]
-        possible = [share * count for count in dict.fromkeys(worthwhile) if self._can(share * count)]
+        possible = [share * count for count in dict.fromkeys(worthwhile) if self._supports(share * count)]
         return possible or [self._fixed(share * worthwhile[0]).num_microbatches]
 
     def placements(self, counts: Iterable[int]) -> list[Placement]:
-        """The placements that the allowed schedules have. Raises InputError as making a schedule does."""
+        """The placements of the allowed schedules. Raises InputError as making a schedule does."""
         if self.source == "auto":
             p = self.num_ranks
             simple = dict.fromkeys([linear_placement(p), v_placement(p), loop_placement(p, 2)])
-            return [self._lifted(placement) for placement in simple]
+            return [self._replicated_placement(placement) for placement in simple]
         if self.source in SEARCHED_SCHEDULES:
-            return [self._lifted(linear_placement(self.num_ranks))]
+            return [self._replicated_placement(linear_placement(self.num_ranks))]
         return list(dict.fromkeys(self._fixed(count).placement for count in counts))
 
     def candidate_schedules(
         self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
     ) -> list[Schedule]:
-        """The schedules to try with so many microbatches. ``work`` tells what the ranks have to do.
+        """The schedules to try with ``num_microbatches``. ``work`` returns the costs of the stages.
 
         Raises:
-            InputError: the schedule cannot do with this number of microbatches.
+            InputError: the schedule does not support this number of microbatches.
             InfeasibleError: a searched schedule finds no order within the memory limit.
-            PlanError: the schedule of this many microbatches has its stages elsewhere.
+            PlanError: with this number of microbatches, the schedule places stages on other ranks.
         """
         if self.source == "auto":
-            return self._known(num_microbatches, placement)
+            return self._named_schedules(num_microbatches, placement)
         if isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES:
             make = functools.partial(make_schedule, self.source, self.num_ranks, work=work())
             return [self._replicated(make, num_microbatches)]
@@ -175,19 +174,19 @@ class SchedulePolicy:
         if schedule.placement != placement:
             raise PlanError(
                 f"schedule {schedule.name!r} puts stages on ranks {schedule.placement} for "
-                f"{num_microbatches} microbatches, but the parameters are where {placement} put them; "
-                "compile another pipeline for this number of microbatches"
+                f"{num_microbatches} microbatches, but the parameters are placed by {placement}; compile "
+                "another pipeline for this number of microbatches"
             )
         return [schedule]
 
     def searched_schedules(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
-        """What ``auto`` finds besides ``candidate_schedules``, for as many microbatches as the best."""
+        """The schedules that ``auto`` searches for the costs and number of microbatches of the best one."""
         if self.source != "auto" or self.replicas != 1 or best.stream:
             return []
         return candidate_schedules(self.num_ranks, best.num_microbatches, work(), best.placement)
 
     def forward_schedule(self, num_microbatches: int, placement: Placement) -> Schedule:
-        """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
+        """The schedule of evaluations. A searched schedule is about backwards: a simple one replaces it."""
         if self.is_asynchronous:
             return forward_only(asynchronous_1f1b("1f1b", self.replicas_per_stage, num_microbatches))
         if not (isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES):
@@ -198,8 +197,8 @@ class SchedulePolicy:
         )
         return forward_only(next(schedule for schedule in simple if schedule.placement == placement))
 
-    def _known(self, num_microbatches: int, placement: Placement) -> list[Schedule]:
-        """Every schedule with a name that can do with so many microbatches, and has its stages there."""
+    def _named_schedules(self, num_microbatches: int, placement: Placement) -> list[Schedule]:
+        """The named schedules that support ``num_microbatches`` and have this placement."""
         found = []
         for make in SCHEDULES.values():
             with suppress(InputError):
@@ -209,14 +208,14 @@ class SchedulePolicy:
                 found.append(replace(self, source=name)._fixed(num_microbatches))
         return [schedule for schedule in found if schedule.placement == placement]
 
-    def _can(self, num_microbatches: int) -> bool:
+    def _supports(self, num_microbatches: int) -> bool:
         try:
             return self.source in SEARCHED_SCHEDULES or bool(self._fixed(num_microbatches))
         except InputError:
             return False
 
     def _fixed(self, num_microbatches: int) -> Schedule:
-        """The schedule on all ranks. One without a flush is for as many mini-batches as are lowered."""
+        """The schedule on all ranks. An asynchronous one has as many mini-batches as are lowered."""
         if self.source not in ASYNCHRONOUS_SCHEDULES:
             return self._replicated(self._of_one, num_microbatches)
         make = ASYNCHRONOUS_SCHEDULES[str(self.source)]
@@ -237,7 +236,7 @@ class SchedulePolicy:
             else make(num_microbatches)
         )
 
-    def _lifted(self, placement: Placement) -> Placement:
+    def _replicated_placement(self, placement: Placement) -> Placement:
         return (
             replicate_placement(placement, self.replicas)
             if isinstance(self.replicas, int)
@@ -249,15 +248,15 @@ class SchedulePolicy:
         return self.source == "auto" or self.source in SEARCHED_SCHEDULES
 
 
-_MOST_RANKS_UNEQUAL = 1024
-"""On more ranks, stages are not tried with different numbers of replicas."""
+_MAX_RANKS_UNEQUAL = 1024
+"""With more ranks, different numbers of replicas are not tried."""
 
 
 def default_num_microbatches(batch: int, num_ranks: int) -> int:
-    """About four microbatches a rank, with which the bubble is below a fifth of the step.
+    """About four microbatches a rank, which keep the bubble below a fifth of the step.
 
-    It is the largest number from ``num_ranks`` to four a rank that splits the batch evenly. If none does, it
-    is four a rank. A batch of fewer rows has a microbatch for each.
+    The largest number from one to four a rank that divides the batch, or four a rank if none does. A batch of
+    fewer rows has a microbatch for each row.
     """
     most = max(1, min(batch, 4 * num_ranks))
     even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
@@ -267,16 +266,16 @@ def default_num_microbatches(batch: int, num_ranks: int) -> int:
 def microbatch_counts_to_try(batch: int, num_ranks: int) -> list[int]:
     """The numbers of microbatches to try, up to eight a rank, ascending.
 
-    From each power of two up to the next, it is the largest number that splits ``batch`` evenly, or else the
-    power of two. The number of ranks is there too, and its doubles, because every schedule can do with these.
-    So each number is less than four times the one before.
+    Between each power of two and the next, this is the largest number that divides ``batch``, or else the
+    power of two. The number of ranks and its doubles are included, because every schedule supports them. Each
+    number is less than four times the one before.
     """
-    most = min(batch, _MOST_PER_RANK * num_ranks)
+    most = min(batch, _MAX_MICROBATCHES_PER_RANK * num_ranks)
     even = (
         max((n for n in range(1 << k, min(2 << k, most + 1)) if batch % n == 0), default=1 << k)
         for k in range(most.bit_length())
     )
-    multiples = (num_ranks << k for k in range(_MOST_PER_RANK.bit_length()))
+    multiples = (num_ranks << k for k in range(_MAX_MICROBATCHES_PER_RANK.bit_length()))
     return sorted({*even, *(count for count in multiples if count <= most)})
 
 
@@ -287,18 +286,18 @@ def make_schedule_policy(
     replicas: Replicas | str = 1,
     asynchronous: bool = False,
 ) -> SchedulePolicy:
-    """The policy of pipelines on all of ``num_ranks``, with so many stages, or so many replicas of each.
+    """The policy of pipelines on ``num_ranks`` ranks, with this number of ``stages`` or of ``replicas``.
 
     ``replicas="auto"`` starts with one.
 
     Raises:
-        InputError: the source is no schedule, or cannot have so many stages or replicas on these ranks.
+        InputError: the source is no schedule, or does not support these stages or replicas on these ranks.
     """
     one = SchedulePolicy(source, num_ranks, asynchronous=asynchronous and source == "auto")
     if asynchronous and not one.may_be_asynchronous:
         raise InputError(
-            f"asynchronous is True, but schedule {source!r} ends each step with a flush; leave asynchronous "
-            f"out, or take schedule='auto', which may then choose one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
+            f"asynchronous is True, but schedule {source!r} is synchronous; leave asynchronous out, or pass "
+            f"schedule='auto', which may then choose one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
         )
     if stages is not None:
         policy = _with_stages(one, stages)
@@ -337,7 +336,7 @@ def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePol
 
 
 def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
-    """As many pipelines as ranks allow for pipelines of so many stages."""
+    """The policy of pipelines with this number of stages, as many as the ranks allow."""
     found = {}
     for replicas in [1, *one.other_replica_counts()]:
         policy = one.with_replicas(replicas)
@@ -352,14 +351,14 @@ def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
 
 
 _ROWS_FOR_ANY = 1024
-"""Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
+"""A batch large enough for every schedule to have its usual number of microbatches."""
 
 
 def resolve_num_microbatches(policy: SchedulePolicy, num_microbatches: int | None) -> int | None:
-    """The number of microbatches that was asked for, or that a file of orders sets.
+    """The requested number of microbatches, or that of a file of orders.
 
     Raises:
-        InputError: the schedule is not for these numbers.
+        InputError: the schedule does not support these numbers of ranks and microbatches.
     """
     source = policy.source
     if isinstance(source, Path) and num_microbatches is None:

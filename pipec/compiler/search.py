@@ -1,9 +1,9 @@
-"""The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them.
+"""Searches the fastest schedule and number of microbatches of a step, as the simulator predicts them.
 
-For asynchronous schedules that is the time from one mini-batch to the next.
+The score of an asynchronous schedule is the time from one mini-batch to the next.
 
-A candidate is tried on the stages of a cut graph: each of its schedules is lowered, verified and simulated,
-once. The best plan is what is returned, with its programs.
+A candidate is tried on the stages of a cut graph: each of its schedules is lowered, verified and simulated
+once. The result is the best plan, with its programs.
 """
 
 import functools
@@ -30,15 +30,15 @@ from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
 
 _MEMORY_ATTEMPTS = 4
-"""How often a cut is made again until it fits into memory. An attempt knows what the one before lacked."""
+"""How many cuts are tried until one fits into memory. Each attempt reserves what the last one lacked."""
 
 _OF_REPLAYING = frozenset({"received", "sent", "running"})
-"""The kinds of memory that the planner adds up, too, for stages that replay: then all memory is wanted."""
+"""The kinds of memory that the planner also sums for stages that recompute; all memory is counted then."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """Steps of ``batch`` rows of a captured graph. ``observers`` are told of every pass.
+    """A step of ``batch`` rows on a captured graph. ``observers`` are called after every pass.
 
     ``known`` is the graph cut as decided, if an earlier call was compiled on it.
     """
@@ -49,20 +49,20 @@ class CapturedStep:
     known: StagedGraph | None = None
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
-        """Run all passes on a copy of the graph; ``how`` is the one that assigns stages."""
+        """The graph after all passes; ``how`` is the pass that assigns stages."""
         return StagedGraph(self.graph, how, options, observers=self.observers)
 
     def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
-        """The graph cut where an earlier call put stages. A profile was of the graph of that call."""
+        """The graph with the stages of an earlier call. A profile would be of that call's graph: unused."""
         assert candidate.cut is not None
         return self.known or self.cut(AssignStages(candidate.cut), replace(candidate.options, profile=None))
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best way to run a step, the candidate it is of, and all that was tried.
+    """The best plan of a step, the candidate it belongs to, and all plans that were tried.
 
-    ``base`` is the cut before any recomputing.
+    ``base`` is the cut graph before recompute is marked.
     """
 
     candidate: Candidate
@@ -72,7 +72,7 @@ class SearchResult:
 
     @property
     def key(self) -> tuple[StagedGraph, int, int]:
-        """The stages, the number of microbatches, and the rows of the first."""
+        """The cut graph, the number of microbatches, and the rows of the first."""
         return self.base, self.best.plan.num_microbatches, self.best.plan.microbatch_size
 
 
@@ -85,14 +85,14 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     found = []
     for each in sharding_levels(candidate):
         shard = each.options.sync_spec.shard if candidate.tunes_shard else None
-        with suppress(InputError) if shard else nullcontext():  # what cannot be sharded
+        with suppress(InputError) if shard else nullcontext():  # a level that the plan cannot have
             evaluate = _with_best_replicas if each.cut is None else _on_decided_stages
             found.append(evaluate(step, each))
     return min(found, key=lambda result: result.best.score)
 
 
 def _on_decided_stages(step: CapturedStep, candidate: Candidate) -> SearchResult:
-    """The best schedule on stages where an earlier call put them."""
+    """The best schedule on the stages of an earlier call."""
     staged = step.cut_as_decided(candidate)
     return evaluate_stages(staged, candidate, step.batch, candidate.counts(step.batch))
 
@@ -100,10 +100,10 @@ def _on_decided_stages(step: CapturedStep, candidate: Candidate) -> SearchResult
 def _with_best_replicas(step: CapturedStep, candidate: Candidate) -> SearchResult:
     """The best candidate with this level of sharding.
 
-    If the numbers of replicas may be chosen, all that divide the ranks are tried, and where a schedule runs
-    stages with different numbers, those that the planner gives each stage. If not, but the number of
-    microbatches may, they are tried as well, so that the plan can say what they would gain. A graph with
-    model collectives is for its number of replicas.
+    Tries every number of replicas that divides the ranks and, for schedules that run stages with different
+    numbers of replicas, the numbers that the planner chooses. If only the number of microbatches is open,
+    replicas are tried too, so that the plan can report what they would gain. A graph with model collectives
+    is valid for its own number of replicas alone.
     """
     found, others, first_error = list[SearchResult](), list[SearchResult](), None
     try:
@@ -154,12 +154,12 @@ def evaluate_stages(
 
 
 def _with_unequal_replicas(step: CapturedStep, candidate: Candidate) -> list[SearchResult]:
-    """For each number of microbatches, the best schedule on the stages that the planner finds for it.
+    """The best schedule for each number of microbatches, with the replicas that the planner gives stages.
 
-    Without a flush the planner is asked several times, because its seconds are farther from what runs. A
-    stage has few mini-batches in flight, which do not always hide messages: so it also plans for messages
-    that nothing hides. And gradients are summed over all replicas of a stage, not level by level: so it
-    also plans for one level. Plans of which all stages have as many replicas are left out, and those that
+    For asynchronous schedules the planner makes several plans, because its predictions are less accurate: few
+    mini-batches are in flight, so that messages are not always hidden, and it also plans for messages that
+    are never hidden; gradients are reduced over all replicas of a stage at once, not level by level, and it
+    also plans for one level. Plans with equally many replicas on all stages are omitted, and plans that
     cannot be tried.
     """
     topology = candidate.options.topology
@@ -176,7 +176,7 @@ def _with_unequal_replicas(step: CapturedStep, candidate: Candidate) -> list[Sea
 
 
 def _planned(step: CapturedStep, candidate: Candidate, how: ChooseReplicas) -> list[SearchResult]:
-    """The first plan, or others that need less memory: what a rank lacks on one is set aside next."""
+    """The planner's first plan that fits: each attempt reserves the memory that the last one lacked."""
     count = how.num_microbatches
     sizes = split_sizes(step.batch, count)
     reserved = [0.0] * len(how.topology.devices)
@@ -190,12 +190,12 @@ def _planned(step: CapturedStep, candidate: Candidate, how: ChooseReplicas) -> l
         if not any(found.best.excess_bytes):
             break
         lacking = zip(reserved, found.best.excess_bytes, found.best.memory, strict=True)
-        reserved = [max(held + excess, candidate.unplanned_bytes(need)) for held, excess, need in lacking]
+        reserved = [max(old + excess, candidate.unplanned_bytes(need)) for old, excess, need in lacking]
     return [found]
 
 
 def fastest_result(found: Sequence[SearchResult]) -> SearchResult:
-    """The fastest result that fits; of those about as fast, a synchronous one, if there is one."""
+    """The fastest result that fits; an asynchronous one only if no synchronous one is about as fast."""
     fastest = min((each.best for each in found), key=lambda evaluated: evaluated.score)
 
     def order(evaluated: EvaluatedPlan) -> tuple[bool, bool, tuple[float, float]]:
@@ -206,9 +206,9 @@ def fastest_result(found: Sequence[SearchResult]) -> SearchResult:
 
 @dataclass
 class _Search:
-    """What has been tried for steps of ``batch`` rows: each evaluated plan with the cut it began from.
+    """The plans tried for steps of ``batch`` rows, each with its cut graph before recompute is marked.
 
-    ``first_error`` is the first reason why something could not be tried.
+    ``first_error`` is the first reason why a plan could not be tried.
     """
 
     candidate: Candidate
@@ -225,7 +225,7 @@ class _Search:
     def result(self) -> SearchResult:
         """The best plan of all. Raises ``first_error`` if nothing could be tried."""
         if not self.evaluated:
-            assert self.first_error is not None, "nothing was tried, and nothing was in the way"
+            assert self.first_error is not None, "no plan was tried, and no error says why"
             raise self.first_error
         tried = tuple(as_alternative(evaluated) for evaluated, _ in self.evaluated)
         best, base = best_evaluated(self.evaluated)
@@ -253,11 +253,11 @@ class _Search:
     def _try_cuts_within_memory(
         self, step: CapturedStep, placement: Placement, size: int, nearest: EvaluatedPlan
     ) -> None:
-        """Try cuts of which the planner finds that they fit.
+        """Try cuts that fit into memory by the planner's account.
 
-        The planner adds up what operators hold. It does not know of what lives inside a phase function
-        alone, nor of messages unless stages replay. So some memory is set aside: what the attempt before
-        held of these, or lacked.
+        The planner sums what operators hold. It does not know of temporary values inside a phase function,
+        nor, unless stages recompute, of messages. So the memory that these took in the last attempt, or that
+        it lacked, is reserved.
         """
         candidate, count = self.candidate, next(count for count in self.counts if self.sizes[count] == size)
         in_flight = candidate.policy.max_in_flight(count)
@@ -282,18 +282,18 @@ class _Search:
                 return
             if found is None or not any(found.excess_bytes):
                 return
-            besides = [0.0 if replays else unplanned_bytes(need) for need in found.memory]
+            unplanned = [0.0 if replays else unplanned_bytes(need) for need in found.memory]
             reserved = [
-                max(max(held + found.excess_bytes[rank], besides[rank]) for rank in group)
-                for group, held in zip(members, reserved, strict=True)
+                max(max(old + found.excess_bytes[rank], unplanned[rank]) for rank in group)
+                for group, old in zip(members, reserved, strict=True)
             ]
 
     def _nearest(
         self, staged: StagedGraph, placement: Placement, replays: bool = False
     ) -> EvaluatedPlan | None:
-        """Try schedules; returns the evaluated plan that comes nearest to fitting, if any.
+        """Try schedules; returns the evaluated plan that lacks least memory, if any.
 
-        It is one without recompute, unless the graph is cut for stages that replay.
+        It is a plan without recompute, unless the graph is cut for stages that recompute.
         """
         tried = self.try_schedules(staged, placement)
         if not replays:
@@ -305,15 +305,15 @@ class _Search:
     def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[EvaluatedPlan]:
         """Try every allowed schedule with each number of microbatches; returns the evaluated plans.
 
-        A graph may serve only some sizes of microbatch. A number of microbatches is then passed over, unless
-        it is the only one: the microbatches are tried that the graph serves from the first one on.
+        A graph may be valid for some sizes of microbatch alone. A number of microbatches with other sizes is
+        then skipped or, if it is the only one, tried with the leading microbatches of valid sizes.
         """
         before = len(self.evaluated)
         for count in self.counts:
             sizes = split_sizes(self.batch, count)
-            served = len(list(takewhile(staged.graph.is_valid_for, sizes)))
-            if served == count or (served and len(self.counts) == 1):
-                for schedule in self._schedules(staged, placement, served, sizes[0]):
+            num_valid = len(list(takewhile(staged.graph.is_valid_for, sizes)))
+            if num_valid == count or (num_valid and len(self.counts) == 1):
+                for schedule in self._schedules(staged, placement, num_valid, sizes[0]):
                     self.evaluated.append((_evaluate_within_memory(staged, schedule, sizes[0]), staged))
         return [evaluated for evaluated, _ in self.evaluated[before:]]
 
@@ -329,7 +329,7 @@ class _Search:
 
 
 def _evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
-    """A schedule on these stages. Those that would not fit recompute, or offload, if they may."""
+    """A schedule on these stages; ranks that lack memory recompute or offload, if the options allow it."""
     evaluated, options = staged.evaluate(schedule, size), staged.options
     may_fit = options.recompute == "auto" or options.may_offload
     return fit_into_memory(evaluated) if may_fit and any(evaluated.excess_bytes) else evaluated
@@ -338,14 +338,15 @@ def _evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) 
 def best_evaluated(
     evaluated: Sequence[tuple[EvaluatedPlan, StagedGraph]],
 ) -> tuple[EvaluatedPlan, StagedGraph]:
-    """The fastest that fits; of those about as fast, the simplest.
+    """The fastest plan that fits; among plans that are about as fast, the simplest.
 
-    It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
-    many it needs the least memory. An asynchronous schedule is taken only if it is faster. Of several cuts
-    for a schedule, only the fastest counts.
+    The simplest has the fewest and largest microbatches, then the fewest instructions, then the least memory.
+    An asynchronous schedule is chosen only if it is faster. Of several cuts for a schedule, only the fastest
+    counts.
 
-    What is about as fast as the fastest may still gain too little over what is simpler and is not. So of
-    all schedules for these microbatches, a simpler one is given up only for one that is clearly faster::
+    A plan that is about as fast as the fastest may gain too little over a simpler one that is slower. So
+    among the schedules for these microbatches, a simpler one is given up only for one that is clearly
+    faster::
 
         1f1b 57.6 ms, zb-h1 55.6 ms, zb-h2 54.0 ms     ->     zb-h2, the only one to gain more than
                                                        PREDICTION_TOLERANCE
@@ -361,8 +362,8 @@ def best_evaluated(
         return each.is_asynchronous, each.plan.num_microbatches, each.num_instructions, each.peak_bytes
 
     simplest = min(as_fast, key=lambda pair: order(pair[0]))
-    alike = [pair for pair in on_best_cut.values() if order(pair[0])[:2] == order(simplest[0])[:2]]
-    taken, *others = sorted(alike, key=lambda pair: order(pair[0]))
+    same_count = [pair for pair in on_best_cut.values() if order(pair[0])[:2] == order(simplest[0])[:2]]
+    taken, *others = sorted(same_count, key=lambda pair: order(pair[0]))
     for pair in others:
         if pair[0].score < taken[0].score and not pair[0].is_close(taken[0]):
             taken = pair

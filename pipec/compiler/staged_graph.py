@@ -1,4 +1,4 @@
-"""A captured graph cut into stages, and all that is known of it: stages, plans, evaluated plans and code."""
+"""A captured graph cut into stages, and everything derived from it: functions, plans, programs and code."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -61,16 +61,16 @@ T = TypeVar("T")
 NO_RECOMPUTE = MarkRecompute()
 
 PREDICTION_TOLERANCE = 0.05
-"""Share of a step by which predictions of it are off. Ways that are this close count as equally fast."""
+"""Relative error of predicted step times. Plans whose times differ by less count as equally fast."""
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedPlan:
-    """One way to run a step: the plan and the verified programs, and what the step is predicted to take.
+    """A plan for a step with its verified programs and their predicted time and memory.
 
-    ``schedule`` is the one that was requested; the plan's placement says which ranks act for those of the
-    schedule. ``stages`` are the functions that the programs call. ``excess_bytes[rank]`` are those by which a
-    rank exceeds the memory of its device.
+    ``schedule`` is the requested one; the plan's placement maps its ranks to ranks of the topology.
+    ``stages`` are the functions that the programs call. ``excess_bytes[rank]`` is the memory that a rank
+    needs beyond what its device has.
     """
 
     staged: "StagedGraph"
@@ -88,22 +88,22 @@ class EvaluatedPlan:
 
     @property
     def score(self) -> tuple[float, float]:
-        """Less is better: first what does not fit into memory, then what the step is expected to take."""
+        """Lower is better: first the bytes that do not fit into memory, then the predicted seconds."""
         return max(self.excess_bytes), self.seconds
 
     @property
     def num_instructions(self) -> float:
-        """How many instructions the rank with the most has in a step, or without a flush in a mini-batch."""
+        """The most instructions that a rank has in a step, or in a mini-batch of an asynchronous schedule."""
         count, programs = self.plan.num_microbatches, representative_programs(self.programs)
         return max(len(each.instructions) * count / (each.period or count) for each in programs)
 
     def is_close(self, other: "EvaluatedPlan") -> bool:
-        """Whether another one lacks no more memory, and is slower by less than can be told beforehand."""
+        """Whether ``other`` lacks no more memory and is not slower beyond the prediction's tolerance."""
         (lacks, seconds), (other_lacks, other_seconds) = self.score, other.score
         return other_lacks <= lacks and other_seconds <= seconds * (1 + PREDICTION_TOLERANCE)
 
     def representative(self, rank: int) -> int:
-        """Which of the ranks whose programs were made does what this rank does."""
+        """The rank with a generated program that does the same as this rank."""
         return (
             self.programs.representative_replicas.representative(rank)
             if isinstance(self.programs, ReplicatedPrograms)
@@ -111,16 +111,16 @@ class EvaluatedPlan:
         )
 
     def memory_limit(self, rank: int) -> float:
-        """The bytes that the device of a rank holds."""
+        """The memory of a rank's device, in bytes."""
         return self.staged.options.topology.devices[rank].memory_bytes
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the next step begins before this one is over."""
+        """Whether the next step begins before this one ends."""
         return self.schedule.stream is not None
 
     def artifact(self) -> Artifact:
-        """The plan, the programs and the code of the stages. Constants are on the host, for any process."""
+        """The plan, the programs and the code of the stages. Constants are copied to the host."""
         names, graph = self.staged.names, self.staged.graph
         sources = tuple(
             StageSource.of(graph, functions, names, stage_header(stage, self.plan)).write()
@@ -131,10 +131,10 @@ class EvaluatedPlan:
 
 
 class StagedGraph:
-    """A copy of a captured graph that has been through every pass, and does not change any more.
+    """A copy of a captured graph after all passes, immutable from then on.
 
-    Schedules may be for any ranks: those that the graph was cut for take their parts. Everything that is
-    worked out of the graph is kept here, and nowhere else.
+    Schedules may be for any ranks; they are mapped to the ranks that the graph was cut for. Everything
+    derived from the graph is cached here, and nowhere else.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class StagedGraph:
             raise
 
     def write_dumps(self) -> None:
-        """Write what each pass made of the graph, if the environment asks for it."""
+        """Write the graph after each pass, if the environment requests it."""
         for dump in self._dumps:
             dump.write()
 
     def with_recompute(self, recompute: MarkRecompute, offload: MarkOffload = NO_OFFLOAD) -> "StagedGraph":
-        """The same cut, with stages computing again what is marked, or offloading it."""
+        """The same cut, with these values recomputed and offloaded."""
         cut, observers = self._repeated_cut, self._observers
         return self._once(
             ("variant", recompute, offload),
@@ -176,11 +176,11 @@ class StagedGraph:
         return StagedGraph(self.captured, self._repeated_cut, options, observers=self._observers)
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
-        """By stage and by name, what may be saved or recomputed of the forward of ``size`` rows."""
+        """For each stage, the forward values that may be saved or recomputed, by name, for ``size`` rows."""
         return self._once(("values", size), lambda: stage_values(self.graph, size))
 
     def clear_evaluated(self) -> None:
-        """Let go of the plans and programs that were tried on these stages."""
+        """Drop the plans and programs that were tried on these stages."""
         self._known = {key: x for key, x in self._known.items() if key[0] not in ("evaluated", "plan")}
         for (kind, *_), known in self._known.items():
             if kind == "variant":
@@ -189,26 +189,26 @@ class StagedGraph:
     def evaluate(
         self, schedule: Schedule, microbatch_size: int, sync_spec: SyncSpec | None = None
     ) -> EvaluatedPlan:
-        """The schedule on these stages, lowered, verified and simulated: once, however often it is asked for.
+        """The schedule on these stages, lowered, verified and simulated; the result is cached.
 
-        Of schedules with the same name, placement and number of microbatches there is only one. The step ends
-        as ``sync_spec`` says, or else the options.
+        Schedules are identified by name, placement and number of microbatches. ``sync_spec`` defaults to that
+        of the options.
 
         Raises:
             VerifyError: the schedule is broken.
         """
-        ends = sync_spec or self.options.sync_spec
-        key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size, ends
-        return self._once(("evaluated", *key), lambda: self._evaluate(schedule, microbatch_size, ends))
+        sync = sync_spec or self.options.sync_spec
+        key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size, sync
+        return self._once(("evaluated", *key), lambda: self._evaluate(schedule, microbatch_size, sync))
 
     def workload(self, placement: Placement, size: int) -> Workload:
-        """What each stage does for a microbatch of ``size`` rows, in seconds and bytes.
+        """The cost of each stage for a microbatch of ``size`` rows, in seconds and bytes.
 
-        The first replicas of stages stand for all.
+        Each stage is represented by its first replica.
         """
         stages, devices = self.stages(True), self.options.topology.devices
-        played_by = self.graph.assignment.ranks or tuple(range(len(devices)))
-        ranks = [played_by[rank_of(placement, stage.index)] for stage in stages]
+        mapped = self.graph.assignment.ranks or tuple(range(len(devices)))
+        ranks = [mapped[rank_of(placement, stage.index)] for stage in stages]
         costs = [
             stage_cost(self.graph, stage, size, devices[rank].speed)
             for stage, rank in zip(stages, ranks, strict=True)
@@ -230,12 +230,12 @@ class StagedGraph:
                 _with_messages(cost.memory, stage, size) for cost, stage in zip(costs, stages, strict=True)
             ),
             memory_limit=tuple(
-                devices[played_by[rank]].memory_bytes for rank in sorted({ranks[0] for ranks in placement})
+                devices[mapped[rank]].memory_bytes for rank in sorted({ranks[0] for ranks in placement})
             ),
         )
 
     def stages(self, split_backward: bool) -> Sequence[StageFunctions]:
-        """The functions of each stage, with whole backwards or with backwards in two halves."""
+        """The functions of each stage, with one backward or with backwards split in two."""
         graph = self.graph
         return self._once(
             ("functions", split_backward),
@@ -243,7 +243,7 @@ class StagedGraph:
         )
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """What is worked out of the graph, once for each key."""
+        """The cached value for ``key``, made on the first request."""
         if key not in self._known:
             self._known[key] = make()
         known: T = self._known[key]
@@ -251,7 +251,7 @@ class StagedGraph:
 
     @functools.cached_property
     def operator_numbers(self) -> Mapping[str, int]:
-        """The operator that each node comes from, by its name; arguments come before all."""
+        """The number of the operator that each node comes from, by the node's name; -1 for arguments."""
         return {node.name: node.meta.get("operator", -1) for node in self.graph.module.graph.nodes}
 
     @property
@@ -281,9 +281,10 @@ class StagedGraph:
     def _plan(
         self, schedule: Schedule, size: int, sync_spec: SyncSpec
     ) -> tuple[Plan, Sequence[StageFunctions]]:
-        """Schedules that split the backward alike, or not, share the costs of their stages.
+        """The plan of a schedule and the functions of its stages.
 
-        Those that run stages out of order have links of their own.
+        Schedules share plans, unless they differ in splitting the backward, in placement, or in running
+        stages out of order, which needs other links.
         """
         split = _splits_backward(schedule)
         in_order = runs_stages_in_order(map(ComputeColumns.of, schedule.orders))
@@ -316,7 +317,7 @@ class StagedGraph:
         return with_update_costs(plan, self.options.optimizer, self.options.device_model)
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
-        """The time of what the stage's forward sends from one rank to another."""
+        """The seconds that the messages of the stage's forward take from one rank to another."""
         sent = [node for function in stage.phase_functions(Phase.FORWARD) for node in function.sent]
         if source == target or not sent:
             return 0.0
@@ -326,27 +327,27 @@ class StagedGraph:
 
     @property
     def _repeated_cut(self) -> Pass:
-        """The pass that cuts a copy of the captured graph in the same way."""
+        """The pass that repeats this cut on a copy of the captured graph."""
         return AssignStages(self.graph.assignment)
 
 
 def _programs(schedule: Schedule, plan: Plan) -> Sequence[Program]:
-    """The verified programs of a plan. Of many replicas that are alike, those of a few are made at first."""
-    few = representative_replicas(schedule)
-    if few is None:
-        return _of_all(schedule, plan)
-    those = _of_all(few.schedule, few.plan(plan))
-    return ReplicatedPrograms(few, those, functools.partial(_of_all, schedule, plan))
+    """The verified programs of a plan. Of many equal replicas, only a few are lowered at first."""
+    representatives = representative_replicas(schedule)
+    if representatives is None:
+        return _lowered(schedule, plan)
+    programs = _lowered(representatives.schedule, representatives.plan(plan))
+    return ReplicatedPrograms(representatives, programs, functools.partial(_lowered, schedule, plan))
 
 
-def _of_all(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
+def _lowered(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     programs = (lower_periodic if schedule.stream else lower)(schedule, plan)
     verify(plan, programs)
     return programs
 
 
 def _with_messages(memory: StageMemory, stage: StageFunctions, size: int) -> StageMemory:
-    """No less than what a stage holds with its messages: each microbatch in flight has a buffer for them."""
+    """An upper bound of a stage's memory with messages: each microbatch in flight has a buffer for them."""
     received, sent = (
         sum(node_bytes(node, size) for function in stage.functions for node in getattr(function, kind))
         for kind in ("received", "sent")

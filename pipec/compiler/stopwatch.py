@@ -1,4 +1,4 @@
-"""How long the steps of a compilation take, and which one a person waits for."""
+"""Measures the steps of a compilation, and shows the present one if it takes long."""
 
 import time
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from pipec.passes import Pass
 
 @dataclass
 class Stopwatch:
-    """``seconds`` that each step of all compilations took together, by its name."""
+    """Sums the ``seconds`` of each compilation step, by its name, over all compilations."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _notice: delayed_status = field(default_factory=lambda: delayed_status(""))
 
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:
-        """Tell what is done, step by step, if a block takes long."""
+        """Show the present step of a block that takes long."""
         with delayed_status(what) as self._notice:
             yield
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Note how long a block takes, without the time of what is noted within it."""
+        """Add the time of a block, without the time of steps that are timed within it."""
         started, noted = time.perf_counter(), sum(self.seconds.values())
         self._notice.now(step)
         try:
@@ -35,7 +35,7 @@ class Stopwatch:
             self._note(step, time.perf_counter() - started - within)
 
     def observe(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
-        """Note how long a pass took."""
+        """Add the time of a pass."""
         self._note(type(transform).__name__, seconds)
         self._notice.now(f"after the pass {type(transform).__name__}")
 

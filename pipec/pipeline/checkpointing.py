@@ -164,7 +164,7 @@ class Checkpoints:
             self._stream.num_trained,
             self._stream.position() if only_owned else None,
             self._agreement.num_replicas,
-            self._compiler.options.profile,
+            self._compiler.decided.options.profile,
             copy.copy(updates.loss_scale) if updates is not None else None,
         )
 

@@ -90,7 +90,7 @@ class CallAgreement:
     @property
     def num_replicas(self) -> int:
         """The number of parts in which ranks pass a batch."""
-        replicas = self._compiler.policy.replicas
+        replicas = self._compiler.decided.policy.replicas
         divides = self.batch == "local" and self._context.is_distributed
         return replicas if divides and isinstance(replicas, int) else 1
 
@@ -268,7 +268,7 @@ class CallAgreement:
 
     def _state(self, mode: Mode, snapshot: ModelSnapshot) -> ModelState:
         """The state of the model and of torch; the same object as last time if it is equal."""
-        with autocast(self._compiler.precision, self._compiler.device):
+        with autocast(self._compiler.settings.precision, self._compiler.settings.device):
             modes = torch_modes()
         tensors, layouts = self._owned.tensors, self._owned.emptied.layouts
         known = self._states.get(mode)
@@ -291,7 +291,7 @@ class CallAgreement:
 
     def check_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
-        check_autocast(self._compiler.precision, self._compiler.device, mode)
+        check_autocast(self._compiler.settings.precision, self._compiler.settings.device, mode)
         key, leaves = CallKey.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
         cached = self.checked_calls.get(key) if key else None
         if cached is None:
@@ -311,7 +311,7 @@ class CallAgreement:
         call.check(self._compiler.model)
         call = self._divided(call)
         if mode is not Mode.FORWARD:
-            call.check_target(needed=self._compiler.loss_fn is not None)
+            call.check_target(needed=self._compiler.settings.loss_fn is not None)
         return call
 
     def _divided(self, call: ModelCall) -> ModelCall:

@@ -108,11 +108,7 @@ class CompiledCalls:
     ) -> CollectiveCall:
         """The call that all ranks make. Raises MixedRowsError if rows of the batch are not independent."""
         collective_call = self._agreement.agree(request, args, kwargs, target)
-        self._compiler.refuses_mixed_rows = True
-        try:
-            self.compiled(collective_call)
-        finally:
-            self._compiler.refuses_mixed_rows = False
+        self.compiled(collective_call, refuses_mixed_rows=True)
         return collective_call
 
     def train(self, collective_call: CollectiveCall, on_started: OnStarted = nothing) -> Any:
@@ -124,11 +120,11 @@ class CompiledCalls:
 
     @property
     def has_target(self) -> bool:
-        return self._compiler.loss_fn is not None
+        return self._compiler.settings.loss_fn is not None
 
     @property
     def may_be_asynchronous(self) -> bool:
-        return self._compiler.policy.may_be_asynchronous
+        return self._compiler.decided.policy.may_be_asynchronous
 
     def compiled_stream(self, arguments: CallArguments) -> CompiledStream | None:
         collective_call = self._agree_on_step(arguments)
@@ -190,14 +186,14 @@ class CompiledCalls:
             return loss
         return loss, output_of(compiled, results, plan.outputs[1 + len(plan.log_names) :])
 
-    def compiled(self, collective_call: CollectiveCall) -> MicrobatchGroups:
+    def compiled(self, collective_call: CollectiveCall, refuses_mixed_rows: bool = False) -> MicrobatchGroups:
         """The artifact of each group of consecutive microbatches, and their rows.
 
         There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly.
         """
         rows = self._rows_to_compile(collective_call)
         found = self._compiler.cache.find(collective_call.signature, rows, collective_call.call)
-        groups = found or self._compile(collective_call, rows)
+        groups = found or self._compile(collective_call, rows, refuses_mixed_rows)
         if collective_call.signature.key.mode is Mode.TRAIN:
             self._context.trained = groups[0][0].artifact
         if found is None or self._owned.needs_placement:
@@ -209,7 +205,8 @@ class CompiledCalls:
         """The rows of the batch; with ``batch="local"``, as if all replicas had as many as the largest."""
         if len(collective_call.rows) == 1:
             return collective_call.rows[0]
-        return max(len(collective_call.rows) * max(collective_call.rows), self._compiler.microbatches or 0)
+        num_microbatches = self._compiler.decided.num_microbatches or 0
+        return max(len(collective_call.rows) * max(collective_call.rows), num_microbatches)
 
     def _of_local_batch(self, collective_call: CollectiveCall, groups: MicrobatchGroups) -> MicrobatchGroups:
         """The artifact for the microbatches of all replicas, each of which splits its own rows."""
@@ -231,8 +228,10 @@ class CompiledCalls:
             self._checked_sizes.add(served)
         return [(compiled, sizes)]
 
-    def _compile(self, collective_call: CollectiveCall, rows: int) -> MicrobatchGroups:
-        """Compile on rank 0, for all ranks, and drop the artifacts that were used longest ago."""
+    def _compile(
+        self, collective_call: CollectiveCall, rows: int, refuses_mixed_rows: bool
+    ) -> MicrobatchGroups:
+        """Compile on rank 0, for all ranks, and evict the artifacts that were used longest ago."""
         key, version, call = (
             collective_call.signature.key,
             collective_call.signature.version,
@@ -243,7 +242,7 @@ class CompiledCalls:
         def compiled() -> tuple[MicrobatchGroups, dict[ValuePath, Any]]:
             whole = call if len(collective_call.rows) == 1 else call.sample(rows, None)
             with self._owned.emptied.materialized(self._owned.tensors.unique()):
-                groups = self._compiler.compile(collective_call.signature, whole, change)
+                groups = self._compiler.compile(collective_call.signature, whole, change, refuses_mixed_rows)
                 return groups, self._compiler.read(collective_call.signature)
 
         values = variable_values(key.variables, call.leaves)

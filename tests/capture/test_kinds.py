@@ -590,5 +590,5 @@ def test_a_batch_of_one_row_keeps_it_and_says_so(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
     torch.testing.assert_close(pipe(x[:1]), whole[:1])
     (said,) = [record.message for record in caplog.records]
-    assert "the batch has one row, whose dimension eager torch would squeeze" in said
+    assert "the batch has one row: eager torch would squeeze this dimension" in said
     assert "hidden = self.first(x).tanh().squeeze(0)" in said

@@ -84,7 +84,7 @@ def test_delays_are_not_taken_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1f1b"}, "asynchronous is True, but schedule '1f1b' ends each step with a flush"),
+        ({"schedule": "1f1b"}, "asynchronous is True, but schedule '1f1b' is synchronous"),
         ({"optimizer": None}, "'auto' with asynchronous=True updates each stage .* pass optimizer="),
         ({"shard": "optimizer", "replicas": 3}, "asynchronous=True updates a stage while replicas"),
         ({"batch": "rank0"}, "batch is 'rank0'"),
