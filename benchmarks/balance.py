@@ -2,7 +2,8 @@
 
 Every cut is judged by a second profile, which none of them has seen: the seconds of the slowest stage's
 operators, forward and backward, over the mean. 1.00 is a perfect balance. Transfers are left out, and links
-are taken to be endlessly fast where pipec cuts, so that balance is all it is after.
+are taken to be endlessly fast where pipec cuts, so that balance is all it is after. All models take two to
+three minutes, and ``--cases U-Net`` a quarter of one.
 """
 
 import argparse
