@@ -154,7 +154,7 @@ class ComputeColumns(_Columns[Compute]):
         """``order`` as columns. An order that is columns already is returned as it is."""
         if isinstance(order, ComputeColumns):
             return order
-        rows = [(PHASE_CODE[cell.phase], cell.stage, cell.microbatch) for cell in order]
+        rows = [(PHASE_CODE[compute.phase], compute.stage, compute.microbatch) for compute in order]
         return cls(_matrix(rows, 3))
 
     @property
@@ -209,10 +209,10 @@ class InstructionColumns(_Columns[Instruction]):
         return cls(_matrix(rows, NUM_COLUMNS), tuple(index))
 
     @property
-    def cells(self) -> ComputeColumns:
-        """The computes, as the cells of a schedule."""
-        cells = self.where(self.is_compute_start)
-        return ComputeColumns((cells.phases, cells.stages, cells.microbatches))
+    def computes(self) -> ComputeColumns:
+        """The computes of the schedule that these instructions run, each once."""
+        own = self.where(self.is_compute_start)
+        return ComputeColumns((own.phases, own.stages, own.microbatches))
 
     @property
     def phases(self) -> Ints:
@@ -222,15 +222,15 @@ class InstructionColumns(_Columns[Instruction]):
 
     @property
     def is_compute_start(self) -> NDArray[np.bool_]:
-        """Which computes stand for cells: of one in parts, the part with which a microbatch's memory changes.
+        """The computes, each once: of one in segments, the segment at which saved memory changes.
 
-        A forward takes memory with its first part, and a backward gives it back with its last.
+        A forward allocates it in its first segment, and a backward frees it in its last.
         """
         chosen = self.is_compute & (self.segments <= 0)
         later = np.flatnonzero(self.is_compute & (self.segments >= 0) & (self.ops != OP_CODE[Op.FORWARD]))
         chosen[later] = False
-        cells = np.stack([column[later[::-1]] for column in self.columns[:3]])
-        _, last = np.unique(cells, axis=1, return_index=True)
+        keys = np.stack([column[later[::-1]] for column in self.columns[:3]])
+        _, last = np.unique(keys, axis=1, return_index=True)
         chosen[later[::-1][last]] = True
         return chosen
 

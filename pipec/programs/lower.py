@@ -99,7 +99,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     their saved values in host memory.
 
     Raises:
-        VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
+        VerifyError: a compute is missing, doubled or on the wrong rank, or computes wait for each other.
     """
     links, sync_spec, model_collectives = plan.links, plan.sync_spec, plan.model_collectives
     recompute, offload = plan.recomputing_stages, plan.offloading_stages
@@ -111,7 +111,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     order = _unit_order(index, traffic, rounds)
     arriving: dict[int, list[_Arriving]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
-    for each, depends in zip(traffic, order.depend_on_the_cell_before_their_reader(traffic), strict=True):
+    for each, depends in zip(traffic, order.depend_on_compute_before_reader(traffic), strict=True):
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
             arriving[each.route.target].append((each, depends))
@@ -186,17 +186,17 @@ class _UnitOrder:
     dependence: Dependence
     ends: Sequence[Floats]
 
-    def depend_on_the_cell_before_their_reader(self, traffic: Sequence[_Traffic]) -> Sequence[Bools]:
+    def depend_on_compute_before_reader(self, traffic: Sequence[_Traffic]) -> Sequence[Bools]:
         """Whether each message can be made only after the compute before its reader has ended."""
-        cells, others = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        computes, others = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
         found = [np.zeros(each.readers.size, bool) for each in traffic]
         followed = [
             np.flatnonzero((each.readers > 1) & each.route.link.payload.feeds_compute) for each in traffic
         ]
         for each, places in zip(traffic, followed, strict=True):
-            cells.append(self.index.cell_numbers(each.route.source, each.producers[places]))
-            others.append(self.index.cell_numbers(each.route.target, each.readers[places] - 1))
-        depends = self.dependence.depends_on(np.concatenate(cells), np.concatenate(others))
+            computes.append(self.index.compute_numbers(each.route.source, each.producers[places]))
+            others.append(self.index.compute_numbers(each.route.target, each.readers[places] - 1))
+        depends = self.dependence.depends_on(np.concatenate(computes), np.concatenate(others))
         for of_traffic, places in zip(found, followed, strict=True):
             of_traffic[places], depends = depends[: places.size], depends[places.size :]
         return found
@@ -211,15 +211,15 @@ def _unit_order(
 ) -> _UnitOrder:
     read = [each for each in traffic if each.route.link.payload.feeds_compute]
     nothing = np.empty(0, np.int32)
-    readers = [index.cell_numbers(each.route.target, each.readers) for each in read]
-    producers = [index.cell_numbers(each.route.source, each.producers) for each in read]
+    readers = [index.compute_numbers(each.route.target, each.readers) for each in read]
+    producers = [index.compute_numbers(each.route.source, each.producers) for each in read]
     versions = update_boundaries.version_reads(index, rounds)
     reads = TaskInputs(
         np.concatenate([nothing, *readers, versions[0]]), np.concatenate([nothing, *producers, versions[1]])
     )
     run = run_tasks(_units(index), reads, index.first_tasks)
     if isinstance(run, Deadlock):
-        raise VerifyError(index.explain_stuck(run.cells))
+        raise VerifyError(index.explain_stuck(run.tasks))
     padded = []
     for rank in range(index.schedule.num_ranks):
         first, last = index.first_tasks[rank : rank + 2]
@@ -233,10 +233,10 @@ def _units(index: ScheduleIndex) -> Floats:
     number of replicas.
     """
     schedule = index.schedule
-    phases = np.concatenate([cells.phases for cells in index.cells])
+    phases = np.concatenate([computes.phases for computes in index.computes])
     units: Floats = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0) / np.concatenate(index.counts)
     if schedule.stream:
-        stages = np.concatenate([cells.stages for cells in index.cells])
+        stages = np.concatenate([computes.stages for computes in index.computes])
         units *= np.array(replica_counts(schedule.placement))[stages]
     return units
 
@@ -343,17 +343,17 @@ def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versi
 
     ``versions`` has at [stage, microbatch] the version of the weights that computes read.
     """
-    cells = index.cells[rank]
-    ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
-    positions = np.arange(1, len(cells) + 1, dtype=np.int32)
+    computes = index.computes[rank]
+    ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[computes.phases]
+    positions = np.arange(1, len(computes) + 1, dtype=np.int32)
     segments = compact(index.segments[rank])
-    read = compact(versions[cells.stages, cells.microbatches])
-    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, segments, -1, read)
-    needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
-    recomputed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (segments <= 0))
-    same = taken(cells.stages, recomputed), taken(cells.microbatches, recomputed), -1, -1, -1, -1
+    read = compact(versions[computes.stages, computes.microbatches])
+    block = _block(positions, ops, computes.stages, computes.microbatches, -1, -1, -1, -1, segments, -1, read)
+    needs_forward = np.isin(computes.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
+    recomputed = np.flatnonzero(np.isin(computes.stages, list(recompute)) & needs_forward & (segments <= 0))
+    same = taken(computes.stages, recomputed), taken(computes.microbatches, recomputed), -1, -1, -1, -1
     replays = _block(positions[recomputed], OP_CODE[Op.RECOMPUTE], *same, -1, -1, read[recomputed])
-    return _concatenated_blocks([replays, computes])
+    return _concatenated_blocks([replays, block])
 
 
 def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
@@ -368,13 +368,13 @@ def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = No
 
 def _model_collective_block(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives) -> _Block:
     """The model collectives of a rank, each before the segment that reads its result."""
-    cells, segments, blocks = index.cells[rank], index.segments[rank], []
+    computes, segments, blocks = index.computes[rank], index.segments[rank], []
     for stage, of_stage in model_collectives.items():
         for number, collective in enumerate(of_stage):
-            of_phase = (cells.stages == stage) & (cells.phases == PHASE_CODE[collective.phase])
+            of_phase = (computes.stages == stage) & (computes.phases == PHASE_CODE[collective.phase])
             own = np.flatnonzero(of_phase & (segments == collective.segment))
             positions, op = (own + 1).astype(np.int32), OP_CODE[collective.op]
-            microbatches = cells.microbatches[own]
+            microbatches = computes.microbatches[own]
             blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
     return _concatenated_blocks(blocks)
 
@@ -383,7 +383,7 @@ def _copies(index: ScheduleIndex, rank: int, offload: Collection[int]) -> _Block
     """The copies to host memory and back of the stages in ``offload``."""
     if not offload:
         return _concatenated_blocks([])
-    found = offload_intervals(index.cells[rank])
+    found = offload_intervals(index.computes[rank])
     own = np.flatnonzero(np.isin(found.stages, list(offload)))
     stages, microbatches = found.stages[own], found.microbatches[own]
     back = _block(found.prefetches[own], OP_CODE[Op.PREFETCH], stages, microbatches)

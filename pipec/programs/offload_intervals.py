@@ -35,12 +35,12 @@ class OffloadIntervals:
     prefetches: Ints
 
 
-def offload_intervals(cells: ComputeColumns) -> OffloadIntervals:
+def offload_intervals(computes: ComputeColumns) -> OffloadIntervals:
     """The saved values of a rank that can wait in host memory while it runs these computes in order."""
-    count = int(cells.microbatches.max(initial=0)) + 1
-    keys = cells.stages.astype(np.int64) * count + cells.microbatches
-    forwards = np.flatnonzero(cells.phases == PHASE_CODE[Phase.FORWARD])
-    readers = np.flatnonzero(np.isin(cells.phases, _READERS))
+    count = int(computes.microbatches.max(initial=0)) + 1
+    keys = computes.stages.astype(np.int64) * count + computes.microbatches
+    forwards = np.flatnonzero(computes.phases == PHASE_CODE[Phase.FORWARD])
+    readers = np.flatnonzero(np.isin(computes.phases, _READERS))
     made, at_last = np.unique(keys[forwards][::-1], return_index=True)
     read, at_first = np.unique(keys[readers], return_index=True)
     both, first, second = np.intersect1d(made, read, assume_unique=True, return_indices=True)

@@ -157,7 +157,7 @@ class ProgramIndex:
         return list(routes(self.plan.links, self.plan.placement, self.plan.num_microbatches))
 
     @cached_property
-    def cells(self) -> ProgramComputes | None:
+    def computes(self) -> ProgramComputes | None:
         """The computes as tasks, once deliveries are known; None if they wait for each other."""
         return ProgramComputes.of(self)
 

@@ -55,8 +55,8 @@ def microbatch_bytes(order: Sequence[Compute], stages: Sequence[StageMemory]) ->
         end       0   0  -3   0  -3  -3     growth when the compute ends
         total     4   7   7   7   7   4     with transient memory
     """
-    cells = ComputeColumns.of(order)
-    starts, ends, transient = (table[cells.phases, cells.stages] for table in _tables(stages))
+    computes = ComputeColumns.of(order)
+    starts, ends, transient = (table[computes.phases, computes.stages] for table in _tables(stages))
     while_running: Floats = np.cumsum(starts + ends) - ends + transient
     return while_running
 
@@ -70,9 +70,9 @@ def _tables(stages: Sequence[StageMemory]) -> tuple[Floats, Floats, Floats]:
 
 def max_in_flight_of_order(order: Sequence[Compute]) -> int:
     """The most microbatches a rank holds at once, from forward to whole backward or weight gradient."""
-    cells = ComputeColumns.of(order)
-    one_each = [StageMemory(saved=1, weight_gradient_saved=1)] * (int(cells.stages.max(initial=-1)) + 1)
-    return int(microbatch_bytes(cells, one_each).max(initial=0))
+    computes = ComputeColumns.of(order)
+    one_each = [StageMemory(saved=1, weight_gradient_saved=1)] * (int(computes.stages.max(initial=-1)) + 1)
+    return int(microbatch_bytes(computes, one_each).max(initial=0))
 
 
 def in_flight(instructions: InstructionColumns) -> Ints:

@@ -23,7 +23,7 @@ class ScheduleIndex:
     microbatch], or 0.
 
     Raises:
-        VerifyError: a cell names a stage or microbatch that the schedule does not have, is on a rank that
+        VerifyError: a compute names a stage or microbatch that the schedule does not have, is on a rank that
             does not hold its stage, or stands twice.
     """
 
@@ -33,29 +33,30 @@ class ScheduleIndex:
         plan: Plan,
     ) -> None:
         self.schedule = schedule
-        self.cells = [ComputeColumns.of(order) for order in schedule.orders]
+        self.computes = [ComputeColumns.of(order) for order in schedule.orders]
         self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
-        for rank, cells in enumerate(self.cells):
-            self._check_place(rank, cells)
+        for rank, computes in enumerate(self.computes):
+            self._check_place(rank, computes)
         self._check_once()
         segments, model_collectives = plan.segments, plan.model_collectives
-        counts = [segment_counts(cells, plan.sync_spec, segments, model_collectives) for cells in self.cells]
-        self.cells = [cells.repeated(each) for cells, each in zip(self.cells, counts, strict=True)]
+        counts = [
+            segment_counts(computes, plan.sync_spec, segments, model_collectives)
+            for computes in self.computes
+        ]
+        self.computes = [
+            computes.repeated(each) for computes, each in zip(self.computes, counts, strict=True)
+        ]
         self.counts = [each.repeat(each) for each in counts]
         self.segments = [np.where(each.repeat(each) > 1, _places(each), -1) for each in counts]
-        self.first_tasks: list[int] = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
+        self.first_tasks: list[int] = [0, *np.cumsum([len(computes) for computes in self.computes]).tolist()]
         self.lasts = self._positions(first=False)
         in_parts = any((each > 1).any() for each in counts)
         self.firsts = self._positions(first=True) if in_parts else self.lasts
 
-    @property
-    def num_cells(self) -> int:
-        return self.first_tasks[-1]
-
     def length(self, rank: int) -> int:
-        return len(self.cells[rank])
+        return len(self.computes[rank])
 
-    def cell_numbers(self, rank: int, positions: Ints) -> Ints:
+    def compute_numbers(self, rank: int, positions: Ints) -> Ints:
         """The numbers of the computes at these positions of a rank."""
         return positions + (self.first_tasks[rank] - 1)
 
@@ -74,66 +75,68 @@ class ScheduleIndex:
             raise VerifyError(
                 f"schedule {self.schedule.name!r} never runs {' or '.join(phases)} of stage {stage}, "
                 f"microbatch {missing[0]}, but {names} from stage {link.source} to stage {link.target} needs "
-                f"it; add the cell to rank {rank} or leave out the link\n"
+                f"it; add the compute to rank {rank} or leave out the link\n"
                 + self._counterexample({rank: self._last_of(stage, missing[0])})
             )
         return found
 
-    def explain_stuck(self, cells: Ints) -> str:
+    def explain_stuck(self, computes: Ints) -> str:
         """The error text for computes that wait for each other, at most one of each rank."""
-        ranks = np.searchsorted(self.first_tasks, cells, "right") - 1
+        ranks = np.searchsorted(self.first_tasks, computes, "right") - 1
         marked = {
-            rank: cell - self.first_tasks[rank]
-            for rank, cell in zip(ranks.tolist(), cells.tolist(), strict=True)
+            rank: compute - self.first_tasks[rank]
+            for rank, compute in zip(ranks.tolist(), computes.tolist(), strict=True)
         }
         stuck = []
         for rank, place in marked.items():
-            cell = self.cells[rank][place]
-            stuck.append(f"rank {rank} at {cell.phase} {cell.stage} of mb {cell.microbatch}")
+            compute = self.computes[rank][place]
+            stuck.append(f"rank {rank} at {compute.phase} {compute.stage} of mb {compute.microbatch}")
         return (
-            f"schedule {self.schedule.name!r} cannot finish: these cells wait for each other: "
-            f"{'; '.join(stuck)}; order each rank's cells so that every value is made before it is read\n"
+            f"schedule {self.schedule.name!r} cannot finish: these computes wait for each other: "
+            f"{'; '.join(stuck)}; order each rank's computes so that every value is made before it is read\n"
             + self._counterexample(marked)
         )
 
     def _positions(self, *, first: bool) -> Ints:
         shape = (len(PHASES), self.schedule.num_stages, self.schedule.num_microbatches)
         found = np.zeros(shape, np.int32)
-        for cells, segments, counts in zip(self.cells, self.segments, self.counts, strict=True):
+        for computes, segments, counts in zip(self.computes, self.segments, self.counts, strict=True):
             own = np.flatnonzero((segments <= 0) if first else (segments < 0) | (segments == counts - 1))
-            found[cells.phases[own], cells.stages[own], cells.microbatches[own]] = own + 1
+            found[computes.phases[own], computes.stages[own], computes.microbatches[own]] = own + 1
         return found
 
     def _check_once(self) -> None:
         """Reject a repeated compute: in a table of places, a later one overwrites the earlier one."""
         schedule = self.schedule
         places = np.empty((len(PHASES), schedule.num_stages, schedule.num_microbatches), np.int32)
-        for rank, cells in enumerate(self.cells):
-            own, at = np.arange(len(cells)), (cells.phases, cells.stages, cells.microbatches)
+        for rank, computes in enumerate(self.computes):
+            own, at = np.arange(len(computes)), (computes.phases, computes.stages, computes.microbatches)
             places[at] = own
             for again in places[at][places[at] != own].tolist()[:1]:
                 raise VerifyError(self._complaint(rank, again, "and once more; expected it once"))
 
-    def _check_place(self, rank: int, cells: ComputeColumns) -> None:
+    def _check_place(self, rank: int, computes: ComputeColumns) -> None:
         schedule = self.schedule
-        valid = (cells.stages >= 0) & (cells.stages < schedule.num_stages)
-        valid &= (cells.microbatches >= 0) & (cells.microbatches < schedule.num_microbatches)
-        at = np.where(valid, cells.stages, 0), np.where(valid, cells.microbatches, 0)
+        valid = (computes.stages >= 0) & (computes.stages < schedule.num_stages)
+        valid &= (computes.microbatches >= 0) & (computes.microbatches < schedule.num_microbatches)
+        at = np.where(valid, computes.stages, 0), np.where(valid, computes.microbatches, 0)
         here = self.ranks[at] == rank
         for place in np.flatnonzero(~(valid & here)).tolist()[:1]:
-            cell = cells[place]
+            compute = computes[place]
             if not valid[place]:
                 stages, microbatches = schedule.num_stages, schedule.num_microbatches
                 expected = f"stages 0 to {stages - 1} and microbatches 0 to {microbatches - 1}"
             else:
-                expected = f"it on rank {self.ranks[cell.stage, cell.microbatch]}, which holds that stage"
+                expected = (
+                    f"it on rank {self.ranks[compute.stage, compute.microbatch]}, which holds that stage"
+                )
             raise VerifyError(self._complaint(rank, place, f"expected {expected}"))
 
     def _complaint(self, rank: int, place: int, text: str) -> str:
-        cell = self.cells[rank][place]
+        compute = self.computes[rank][place]
         return (
-            f"schedule {self.schedule.name!r} runs {cell.phase} of stage {cell.stage}, microbatch "
-            f"{cell.microbatch} on rank {rank}; {text}\n" + self._counterexample({rank: place})
+            f"schedule {self.schedule.name!r} runs {compute.phase} of stage {compute.stage}, microbatch "
+            f"{compute.microbatch} on rank {rank}; {text}\n" + self._counterexample({rank: place})
         )
 
     def _last_of(self, stage: int, microbatch: int) -> int:
@@ -142,7 +145,7 @@ class ScheduleIndex:
         return (last or self.length(int(self.ranks[stage, microbatch]))) - 1
 
     def _counterexample(self, marked: dict[int, int]) -> str:
-        return counterexample(self.cells, self.schedule.placement, marked)
+        return counterexample(self.computes, self.schedule.placement, marked)
 
 
 def _places(counts: Ints) -> Ints:

@@ -16,13 +16,13 @@ def runs_stages_in_order(orders: Iterable[ComputeColumns]) -> bool:
 
     Then the first stage that reads a value can move it on. Stages that form a chain cannot run otherwise.
     """
-    return all(_is_in_order(cells, phases, way) for cells in orders for phases, way in _READING)
+    return all(_is_in_order(computes, phases, way) for computes in orders for phases, way in _READING)
 
 
-def _is_in_order(cells: ComputeColumns, phases: Sequence[Phase], way: int) -> bool:
-    own = np.flatnonzero(np.isin(cells.phases, [PHASE_CODE[phase] for phase in phases]))
-    order = own[np.lexsort((cells.stages[own] * way, cells.microbatches[own]))]
-    same = np.diff(cells.microbatches[order]) == 0
+def _is_in_order(computes: ComputeColumns, phases: Sequence[Phase], way: int) -> bool:
+    own = np.flatnonzero(np.isin(computes.phases, [PHASE_CODE[phase] for phase in phases]))
+    order = own[np.lexsort((computes.stages[own] * way, computes.microbatches[own]))]
+    same = np.diff(computes.microbatches[order]) == 0
     return bool((np.diff(order)[same] > 0).all())
 
 

@@ -36,7 +36,7 @@ class TaskTimes:
 class Deadlock:
     """The tasks at which resources wait for each other, or for an input that is never made."""
 
-    cells: Ints
+    tasks: Ints
 
 
 def run_tasks(
@@ -125,26 +125,26 @@ def _run_in_rounds(
     """
     starts, ends = np.empty(durations.size), np.full(durations.size + 2, np.inf)
     ends[AVAILABLE_AT_START] = 0.0
-    cell, last = np.array(first_tasks[:-1]), np.array(first_tasks[1:])
-    clock = np.zeros(cell.size)
-    unfinished = np.flatnonzero(cell < last)
+    next_task, last = np.array(first_tasks[:-1]), np.array(first_tasks[1:])
+    clock = np.zeros(next_task.size)
+    unfinished = np.flatnonzero(next_task < last)
     while unfinished.size:
-        at, start = cell[unfinished], clock[unfinished]
+        at, start = next_task[unfinished], clock[unfinished]
         for producers in inputs:
             np.maximum(start, ends[producers[at]], out=start)
         ready = start < np.inf
         started, at, start = unfinished[ready], at[ready], start[ready]
         if not started.size:
-            return Deadlock(cell[unfinished])
+            return Deadlock(next_task[unfinished])
         starts[at] = start
         clock[started] = ends[at] = start + durations[at]
-        cell[started] = at + 1
+        next_task[started] = at + 1
         if (at + 1 == last[started]).any():
-            unfinished = unfinished[cell[unfinished] < last[unfinished]]
+            unfinished = unfinished[next_task[unfinished] < last[unfinished]]
     return TaskTimes(starts, ends[: durations.size], inputs)
 
 
-def read_columns(reads: TaskInputs, num_cells: int) -> list[Ints]:
+def read_columns(reads: TaskInputs, num_tasks: int) -> list[Ints]:
     """The inputs of each task: column k has its k-th producer, or the one that is available at the start.
 
     A producer that is read twice is named once. Where task 1 reads tasks 5 and 7, and task 2 reads task 6::
@@ -154,7 +154,7 @@ def read_columns(reads: TaskInputs, num_cells: int) -> list[Ints]:
     readers, producers = reads.readers, reads.producers
     columns = []
     while readers.size:
-        column = np.full(num_cells, AVAILABLE_AT_START, np.int32)
+        column = np.full(num_tasks, AVAILABLE_AT_START, np.int32)
         column[readers[::-1]] = producers[::-1]
         columns.append(column)
         left = np.flatnonzero(column[readers] != producers)

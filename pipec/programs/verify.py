@@ -109,7 +109,7 @@ def _explain(step: ProgramIndex, fault: Violation) -> str:
     lines = instruction_lines(step.programs[rank])
     first, last = max(number - _CONTEXT_LINES, 0), number + _CONTEXT_LINES + 1
     shown = [f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)]
-    orders = [columns.cells for columns in step.columns]
+    orders = [columns.computes for columns in step.columns]
     marked = {where: _place(step.columns[where], at) for where, at in (fault.site, *fault.others)}
     drawn = counterexample(orders, step.plan.placement, marked) if any(map(len, orders)) else ""
     return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown, drawn]).rstrip("\n")
@@ -117,8 +117,8 @@ def _explain(step: ProgramIndex, fault: Violation) -> str:
 
 def _place(columns: InstructionColumns, number: int) -> int:
     """The place of the compute that an instruction belongs to: itself, else the next one, else the last."""
-    cells = columns.is_compute_start
-    return max(min(int(cells[:number].sum()), int(cells.sum()) - 1), 0)
+    computes = columns.is_compute_start
+    return max(min(int(computes[:number].sum()), int(computes.sum()) - 1), 0)
 
 
 RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (

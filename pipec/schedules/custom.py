@@ -137,10 +137,10 @@ def parse_orders(text: str, name: str) -> Schedule:
                 f"{name}, line {number}: found {line.strip()!r}; expected '{len(orders)}: F0 B0 ...', the "
                 f"order of rank {len(orders)}, or 'placement: 0 1 ...'"
             )
-    cells = [cell for order in orders for cell in order]
-    if not cells:
+    computes = [compute for order in orders for compute in order]
+    if not computes:
         raise InputError(f"{name}: no rank computes anything; expected lines such as '0: F0 B0'")
-    num_microbatches = max(cell.microbatch for cell in cells) + 1
+    num_microbatches = max(compute.microbatch for compute in computes) + 1
     placement = placement or linear_placement(len(orders))
     return Schedule(name, num_microbatches, placement, tuple(map(ComputeColumns.of, orders)))
 
@@ -158,12 +158,14 @@ def _parse_computes(body: str, rank: int, where: str) -> Iterator[Compute]:
 
 def _split(order: list[Compute]) -> list[Compute]:
     """The same order, with input gradients for backwards whose weight gradients are in the order, too."""
-    weights = {(cell.stage, cell.microbatch) for cell in order if cell.phase is Phase.BACKWARD_WEIGHT}
+    weights = {
+        (compute.stage, compute.microbatch) for compute in order if compute.phase is Phase.BACKWARD_WEIGHT
+    }
     return [
-        Compute(Phase.BACKWARD_INPUT, cell.stage, cell.microbatch)
-        if cell.phase is Phase.BACKWARD and (cell.stage, cell.microbatch) in weights
-        else cell
-        for cell in order
+        Compute(Phase.BACKWARD_INPUT, compute.stage, compute.microbatch)
+        if compute.phase is Phase.BACKWARD and (compute.stage, compute.microbatch) in weights
+        else compute
+        for compute in order
     ]
 
 
@@ -174,8 +176,8 @@ def format_orders(schedule: Schedule) -> str:
     lines = [f"placement: {' '.join(words)}"] if several else []
     for rank, order in enumerate(schedule.orders):
         labels = (
-            f"{PHASE_LETTERS[cell.phase]}{cell.microbatch}" + (f".{cell.stage}" if several else "")
-            for cell in order
+            f"{PHASE_LETTERS[compute.phase]}{compute.microbatch}" + (f".{compute.stage}" if several else "")
+            for compute in order
         )
         lines.append(f"{rank}: {' '.join(labels)}")
     return "\n".join([*lines, ""])

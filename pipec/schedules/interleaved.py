@@ -30,7 +30,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
 
     numbers = np.arange(num_chunks * num_microbatches, dtype=np.int32)
 
-    def cells(phase: Phase, rank: int) -> Ints:
+    def computes(phase: Phase, rank: int) -> Ints:
         """The forwards or the backwards of a rank, in order."""
         turns, within = np.divmod(numbers, num_ranks * num_chunks)
         chunks, microbatches = np.divmod(within, num_ranks)
@@ -42,8 +42,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
     def order(rank: int) -> ComputeColumns:
         warmup = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, numbers.size)
         columns = np.empty((3, 2 * numbers.size), np.int32)
-        columns[:, numbers + np.maximum(numbers - warmup, 0)] = cells(Phase.FORWARD, rank)
-        columns[:, numbers + np.minimum(numbers + warmup + 1, numbers.size)] = cells(Phase.BACKWARD, rank)
+        columns[:, numbers + np.maximum(numbers - warmup, 0)] = computes(Phase.FORWARD, rank)
+        columns[:, numbers + np.minimum(numbers + warmup + 1, numbers.size)] = computes(Phase.BACKWARD, rank)
         return ComputeColumns(columns)
 
     return schedule_from_orders(name, num_microbatches, loop_placement(num_ranks, num_chunks), order)

@@ -52,11 +52,11 @@ def schedule_from_orders(
 ) -> Schedule:
     """The schedule whose rank s runs ``order(s)``."""
 
-    def cells(rank: int) -> ComputeColumns:
+    def computes(rank: int) -> ComputeColumns:
         found = order(rank)
         return found if isinstance(found, ComputeColumns) else ComputeColumns.of(tuple(found))
 
-    return Schedule(name, num_microbatches, placement, LazyOrders(count_ranks(placement), cells))
+    return Schedule(name, num_microbatches, placement, LazyOrders(count_ranks(placement), computes))
 
 
 class LazyOrders(Sequence[ComputeColumns]):
@@ -118,8 +118,8 @@ class OrderBuilder:
             places[kind] += 1
         for kind, step in steps.items():
             self._next[kind] = min(self._next[kind] + step * times, self._num_microbatches)
-        cells = part.reshape(3, -1)
-        self._parts.append(cells[:, cells[2] < self._num_microbatches])
+        computes = part.reshape(3, -1)
+        self._parts.append(computes[:, computes[2] < self._num_microbatches])
 
     def finish(self, *stage_phases: StagePhase) -> None:
         """Append the remaining computes of each of ``stage_phases``, one phase after the other."""

@@ -43,9 +43,9 @@ def replicate_placement(placement: Placement, replicas: int) -> Placement:
     return tuple(tuple(rank * replicas + k for rank in ranks for k in range(replicas)) for ranks in placement)
 
 
-def _taking_turns(cells: ComputeColumns, first: int, replicas: int) -> ComputeColumns:
+def _taking_turns(computes: ComputeColumns, first: int, replicas: int) -> ComputeColumns:
     """The computes with microbatches ``first``, ``first + replicas``, ... in place of 0, 1, ..."""
-    matrix = cells.matrix
+    matrix = computes.matrix
     matrix[2] = matrix[2] * replicas + first
     return ComputeColumns(matrix)
 
@@ -118,9 +118,9 @@ class _Greedy:
         while ended:
             now = ended[0][0]
             while ended and ended[0][0] == now:
-                _, rank, cell = heapq.heappop(ended)
+                _, rank, compute = heapq.heappop(ended)
                 self._busy[rank] = False
-                self._start_next(cell)
+                self._start_next(compute)
             self._start_all(now, orders, ended)
         return orders
 
@@ -131,12 +131,12 @@ class _Greedy:
             phase = self._next_phase(rank)
             if phase is None:
                 continue
-            cell = Compute(phase, stage, heapq.heappop(self._ready[rank][phase]))
+            compute = Compute(phase, stage, heapq.heappop(self._ready[rank][phase]))
             self._in_flight[rank] += 1 if phase is Phase.FORWARD else -1
             self._busy[rank] = True
-            orders[rank].append(cell)
+            orders[rank].append(compute)
             units = len(self._placement[stage]) * (1 if phase is Phase.FORWARD else 2)
-            heapq.heappush(ended, (now + units, rank, cell))
+            heapq.heappush(ended, (now + units, rank, compute))
 
     def _next_phase(self, rank: int) -> Phase | None:
         if self._busy[rank]:
@@ -146,15 +146,15 @@ class _Greedy:
         may_start = self._ready[rank][Phase.FORWARD] and self._in_flight[rank] < self._room[rank]
         return Phase.FORWARD if may_start else None
 
-    def _start_next(self, cell: Compute) -> None:
+    def _start_next(self, compute: Compute) -> None:
         """Make the next compute of a microbatch ready."""
         last = len(self._placement) - 1
-        if cell.phase is Phase.FORWARD and cell.stage < last:
-            self._arrive(Phase.FORWARD, cell.stage + 1, cell.microbatch)
-        elif cell.phase is Phase.FORWARD:
-            self._arrive(Phase.BACKWARD, last, cell.microbatch)
-        elif cell.stage > 0:
-            self._arrive(Phase.BACKWARD, cell.stage - 1, cell.microbatch)
+        if compute.phase is Phase.FORWARD and compute.stage < last:
+            self._arrive(Phase.FORWARD, compute.stage + 1, compute.microbatch)
+        elif compute.phase is Phase.FORWARD:
+            self._arrive(Phase.BACKWARD, last, compute.microbatch)
+        elif compute.stage > 0:
+            self._arrive(Phase.BACKWARD, compute.stage - 1, compute.microbatch)
 
     def _arrive(self, phase: Phase, stage: int, microbatch: int) -> None:
         ranks = self._placement[stage]

@@ -109,13 +109,13 @@ def simulate(
         raise InputError("a cost is no finite number; expected the time of every phase and link")
     run = run_tasks(durations[step.order], _reads(step), step.first_tasks, step.groups)
     if isinstance(run, Deadlock):
-        raise VerifyError(_explain(step, step.order[run.cells]))
-    cells = step.cells[: len(step.events)]
+        raise VerifyError(_explain(step, step.order[run.tasks]))
+    tasks = step.tasks[: len(step.events)]
     shown = step.events
     if few:
         shown = shown.for_microbatches(few.microbatches(shown.microbatches))
     events = Events(
-        step.ranks, shown, costs.start_time + run.starts[cells], costs.start_time + run.ends[cells]
+        step.ranks, shown, costs.start_time + run.starts[tasks], costs.start_time + run.ends[tasks]
     )
     peaks = tuple(map(peak_in_flight, programs))
     return Timeline(events, peaks, costs.unit, representatives=few.representatives if few else None)
@@ -173,8 +173,8 @@ class _Step:
         for number, events in enumerate((self.collectives, *self.copies), start=1 + num_ranks):
             resources[events] += number
         self.order = np.argsort(resources, kind="stable").astype(np.int32)
-        self.cells = np.empty_like(self.order)
-        self.cells[self.order] = np.arange(self.order.size, dtype=np.int32)
+        self.tasks = np.empty_like(self.order)
+        self.tasks[self.order] = np.arange(self.order.size, dtype=np.int32)
         resources = resources[self.order]
         bounds = np.flatnonzero(np.diff(resources, prepend=-1))
         self.first_tasks = [*bounds.tolist(), self.order.size]
@@ -237,7 +237,7 @@ def _reads(step: _Step) -> TaskInputs:
 def _message_reads(step: _Step) -> tuple[Ints, Ints]:
     """A message reads the compute before its send, a compute the messages that it reads."""
     events, receives, sends = step.events, step.receives, step.sends
-    cells = np.append(step.cells, np.int32(AVAILABLE_AT_START))
+    tasks = np.append(step.tasks, np.int32(AVAILABLE_AT_START))
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (events, receives)) + 1
     sent = np.full((len(events.links), num_microbatches + len(step.programs)), NEVER_PRODUCED, np.int32)
 
@@ -246,15 +246,15 @@ def _message_reads(step: _Step) -> tuple[Ints, Ints]:
         return np.where(once, num_microbatches + targets, messages.microbatches)
 
     carried = events.where(events.ops == OP_CODE[Op.SEND])
-    sent[carried.link_numbers, columns(carried, carried.peers)] = cells[sends]
+    sent[carried.link_numbers, columns(carried, carried.peers)] = tasks[sends]
     computes = np.flatnonzero(step.is_compute)
     readers = first_readers(events.where(step.is_compute), step.ranks[computes], receives, step.receivers)
     read = readers >= 0
     arriving = sent[receives.link_numbers, columns(receives, step.receivers)][read]
     before = step.last_before(step.occupies_rank, sends)
     return (
-        np.concatenate([cells[sends], cells[computes[readers[read]]]]),
-        np.concatenate([cells[before], arriving]),
+        np.concatenate([tasks[sends], tasks[computes[readers[read]]]]),
+        np.concatenate([tasks[before], arriving]),
     )
 
 
@@ -264,26 +264,26 @@ def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     An update reads the collective before it. A compute reads the last gathering of its stage's parameters,
     and a later segment the model collective before it.
     """
-    cells, events, own = np.append(step.cells, np.int32(AVAILABLE_AT_START)), step.events, step.collectives
-    arrivals = step.cells[len(events) :]
+    tasks, events, own = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), step.events, step.collectives
+    arrivals = step.tasks[len(events) :]
     for mask in (step.occupies_rank, events.is_collective):
-        yield arrivals, cells[step.last_before(mask, own)]
+        yield arrivals, tasks[step.last_before(mask, own)]
     last = np.full(int(step.collective_numbers.max(initial=-1)) + 1, -1, np.int32)
     np.maximum.at(last, step.collective_numbers, arrivals)
-    yield cells[own], last[step.collective_numbers]
+    yield tasks[own], last[step.collective_numbers]
     updates = np.flatnonzero(events.ops == OP_CODE[Op.UPDATE])
-    yield cells[updates], cells[step.last_before(events.is_collective, updates)]
+    yield tasks[updates], tasks[step.last_before(events.is_collective, updates)]
     for needed, readers in awaited_collectives(events):
         computes = np.flatnonzero(readers)
-        yield cells[computes], cells[step.last_before(needed, computes)]
+        yield tasks[computes], tasks[step.last_before(needed, computes)]
 
 
 def _copy_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """A copy reads the compute before it, and a compute the copies that it waits for."""
-    cells, copies = np.append(step.cells, np.int32(AVAILABLE_AT_START)), np.concatenate(step.copies)
-    yield cells[copies], cells[step.last_before(step.occupies_rank, copies)]
+    tasks, copies = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), np.concatenate(step.copies)
+    yield tasks[copies], tasks[step.last_before(step.occupies_rank, copies)]
     readers, read = copy_dependencies(step.events)
-    yield cells[readers], cells[read]
+    yield tasks[readers], tasks[read]
 
 
 def awaited_collectives(events: InstructionColumns) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:

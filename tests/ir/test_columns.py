@@ -47,7 +47,7 @@ def test_parts_of_one_compute_are_one_cell() -> None:
     backward = [Instruction(Op.BACKWARD, 0, 0, segment=part) for part in range(3)]
     columns = InstructionColumns.of([*forward, Instruction(Op.FORWARD, 0, 1), *backward], ())
     assert columns.is_compute_start.tolist() == [True, False, True, False, False, True]
-    assert columns.cells == (
+    assert columns.computes == (
         Compute(Phase.FORWARD, 0, 0),
         Compute(Phase.FORWARD, 0, 1),
         Compute(Phase.BACKWARD, 0, 0),

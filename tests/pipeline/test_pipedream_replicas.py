@@ -207,5 +207,7 @@ def test_what_replicas_cannot_do_without_a_flush_is_refused() -> None:
     refused("4 microbatches or more on 4 ranks, and a multiple of the 2 replicas", microbatches=5, **two)
     norms = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     pipe = pipec.compile(norms, 3, replicas=(2, 1), schedule="pipedream", optimizer=SGD, loss_fn=LOSS)
-    with pytest.raises(InputError, match=r"change the buffer 1.num_batches_tracked; .* its 2 replicas would differ"):
+    with pytest.raises(
+        InputError, match=r"change the buffer 1.num_batches_tracked; .* its 2 replicas would differ"
+    ):
         list(pipe.stream(batches(2)))

@@ -208,7 +208,7 @@ def pipe() -> pipec.Pipeline:
 
 def test_every_rank_of_a_plan_holds_what_its_stand_in_holds(pipe: pipec.Pipeline) -> None:
     plan = pipe.plan
-    orders = tuple(InstructionColumns.of(each.instructions, plan.links).cells for each in pipe.programs)
+    orders = tuple(InstructionColumns.of(each.instructions, plan.links).computes for each in pipe.programs)
     few = representative_replicas(Schedule("1f1b", 7, plan.placement, orders), most_ranks=0)
     assert few is not None
     small = few.plan(plan)

@@ -60,7 +60,7 @@ def test_sweeps_find_the_times_of_rounds(given_cells: tuple) -> None:
         expected = run_tasks(*given_cells)
     if isinstance(expected, Deadlock):
         assert isinstance(found, Deadlock)
-        assert found.cells.tolist() == expected.cells.tolist()
+        assert found.tasks.tolist() == expected.tasks.tolist()
     else:
         assert not isinstance(found, Deadlock)
         assert found.starts.tolist() == expected.starts.tolist()

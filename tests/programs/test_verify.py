@@ -270,7 +270,7 @@ def test_a_rank_that_runs_its_stages_out_of_order_may_receive_a_value_for_each()
     cells = [[Compute(Phase.FORWARD, stage, mb) for mb in range(2) for stage in order] for order in orders]
     schedule = Schedule("out-of-order", 2, one_rank_per_stage((0, 1, 0, 1)), cells)
     verify_programs(lower(schedule, SHARED[:2]), schedule.placement, SHARED[:2], 2)
-    with pytest.raises(VerifyError, match="these cells wait for each other"):
+    with pytest.raises(VerifyError, match="these computes wait for each other"):
         lower(schedule, [SHARED[0], SHARED[2]])
 
 

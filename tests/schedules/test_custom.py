@@ -160,7 +160,7 @@ def test_a_missing_backward_is_refused() -> None:
         "schedule '1f1b' never runs backward or backward_input of stage 1, microbatch 2,"
     )
     assert message.endswith("""\
-add the cell to rank 1 or leave out the link
+add the compute to rank 1 or leave out the link
   rank 0      F0  F1  F2  B0  F3  B1  B2  B3
   rank 1      F0  F1  B0 [F2] B1  F3  B3
   rank 2      F0  B0  F1  B1  F2  B2  F3  B3""")
@@ -198,7 +198,7 @@ def test_a_cycle_is_refused() -> None:
 
     message = refusal(edited(backward_first))
     assert (
-        "cannot finish: these cells wait for each other: rank 0 at backward 0 of mb 0; rank 1 at forward"
+        "cannot finish: these computes wait for each other: rank 0 at backward 0 of mb 0; rank 1 at forward"
         in (message)
     )
     assert "  rank 0     [B0] F0  F1" in message

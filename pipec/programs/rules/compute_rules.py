@@ -31,9 +31,9 @@ def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
 def _split_computes(columns: InstructionColumns) -> list[Ints]:
     """The instruction numbers of each compute that runs segment by segment."""
     own = np.flatnonzero(columns.is_compute & (columns.segments >= 0))
-    cells = np.stack([columns.microbatches, columns.stages, columns.ops])[:, own]
-    order = np.lexsort(cells)
-    bounds = np.flatnonzero(np.diff(cells[:, order], axis=1).any(axis=0)) + 1
+    computes = np.stack([columns.microbatches, columns.stages, columns.ops])[:, own]
+    order = np.lexsort(computes)
+    bounds = np.flatnonzero(np.diff(computes[:, order], axis=1).any(axis=0)) + 1
     return np.split(own[order], bounds) if own.size else []
 
 
@@ -57,8 +57,8 @@ def computes_once(step: ProgramIndex) -> Iterator[Violation]:
     kinds = np.isin(np.arange(len(step.plan.placement)), list(step.recompute)).astype(np.int64)[:, None]
     for op in COMPUTES:
         kinds = kinds * 3 + np.minimum(step.counts[OP_CODE[op]], 2)
-    for cell in sorted(np.unique(kinds, return_index=True)[1].tolist()):
-        stage, microbatch = divmod(cell, step.plan.num_microbatches)
+    for place in sorted(np.unique(kinds, return_index=True)[1].tolist()):
+        stage, microbatch = divmod(place, step.plan.num_microbatches)
         for ops, miscount in _miscounts(step, stage, microbatch):
             found = [int(step.numbers[OP_CODE[op], stage, microbatch]) for op in ops]
             seen = [number for number in found if number >= 0]

@@ -18,7 +18,11 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     """No rank waits forever, even if every send waits until its receive is posted."""
     collectives = collective_waits(step)
     others = _together([tied_gradient_waits(step), collectives.waits, result_waits(step)])
-    if not others.ranks.size and step.cells and step.cells.receives_precede_sends(cross_rank_messages(step)):
+    if (
+        not others.ranks.size
+        and step.computes
+        and step.computes.receives_precede_sends(cross_rank_messages(step))
+    ):
         return
     waits = _together([_waits(step.deliveries), others])
     stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * collectives.count], waits)

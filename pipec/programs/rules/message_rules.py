@@ -43,7 +43,7 @@ def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
             before = first.setdefault((value.name, *ends), link)
             if before is not link:
                 again[number] = value.name, before
-    if again and runs_stages_in_order(columns.cells for columns in step.columns):
+    if again and runs_stages_in_order(columns.computes for columns in step.columns):
         for each in cross_rank_messages(step):
             if each.route.number in again:
                 name, before = again[each.route.number]
@@ -120,9 +120,9 @@ def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 def receives_after_dependencies(step: ProgramIndex) -> Iterator[Violation]:
     """No receive is posted before a compute that its message depends on, since on a GPU it may block it."""
-    assert step.cells, "these programs do not finish"
+    assert step.computes, "these programs do not finish"
     between_ranks = cross_rank_messages(step)
-    depends = step.cells.depend_on_next_compute(between_ranks)
+    depends = step.computes.depend_on_next_compute(between_ranks)
     for each, of_route in zip(between_ranks, depends, strict=True):
         for wrong in np.flatnonzero(of_route).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
