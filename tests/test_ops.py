@@ -336,7 +336,12 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], type[Exception], str]] = {
         InputError,
         "the nn.SyncBatchNorm '1' joins the replicas",
     ),
-    "half a round": (contrastive, {"microbatches": 3}, InputError, "2 share 3; pass a multiple of 2"),
+    "half a round": (
+        contrastive,
+        {"microbatches": 3},
+        InputError,
+        "2 replicas share 3 microbatches; pass a multiple of 2",
+    ),
     "uneven rows": (contrastive, {"microbatches": 6}, InputError, "6 microbatches share 16 rows"),
 }
 

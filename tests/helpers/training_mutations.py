@@ -111,7 +111,7 @@ def second_dropped(add: Any) -> Any:
 def halved(begin_step: Any) -> Any:
     def wrong(self: GradientAccumulator, *args: Any) -> None:
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and index not in self._apart:
+            if parameter.grad is not None and index not in self._separate:
                 parameter.grad.mul_(0.5)
         begin_step(self, *args)
 

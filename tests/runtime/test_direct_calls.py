@@ -16,7 +16,7 @@ from torch import Tensor
 from pipec.runtime.memory import block_cache
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.stages import direct_calls, kernels
-from pipec.runtime.stages.inductor import add_biases_apart
+from pipec.runtime.stages.inductor import split_bias_additions
 
 aot_eager = torch._dynamo.lookup_backend("aot_eager")
 
@@ -213,7 +213,7 @@ def test_code_that_fails_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> N
                 require_right(watched, backward, arguments())
         told = [str(each.message) for each in warned if "no such instruction" in str(each.message)]
         assert len(told) == 1
-        assert "torch.compile cannot take backward, which runs as its source" in told[0]
+        assert "torch.compile cannot compile backward, which runs as its source" in told[0]
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_biases_are_added_apart(dtype: torch.dtype, num_apart: int) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
     def note(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        add_biases_apart(graph)
+        split_bias_additions(graph)
         graphs.append(graph)
         return graph.forward
 

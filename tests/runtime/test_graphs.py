@@ -147,10 +147,10 @@ class Branches(nn.Module):
 PLAN = make_plan(make_schedule("1f1b", 3, 4))
 CUDA = {rank: torch.device("cuda", rank) for rank in range(4)}
 MOVING = {
-    "there is no flush": replace(PLAN, sync_spec=SyncSpec(stream=Stream(1, 1))),
-    "gathered for use": replace(PLAN, sync_spec=SyncSpec(shard=ShardingLevel.PARAMETERS)),
-    "wait in host memory": replace(PLAN, stages=(replace(PLAN.stages[0], offloaded=(0,)),)),
-    "another number in each call": replace(PLAN, variables=(Variable("alpha", 1, "args[1]", None),)),
+    "asynchronous schedule": replace(PLAN, sync_spec=SyncSpec(stream=Stream(1, 1))),
+    "gathered into other memory": replace(PLAN, sync_spec=SyncSpec(shard=ShardingLevel.PARAMETERS)),
+    "offloaded values": replace(PLAN, stages=(replace(PLAN.stages[0], offloaded=(0,)),)),
+    "varies between calls": replace(PLAN, variables=(Variable("alpha", 1, "args[1]", None),)),
     "replicas of stage 1 in one process": replace(PLAN, placement=((0,), (1, 2))),
 }
 
@@ -158,20 +158,20 @@ MOVING = {
 @pytest.mark.parametrize("why", MOVING)
 def test_plans_that_move_memory_are_refused(why: str) -> None:
     require_recordable(PLAN, [], CUDA)
-    with pytest.raises(pipec.InputError, match=f"kernels='cudagraphs' cannot be where .*{why}"):
+    with pytest.raises(pipec.InputError, match=f"kernels='cudagraphs' is not possible here: .*{why}"):
         require_recordable(MOVING[why], [], CUDA)
 
 
 def test_what_values_tell_is_refused(replayed: type[ReplayedGraphs]) -> None:
     pipe = pipec.compile(Branches(), ["cpu"] * 2, loss_fn=F.mse_loss, kernels="cudagraphs")
     with pytest.raises(
-        pipec.InputError, match=r"stage 0 computes what values tell \(check_branch in stage_0.py\)"
+        pipec.InputError, match=r"stage 0 has a data-dependent operator \(check_branch in stage_0.py\)"
     ):
         pipe.step(X, target=Y)
 
 
 def test_cpus_are_refused() -> None:
-    with pytest.raises(pipec.InputError, match="records what CUDA devices do, but devices has cpu, cpu"):
+    with pytest.raises(pipec.InputError, match="needs CUDA devices, but devices has cpu, cpu"):
         pipec.compile(nn.Linear(8, 4), ["cpu"] * 2, kernels="cudagraphs")
 
 

@@ -315,7 +315,7 @@ FOREIGN = nn.Parameter(torch.zeros(3, 3))
         (lambda named: None, "returned None; expected a torch.optim.Optimizer"),
         (lambda named: [], r"returned \[\]; expected"),
         (lambda named: [optim.SGD(named), "AdamW"], "expected a torch.optim.Optimizer or a list"),
-        (lambda named: optim.SGD([FOREIGN]), r"a tensor of shape \[3, 3\] that it was not given"),
+        (lambda named: optim.SGD([FOREIGN]), r"a tensor of shape \[3, 3\] that was not passed to it"),
         (lambda named: optim.SGD(named[1:]), "left out a.weight and 0 other parameters"),
         (lambda named: [optim.SGD(named), optim.SGD(named[:1])], "gave a.weight to more than one"),
         (lambda named: optim.LBFGS([each for _, each in named]), "LBFGS evaluates the model several times"),
@@ -356,9 +356,9 @@ def test_state_of_no_parameter_is_refused() -> None:
 
 def test_what_the_program_does_by_itself_is_refused() -> None:
     optimizer = Split(EVERY["AdamW"]).optimizer
-    with pytest.raises(InputError, match=r"pipe.step\(...\) has made the update already"):
+    with pytest.raises(InputError, match=r"pipe.step\(...\) has already updated the parameters"):
         optimizer.step()
-    with pytest.raises(InputError, match="are those that the factory made"):
+    with pytest.raises(InputError, match="parameter groups cannot be added"):
         optimizer.add_param_group({"params": [FOREIGN]})
     with pytest.raises(InputError, match=r"clip with clip_grad_norm=..."):
         optimizer.register_step_pre_hook(lambda *_: None)

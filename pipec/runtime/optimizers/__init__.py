@@ -1,13 +1,12 @@
-"""The optimizer that belongs to a program. It knows neither programs nor transports.
+"""Optimizers whose updates a program runs. They depend on neither programs nor transports.
 
-* ``factory`` calls what the user passed as ``optimizer=`` and reads the groups that it made.
-* ``pipeline_optimizer`` is the optimizer of the whole model, ``pipe.optimizer``: groups, schedulers,
+* ``factory`` calls the ``optimizer=`` of the user and reads its parameter groups.
+* ``pipeline_optimizer`` is ``pipe.optimizer``, the optimizer of the whole model: groups, schedulers,
   checkpoints.
-* ``stage_optimizer`` updates what one rank owns of one stage, and follows the groups of the whole model.
-* ``state_shards`` cuts the state of a parameter into pieces and puts it together again; ``offloaded_state``
-  keeps it in host memory; ``norms`` is for clipping.
-* ``state_bytes`` says how much memory a state takes, before there is one, and ``scratch`` how much an update
-  takes while it runs.
+* ``stage_optimizer`` updates the parameters of one stage that a rank owns, with the model's groups.
+* ``state_shards`` cuts the state of a parameter into pieces and merges them; ``offloaded_state`` keeps state
+  in host memory; ``norms`` computes norms for clipping.
+* ``state_bytes`` predicts the memory of the state, and ``scratch`` the temporary memory of an update.
 """
 
 from pipec.runtime.optimizers.factory import Factory, is_elementwise, parameter_on

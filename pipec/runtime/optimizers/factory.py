@@ -18,7 +18,7 @@ Named = list[tuple[str, Tensor]]
 Factory = Callable[[Named], Optimizer | Sequence[Optimizer]]
 """Takes the ``(name, parameter)`` pairs of the whole model, as ``torch.optim`` does; returns an optimizer.
 
-It may return several, such as Muon for the matrices and AdamW for the rest.
+It may return several, for example Muon for the matrices and AdamW for the rest.
 """
 
 ELEMENTWISE = frozenset(
@@ -45,18 +45,18 @@ _EXAMPLE = (
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it updates each element of a tensor by that element's own gradient and state.
+    """Whether the update of each element depends on that element's own gradient and state alone.
 
-    It may then be given any part of a tensor. A class of the user's own says so with an attribute
-    ``pipec_elementwise = True``; a subclass of torch's may do anything, so that it must say so too.
+    Such an optimizer can update any part of a tensor. Torch's own classes are known; a user's class, and a
+    subclass of torch's, declares it with the attribute ``pipec_elementwise = True``.
     """
     return type(optimizer) in ELEMENTWISE or getattr(optimizer, "pipec_elementwise", False) is True
 
 
 def dummy_parameter(parameter: Tensor, device: torch.device | str = "meta") -> nn.Parameter:
-    """A parameter with the shape, type and marks of another, and the memory of one element at most.
+    """A parameter with the shape, dtype and attributes of another, in the memory of one element at most.
 
-    Its value is NaN, so that an optimizer which is made of values shows it.
+    Its value is NaN, which shows up if a factory reads values.
     """
     one = torch.zeros((), dtype=parameter.dtype, device=device)
     if one.is_floating_point() or one.is_complex():
@@ -65,21 +65,18 @@ def dummy_parameter(parameter: Tensor, device: torch.device | str = "meta") -> n
 
 
 def parameter_on(memory: Tensor, like: Tensor) -> nn.Parameter:
-    """A parameter in this memory with the marks of another one.
-
-    Marks are attributes that a model sets on its parameters, such as ``no_weight_decay``.
-    """
-    made = nn.Parameter(memory, requires_grad=like.requires_grad)
-    vars(made).update(vars(like))
-    return made
+    """A parameter in ``memory`` with the attributes of ``like``, such as a model's ``no_weight_decay``."""
+    parameter = nn.Parameter(memory, requires_grad=like.requires_grad)
+    vars(parameter).update(vars(like))
+    return parameter
 
 
 def call_factory(factory: Factory, parameters: Mapping[str, Tensor]) -> tuple[Optimizer, ...]:
-    """Make the optimizers of these parameters.
+    """The optimizers that the factory makes of these parameters.
 
     Raises:
-        InputError: the factory raises or returns something else, the parameters of its groups are not those
-            that it was given, or the optimizer needs a closure.
+        InputError: the factory raises or returns something else, its groups do not contain each parameter
+            once, or the optimizer needs a closure.
     """
     if not callable(factory):
         raise InputError(f"optimizer= takes a factory, not the {type(factory).__name__} itself; {_EXAMPLE}")
@@ -97,15 +94,14 @@ def call_factory(factory: Factory, parameters: Mapping[str, Tensor]) -> tuple[Op
     _require_each_once(factory, optimizers, parameters)
     if closures := [each for each in optimizers if _needs_closure(each)]:
         raise InputError(
-            f"{type(closures[0]).__name__} evaluates the model several times per update, which the "
-            "program of a step does not; compile without optimizer=..., or use an optimizer whose step() "
-            "needs no closure"
+            f"{type(closures[0]).__name__} evaluates the model several times per update, which a step's "
+            "program cannot; compile without optimizer=..., or use an optimizer whose step() needs no closure"
         )
     return optimizers
 
 
 def group_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names in each group, found by identity: not every factory hands them on."""
+    """The names of each group's parameters, found by identity: not every factory passes names on."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
 
@@ -123,8 +119,8 @@ def _require_each_once(
     if foreign := [each for each in taken if id(each) not in known]:
         raise InputError(
             f"the optimizer factory {_name(factory)} optimizes a tensor of shape {list(foreign[0].shape)} "
-            "that it was not given. Build the groups from the (name, parameter) pairs of the call, not from "
-            "a model or tensors that the factory remembers"
+            "that was not passed to it. Build the groups from the (name, parameter) pairs of the call, not "
+            "from a model or tensors outside it"
         )
     counts = Counter(known[id(each)] for each in taken)
     if twice := [name for name, count in counts.items() if count > 1]:

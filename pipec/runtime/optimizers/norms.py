@@ -1,4 +1,4 @@
-"""The global norm of gradients that many ranks hold parts of, and the factor that clips them by it."""
+"""The global norm of gradients that are distributed over ranks, and the factor that clips them."""
 
 from collections.abc import Iterable
 
@@ -10,26 +10,27 @@ from torch import Tensor
 def gradient_norms(gradients: Iterable[Tensor], exactly: bool = True) -> list[Tensor]:
     """The norms of gradients, or of pieces of them, as float64.
 
-    So their sum of squares hardly depends on how elements are distributed over ranks. (A float32 norm of a
-    million elements is off by 1e-5 on a CPU.) Where it only matters whether it is finite, norms in the
-    gradients' own type take a tenth of the time. They may be infinite where no element is.
+    If ``exactly``, they are computed in float64, so that their sum of squares hardly depends on how elements
+    are distributed over ranks. (A float32 norm of a million elements is off by 1e-5 on a CPU.) Otherwise they
+    are computed in the gradients' dtype, in a tenth of the time: enough to see whether all elements are
+    finite, but a norm may overflow although they are.
     """
     dtype = torch.float64 if exactly else None
     return [torch.linalg.vector_norm(stored_values(each), dtype=dtype).double() for each in gradients]
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """The square of the norm of all of these gradients, which are on one device."""
+    """The squared norm of all these gradients, which are on one device."""
     norms = gradient_norms(gradients)
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def clip_factor(sum_of_squares: Tensor, max_norm: float) -> Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` would multiply every gradient by: 1 at most."""
+    """The factor, 1 at most, by which ``torch.nn.utils.clip_grad_norm_`` multiplies every gradient."""
     return torch.clamp(max_norm / (sum_of_squares.sqrt() + 1e-6), max=1.0)
 
 
 def stored_values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient that may be sparse or complex."""
+    """The stored real numbers of a gradient, which may be sparse or complex."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values

@@ -1,4 +1,4 @@
-"""The state of optimizers in host memory: copied to the device for an update, and back behind it."""
+"""Optimizer state in host memory: copied to the device for an update, and back after it."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ from pipec.runtime.memory.meter import uncounted
 
 
 class OffloadedState:
-    """Keeps the state of tensors of parameters that are ``named``, by their ids, on the host.
+    """Keeps the tensors of the optimizer state on the host. ``named`` maps ids of parameters to names.
 
-    What an optimizer keeps on the host by itself, such as the number of steps of a GPU's parameter, stays so.
+    Tensors that an optimizer itself keeps on the host, such as step counts, stay there.
     """
 
     def __init__(self, named: Mapping[int, str]) -> None:
@@ -30,7 +30,7 @@ class OffloadedState:
 
     @contextlib.contextmanager
     def on_device(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Copy the state to its parameters' device inside a ``with``."""
+        """Copy the state to the device of its parameters for the duration of a ``with`` block."""
         for optimizer, parameter, key, value in _entries(optimizers):
             if value is self._hosts.get(self._key(parameter, key)):
                 optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
@@ -40,20 +40,16 @@ class OffloadedState:
             self.offload_state(optimizers)
 
     def offload_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """Copy the state on a parameter's device to the host."""
+        """Copy the state that is on the device of its parameter to the host."""
         for optimizer, parameter, key, value in _entries(optimizers):
             name = self._key(parameter, key)
             if value.device == parameter.device and value is not self._hosts.get(name):
                 optimizer.state[parameter][key] = self._copied(name, value)
 
     def _copied(self, name: tuple[str, str], value: Tensor) -> Tensor:
-        """A copy on the host, in the memory of the one before if that is like it."""
+        """A copy on the host, in the memory of the previous copy if layouts are equal."""
         host = self._hosts.get(name)
-        if host is None or (host.shape, host.dtype, host.stride()) != (
-            value.shape,
-            value.dtype,
-            value.stride(),
-        ):
+        if host is None or _layout(host) != _layout(value):
             with uncounted():
                 host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
             self._hosts[name] = host

@@ -1,4 +1,4 @@
-"""``pipe.optimizer``: the optimizer of the whole model, which the optimizers of all stages follow."""
+"""``pipe.optimizer``: the optimizer of the whole model, whose groups the optimizers of all stages use."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,18 @@ from pipec.runtime.optimizers.stage_optimizer import StageOptimizer
 from pipec.runtime.optimizers.state_shards import ParameterState, StateShard, concatenated_state_dict, merge
 
 GatherStates = Callable[[list[StateShard]], Sequence[list[StateShard]]]
-"""Takes what this process keeps and returns what each process keeps. Every process calls it."""
+"""Gathers the state shards of all processes: takes those of this one. Every process calls it."""
 
 
 class PipelineOptimizer(Optimizer):
-    """The parameter groups and the state of the whole model's optimizer, wherever its updates are made.
+    """The parameter groups and the state of the whole model's optimizer.
 
-    ``param_groups`` are those that ``factory`` makes of the whole model. What is written there, by an LR
-    scheduler or by hand, holds from the next update on. ``state_dict`` is that of the optimizer of the
-    unsplit model, and either may load the other's. ``elementwise`` has the names of those parameters that may
-    be updated in pieces, ``kinds`` the class of each group's optimizer. ``parameters`` are those of the whole
-    model, in its order and with their shapes; those without memory here may be on meta.
-    ``before_state_access`` is called before the state is read or replaced.
+    ``param_groups`` are the groups that ``factory`` makes of the whole model. Changes to them, by an LR
+    scheduler or by hand, take effect with the next update. ``state_dict`` is interchangeable with that of the
+    unsplit model's optimizer. ``elementwise`` names the parameters that may be updated in pieces, ``kinds``
+    the class of each group's optimizer. ``parameters`` are those of the whole model, in order; parameters
+    without memory on this rank may be on meta. ``before_state_access`` is called before the state is read or
+    replaced.
 
     Raises:
         InputError: the factory does not make an optimizer of these parameters.
@@ -60,16 +60,16 @@ class PipelineOptimizer(Optimizer):
         self._open = False
 
     def for_stage(self, owned: Mapping[ParameterShard, Tensor], on_host: bool = False) -> StageOptimizer:
-        """The optimizer of what this rank updates of a stage; see ``StageOptimizer``."""
+        """The optimizer of the pieces of a stage that this rank updates; see ``StageOptimizer``."""
         return StageOptimizer(self, self._factory, self._whole, owned, on_host)
 
     def attach(
         self, stages: Sequence[StageOptimizer], parameters: Mapping[str, nn.Parameter], gather: GatherStates
     ) -> None:
-        """Let these stages of this process hold the state: that of those before, or what was loaded.
+        """Move the state, that of the previous stages or the loaded one, to these stages of this process.
 
-        Every process calls it. The stages of all processes have all parameters: what is not updated for a
-        while keeps its state. The groups then have the model's ``parameters`` of this process.
+        Every process calls it. The stages of all processes together have all parameters, so that parameters
+        without updates keep their state. The groups then refer to this process's ``parameters`` of the model.
         """
         states = self._states()
         self._stages, self._gather, self._loaded = list(stages), gather, {}
@@ -80,17 +80,17 @@ class PipelineOptimizer(Optimizer):
             stage.load(states)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """The current hyperparameters of each group, for updates that are made later."""
+        """A copy of each group's hyperparameters, for an update that runs later."""
         return [
             {key: x.clone() if isinstance(x, Tensor) else x for key, x in hyperparameters(group).items()}
             for group in self.param_groups
         ]
 
     def count_step(self) -> None:
-        """Note that the program has made the updates of a step, as LR schedulers and step hooks expect."""
+        """Count a step whose updates the program has run: LR schedulers and step hooks expect the call."""
         self._open = True
         try:
-            self.step()  # through whatever schedulers and hooks have put around it
+            self.step()  # with the wrappers of schedulers and hooks
         finally:
             self._open = False
 
@@ -98,7 +98,7 @@ class PipelineOptimizer(Optimizer):
         """Refuses: ``pipe.step`` updates the parameters."""
         if not self._open:
             raise InputError(
-                "pipe.step(...) has made the update already, for the pipeline was compiled with "
+                "pipe.step(...) has already updated the parameters, because the pipeline was compiled with "
                 "optimizer=...; leave out optimizer.step(). To update yourself, compile without optimizer=..."
             )
 
@@ -106,20 +106,20 @@ class PipelineOptimizer(Optimizer):
         """Refuses: the factory makes the groups."""
         if not self._open:
             raise InputError(
-                "the groups of the pipeline's optimizer are those that the factory made; make all of them "
-                "there, and give those that shall wait a learning rate of 0"
+                "parameter groups cannot be added to the pipeline's optimizer; make all groups in the "
+                "factory, with a learning rate of 0 for those that are not trained yet"
             )
         super().add_param_group(param_group)
 
     def register_step_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuses: updates are made on several ranks, at several times of a step."""
+        """Refuses: updates run on several ranks, at several times of a step."""
         raise InputError(
-            "a stage's update runs as soon as its gradients are there, so there is no moment before all "
-            "updates; clip with clip_grad_norm=... of pipec.compile. Hooks after the step do run"
+            "each stage updates as soon as it has its gradients, so that no hook can run before all updates; "
+            "to clip, pass clip_grad_norm=... to pipec.compile. Hooks after the step do run"
         )
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
-        """Refuses: what is loaded is cut by name before torch sees it."""
+        """Refuses: the state is split by name before torch loads it."""
         raise InputError("change the state dict before you pass it to load_state_dict(...)")
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,21 +135,22 @@ class PipelineOptimizer(Optimizer):
             self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a state dict of this optimizer, or of the same one of the unsplit model.
+        """Load a state dict of this optimizer, or of the same optimizer of the unsplit model.
 
-        Where the factory returns several optimizers, a list may have the state dict of each.
+        If the factory returns several optimizers, a list with the state dict of each is accepted too.
 
         Raises:
-            InputError: it has other groups, names or shapes than this optimizer.
+            InputError: groups, names or shapes differ from this optimizer's.
         """
         self.before_state_access()
         if not isinstance(state_dict, Mapping):
             state_dict = concatenated_state_dict(state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         names = self._names_of_saved(saved)
-        if strange := [key for key in state_dict["state"] if key not in names]:
+        if unknown := [key for key in state_dict["state"] if key not in names]:
             raise InputError(
-                f"the state dict has state under {strange[0]!r}, which no group has a parameter for"
+                f"the state dict has state for parameter {unknown[0]!r}, which is in none of its groups; "
+                "load a complete state dict of torch's format"
             )
         states = {names[number]: entries for number, entries in state_dict["state"].items()}
         for name in self.elementwise & states.keys():
@@ -165,7 +166,7 @@ class PipelineOptimizer(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
 
     def call_description(self) -> CallDescription:
-        """The groups and their hyperparameters, which must be equal on all ranks."""
+        """The groups and hyperparameters as text, which must be equal on all ranks."""
         return {
             f"group {index} of the optimizer": f"{kind}, {len(group['params'])} parameters, "
             + ", ".join(f"{key}={value}" for key, value in sorted(hyperparameters(group).items()))
@@ -173,7 +174,7 @@ class PipelineOptimizer(Optimizer):
         }
 
     def parts(self) -> list[StateShard]:
-        """This process's part of the state; all of the loaded state until a program is bound."""
+        """This process's shards of the state; all of the loaded state until stages are attached."""
         if self._gather is not None:
             return [part for stage in self._stages for part in stage.parts()]
         whole = {name: ParameterShard(name, 0, each.numel()) for name, each in self._whole.items()}
@@ -187,7 +188,7 @@ class PipelineOptimizer(Optimizer):
         return merge(self._gather(self.parts()), shapes)
 
     def _names_of_saved(self, saved: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-        """The name of each parameter of a state dict: the one it says, or the one in its place here."""
+        """The name of each parameter number of a state dict: its own, or that of the same position here."""
         sizes, expected = (
             [len(group["params"]) for group in groups] for groups in (saved, self.param_groups)
         )
@@ -199,11 +200,11 @@ class PipelineOptimizer(Optimizer):
         found: dict[int, str] = {}
         for index, (group, own) in enumerate(zip(saved, self.param_groups, strict=True)):
             names = group.get("param_names", own["param_names"])
-            if other := sorted(set(names) ^ set(own["param_names"])):
+            if unmatched := sorted(set(names) ^ set(own["param_names"])):
                 raise InputError(
-                    f"{other[0]} and {len(other) - 1} other names of group {index} are in the state dict or "
-                    "in the optimizer alone; load the state of the same model, or delete param_names from "
-                    "the groups of the state dict to go by the order of the parameters"
+                    f"{unmatched[0]} and {len(unmatched) - 1} other names of group {index} are in the state "
+                    "dict or in the optimizer alone; load the state of the same model, or delete param_names "
+                    "from the groups of the state dict to go by the order of the parameters"
                 )
             found.update(zip(group["params"], names, strict=True))
         return found
@@ -223,17 +224,17 @@ def _nothing() -> None:
 
 
 def _whole_groups(
-    made: Sequence[Optimizer], stand_ins: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    made: Sequence[Optimizer], dummies: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """The groups of all optimizers, with names, and with the model's parameters."""
+    """The groups of all optimizers, with the names and tensors of the model's parameters."""
     return [
         {**hyperparameters(group), "params": [(name, parameters[name]) for name in names]}
         for each in made
-        for group, names in zip(each.param_groups, group_names(each, stand_ins), strict=True)
+        for group, names in zip(each.param_groups, group_names(each, dummies), strict=True)
     ]
 
 
 def _shared_defaults(made: Sequence[Optimizer]) -> dict[str, Any]:
-    """The defaults that all of the optimizers have: LR schedulers look there for what they may change."""
+    """The defaults that all optimizers share: LR schedulers look there for what they may change."""
     first, *others = (each.defaults for each in made)
     return {key: value for key, value in first.items() if all(key in other for other in others)}

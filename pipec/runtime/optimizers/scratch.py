@@ -1,4 +1,4 @@
-"""The memory of an update while it runs, learned from an update on meta, which computes nothing."""
+"""Predicts the temporary memory of an update by running one on meta, which computes nothing."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
 
 
 def update_scratch(factory: Factory, parameters: Mapping[str, Tensor], on_cuda: bool) -> tuple[float, bool]:
-    """Bytes that an update takes for each byte of a parameter, and whether it takes them for all at once.
+    """Temporary bytes of an update for each byte of a parameter, and whether it updates all at once.
 
     Measured with the largest parameter. On GPUs torch's own optimizers update all parameters with one call.
-    Nothing is counted for an optimizer that cannot run on meta.
+    Returns ``(0.0, False)`` for an optimizer that cannot run on meta.
     """
     trained = {name: each.nbytes for name, each in parameters.items() if each.requires_grad}
     if trained:

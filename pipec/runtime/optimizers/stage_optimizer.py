@@ -1,4 +1,4 @@
-"""The optimizer of what one rank updates of one stage: whole tensors, or pieces of them."""
+"""The optimizer of the parameters of one stage that a rank updates: whole tensors, or pieces of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,16 +28,16 @@ _scale_all = torch._foreach_mul_
 
 
 class StageOptimizer:
-    """Steps the optimizers of a factory on what this rank owns, with the hyperparameters of ``leader``.
+    """Updates the pieces that this rank owns, with the hyperparameters of ``leader``.
 
-    ``owned`` has the memory of each piece, which an update writes: the parameter itself where the piece is
-    all of it, else a slice with one dimension. ``whole`` has the parameters of the whole model, or stand-ins.
-    The factory is called with all of them, so that it makes the groups of the whole model; what this rank
-    does not own is then taken out. If it is ``on_host``, the state waits in host memory between updates.
+    ``owned`` maps each piece to the memory that an update writes: the parameter itself if the piece is all of
+    it, else a one-dimensional slice. ``whole`` holds all parameters of the model, or dummies. The factory is
+    called with all of them, so that it makes the groups of the whole model; parameters that this rank does
+    not own are then removed. With ``on_host``, the state is in host memory between updates.
 
     Raises:
-        InputError: the factory made other groups than those of ``leader``, or an optimizer that is not
-            elementwise would get part of a tensor.
+        InputError: the groups differ from those of ``leader``, or an optimizer that is not elementwise would
+            update part of a tensor.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class StageOptimizer:
         self._tensors = {p.name: _updated(tensor, p, whole[p.name]) for p, tensor in owned.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._host = OffloadedState(self._names) if on_host else None
-        given = {name: self._given(name, parameter) for name, parameter in whole.items()}
+        arguments = {name: self._argument(name, parameter) for name, parameter in whole.items()}
         self._optimizers: list[tuple[Optimizer, list[int]]] = []
-        self._take(call_factory(factory, given), given)
+        self._take(call_factory(factory, arguments), arguments)
         self._offload_state()
 
     @property
@@ -66,11 +66,11 @@ class StageOptimizer:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model that this rank updates as a whole."""
+        """The parameters that this rank updates completely."""
         return {name: each for name, each in self._tensors.items() if isinstance(each, nn.Parameter)}
 
     def move_to(self, owned: Mapping[ParameterShard, Tensor]) -> None:
-        """Go on with some of the pieces in other memory, that has their values already."""
+        """Move pieces to other memory, which already holds their values."""
         for piece, memory in owned.items():
             if (tensor := self._tensors.get(piece.name)) is not None:
                 tensor.data = memory.view(tensor.shape)
@@ -81,10 +81,10 @@ class StageOptimizer:
         factor: Tensor | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Make one update with the gradients of the pieces, by name, times ``factor``.
+        """Run one update with the gradients of the pieces, by name, times ``factor``.
 
-        ``groups`` are the hyperparameters of all groups, if not those that the leader has now.
-        A parameter without a gradient stays as it is, and so does its state. Afterwards ``.grad`` is None.
+        ``groups`` are the hyperparameters of all groups, by default those of the leader. A parameter without
+        a gradient keeps its value and its state. Afterwards ``.grad`` is None.
         """
         assert gradients.keys() <= self._tensors.keys()
         if factor is not None and gradients:
@@ -94,14 +94,15 @@ class StageOptimizer:
         for name, gradient in gradients.items():
             tensor = self._tensors[name]
             tensor.grad = gradient if gradient.shape == tensor.shape else gradient.view(tensor.shape)
-        given = [hyperparameters(group) for group in self._leader.param_groups] if groups is None else groups
+        if groups is None:
+            groups = [hyperparameters(group) for group in self._leader.param_groups]
         try:
-            for optimizer, followed in self._optimizers:
-                for group, index in zip(optimizer.param_groups, followed, strict=True):
-                    group.update(given[index])
+            for optimizer, indices in self._optimizers:
+                for group, index in zip(optimizer.param_groups, indices, strict=True):
+                    group.update(groups[index])
                 with self._host.on_device([optimizer]) if self._host else nullcontext():
                     optimizer.step()
-                _require_unchanged(optimizer, [given[index] for index in followed])
+                _require_unchanged(optimizer, [groups[index] for index in indices])
         finally:
             for tensor in self._tensors.values():
                 tensor.grad = None
@@ -122,21 +123,21 @@ class StageOptimizer:
 
     def parts(self) -> list[StateShard]:
         """The state of each piece that has one."""
-        kept = [item for optimizer, _ in self._optimizers for item in optimizer.state.items()]
-        if strange := [key for key, _ in kept if id(key) not in self._names]:
+        state = [item for optimizer, _ in self._optimizers for item in optimizer.state.items()]
+        if unknown := [key for key, _ in state if id(key) not in self._names]:
             raise InputError(
-                f"the optimizer keeps state under {strange[0]!r} that belongs to no parameter; pipec can "
+                f"the optimizer keeps state under {unknown[0]!r} that belongs to no parameter; pipec can "
                 "merge and split the state of parameters alone. Compile without optimizer=..."
             )
-        return [StateShard(self._pieces[self._names[id(key)]], entries) for key, entries in kept]
+        return [StateShard(self._pieces[self._names[id(key)]], entries) for key, entries in state]
 
     def load(self, states: Mapping[str, ParameterState]) -> None:
-        """Go on from the state of whole parameters. Those without a name in ``states`` start again."""
+        """Load the state of whole parameters, by name. Parameters without an entry start without state."""
         for optimizer, _ in self._optimizers:
             groups = optimizer.state_dict()["param_groups"]
             numbers = [number for group in groups for number in group["params"]]
             names = [self._names[id(tensor)] for tensor in _parameters(optimizer)]
-            optimizer.state.clear()  # before there is another: two may not fit
+            optimizer.state.clear()  # first, because two may not fit into memory
             state = {
                 number: cut(states[name], self._shapes[name], self._pieces[name])
                 for number, name in zip(numbers, names, strict=True)
@@ -146,69 +147,69 @@ class StageOptimizer:
             restore_types(optimizer, state)
         self._offload_state()
 
-    def _given(self, name: str, parameter: Tensor) -> Tensor:
-        """The factory's argument for a parameter: itself, or a stand-in."""
+    def _argument(self, name: str, parameter: Tensor) -> Tensor:
+        """The factory's argument for a parameter: itself, or a dummy."""
         own = self.parameters.get(name)
         if own is not None:
             return own
         return dummy_parameter(parameter, self._tensors[name].device if name in self._tensors else "meta")
 
-    def _take(self, optimizers: tuple[Optimizer, ...], given: Mapping[str, Tensor]) -> None:
+    def _take(self, optimizers: tuple[Optimizer, ...], arguments: Mapping[str, Tensor]) -> None:
         """Restrict the factory's optimizers to the pieces of this rank."""
-        made = [(each, names) for each in optimizers for names in group_names(each, given)]
-        self._require_same_groups([names for _, names in made])
-        assert self._pieces.keys() <= {name for _, names in made for name in names}
+        groups = [(each, names) for each in optimizers for names in group_names(each, arguments)]
+        self._require_same_groups([names for _, names in groups])
+        assert self._pieces.keys() <= {name for _, names in groups for name in names}
         for optimizer in optimizers:
-            followed = [i for i, (of, names) in enumerate(made) if of is optimizer and self._owns(names)]
-            if followed:
-                self._restrict(optimizer, given)
-                self._optimizers.append((optimizer, followed))
+            indices = [i for i, (of, names) in enumerate(groups) if of is optimizer and self._owns(names)]
+            if indices:
+                self._restrict(optimizer, arguments)
+                self._optimizers.append((optimizer, indices))
 
     def _owns(self, names: list[str]) -> bool:
         return any(name in self._tensors for name in names)
 
-    def _restrict(self, optimizer: Optimizer, given: Mapping[str, Tensor]) -> None:
-        """Put the pieces in place of the whole parameters, in the very lists of the optimizer."""
-        for group, names in zip(optimizer.param_groups, group_names(optimizer, given), strict=True):
+    def _restrict(self, optimizer: Optimizer, arguments: Mapping[str, Tensor]) -> None:
+        """Replace the whole parameters by the pieces, in place in the lists of the optimizer."""
+        for group, names in zip(optimizer.param_groups, group_names(optimizer, arguments), strict=True):
             own = [name for name in names if name in self._tensors]
             self._require_whole(optimizer, own)
             group["params"][:] = [self._tensors[name] for name in own]
             if "param_names" in group:
                 group["param_names"][:] = own
             for name in names:
-                entries = optimizer.state.pop(given[name], None)
+                entries = optimizer.state.pop(arguments[name], None)
                 if entries is not None and name in self._tensors:
                     piece = cut(entries, self._shapes[name], self._pieces[name])
                     optimizer.state[self._tensors[name]] = piece
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
-    def _require_same_groups(self, made: list[list[str]]) -> None:
+    def _require_same_groups(self, groups: list[list[str]]) -> None:
         expected = [group["param_names"] for group in self._leader.param_groups]
-        if made != expected:
+        if groups != expected:
             raise InputError(
                 "the optimizer factory made other groups when it was called again with the same parameters: "
-                f"{_sizes(made)} instead of {_sizes(expected)}. Let the groups depend on names, shapes and "
+                f"{_sizes(groups)} instead of {_sizes(expected)}. Let the groups depend on names, shapes and "
                 "requires_grad alone"
             )
 
     def _require_whole(self, optimizer: Optimizer, names: list[str]) -> None:
-        cut_up = [name for name in names if self._pieces[name].size != self._shapes[name].numel()]
-        if cut_up and not is_elementwise(optimizer):
+        split = [name for name in names if self._pieces[name].size != self._shapes[name].numel()]
+        if split and not is_elementwise(optimizer):
             raise InputError(
-                f"{type(optimizer).__name__} would get part of {cut_up[0]}, but is not known to be "
-                "elementwise. If it updates each element by that element's own gradient and state, say so "
-                "with a class attribute pipec_elementwise = True; if not, it needs whole tensors"
+                f"{type(optimizer).__name__} would get part of {split[0]}, but is not known to be "
+                "elementwise. If it updates each element by that element's own gradient and state, declare "
+                "this with the class attribute pipec_elementwise = True; if not, it needs whole tensors"
             )
 
 
-def _require_unchanged(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    for group, numbers in zip(optimizer.param_groups, given, strict=True):
-        for key, value in numbers.items():
+def _require_unchanged(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, expected in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in expected.items():
             if group[key] is not value:
                 raise InputError(
                     f"{type(optimizer).__name__} changes {key!r} of its parameter groups in step(). "
-                    "Every rank would go on with a number of its own, from its own parameters; "
-                    "compile without optimizer=... to use it"
+                    "Each rank would compute another value, from its own parameters; compile without "
+                    "optimizer=... to use it"
                 )
 
 
@@ -217,7 +218,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def _updated(memory: Tensor, piece: ParameterShard, parameter: Tensor) -> Tensor:
-    """The tensor in the optimizer's groups for a piece: the parameter, if the piece is all of one."""
+    """The tensor in the optimizer's groups for a piece: a parameter, if the piece is all of one."""
     if isinstance(memory, nn.Parameter) or piece.size != parameter.numel():
         return memory
     return parameter_on(memory.view(parameter.shape), parameter)

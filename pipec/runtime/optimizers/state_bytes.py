@@ -13,22 +13,22 @@ from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
 
 Sizes = dict[int, int] | None
-"""The size in the parameter by the size that is tried in its place; None where it is tried itself."""
+"""Maps each trial size to the parameter's size that it replaces; None if nothing is replaced."""
 
 _SMALL = (11, 13, 17, 19, 23, 29, 31, 37)
-"""Sizes that stand for those of a parameter: primes, so that a state has them for no other reason."""
+"""Trial sizes: primes, so that the state has such a size only where the parameter's size is meant."""
 
 
 def state_bytes(factory: Factory, parameters: Mapping[str, Tensor]) -> dict[str, int] | None:
-    """The bytes that the factory's optimizers keep for each whole parameter once they have updated it.
+    """The bytes of optimizer state for each whole parameter after an update; None if not predictable.
 
-    ``parameters`` are those of the model, or others like them on meta. The update is made on meta. An
-    optimizer that looks at values makes it on small tensors, and the sizes that its state has in common with
-    those are taken for the parameter's. None if it can do neither.
+    ``parameters`` are those of the model, or equal ones on meta. The update runs on meta. If the optimizer
+    reads values, it runs on small tensors instead, and each trial size in its state is replaced by the
+    parameter's.
     """
     with contextlib.suppress(Exception):  # whatever an optimizer raises that cannot run on meta
         return _bytes(factory, parameters, dict.fromkeys(parameters), "meta")
-    with contextlib.suppress(Exception):  # or not on a CPU; or a size of its state has no counterpart
+    with contextlib.suppress(Exception):  # or not on a CPU; or whose state has other sizes
         return _bytes(factory, parameters, {name: _small(each) for name, each in parameters.items()}, "cpu")
     return None
 
@@ -39,8 +39,8 @@ def _bytes(
     """The bytes of the state after an update."""
     tried = {name: _made(each, sizes[name], device) for name, each in parameters.items()}
     optimizers = call_factory(factory, tried)
-    alike = _one_of_each_kind(optimizers)
-    for parameter in alike.values():
+    representatives = _representatives(optimizers)
+    for parameter in representatives.values():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     for each in optimizers:
         each.step()
@@ -48,14 +48,14 @@ def _bytes(
     return {
         name: sum(
             _real_numel(entry.shape, sizes[name]) * entry.element_size()
-            for entry in tensors_in(state.get(alike.get(parameter, parameter)))
+            for entry in tensors_in(state.get(representatives.get(parameter, parameter)))
         )
         for name, parameter in tried.items()
     }
 
 
-def _one_of_each_kind(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
-    """For each parameter, the first one in its group that will have the same state, to be updated for all."""
+def _representatives(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
+    """For each parameter, the first one in its group with equal state, which alone is updated."""
     first: dict[Any, Tensor] = {}
     return {
         each: first.setdefault((id(group), each.shape, each.dtype, each.requires_grad), each)
@@ -66,9 +66,9 @@ def _one_of_each_kind(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
 
 
 def _made(parameter: Tensor, sizes: Sizes, device: str) -> nn.Parameter:
-    """A parameter to be updated."""
-    tried = {size: small for small, size in sizes.items()} if sizes else {}
-    shape = [tried.get(size, size) for size in parameter.shape]
+    """The parameter with trial sizes, on ``device``."""
+    trial = {size: small for small, size in sizes.items()} if sizes else {}
+    shape = [trial.get(size, size) for size in parameter.shape]
     return parameter_on(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter)
 
 

@@ -1,7 +1,7 @@
-"""The state of an optimizer by parameter: cut into pieces, put together again.
+"""Splits the optimizer state of a parameter into shards, and merges them.
 
-An entry that has the shape of its parameter is cut as the parameter is. A number such as ``step`` is copied
-to every piece. ParameterState of other shapes, such as Adafactor's rows and columns, stay with whole tensors.
+An entry with the shape of its parameter is split as the parameter is. A number such as ``step`` is copied to
+every shard. Optimizers with entries of other shapes, such as Adafactor, update whole tensors.
 """
 
 import copy
@@ -17,7 +17,7 @@ from pipec.errors import InputError
 from pipec.ir import ParameterShard
 
 ParameterState = dict[str, Any]
-"""What an optimizer keeps for one parameter, such as ``{"step": ..., "exp_avg": ...}``."""
+"""The optimizer state of one parameter, such as ``{"step": ..., "exp_avg": ...}``."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StateShard:
 
 
 def cut(entries: Mapping[str, Any], shape: torch.Size, piece: ParameterShard) -> ParameterState:
-    """The state of a piece of a parameter, cut from the whole's, in memory of its own."""
+    """The state of a piece of a parameter, copied out of the whole parameter's."""
     if piece.size == shape.numel():
         return {key: _copied(value) for key, value in entries.items()}
     return {key: _copied(_part(value, shape, piece)) for key, value in entries.items()}
@@ -38,9 +38,9 @@ def cut(entries: Mapping[str, Any], shape: torch.Size, piece: ParameterShard) ->
 def merge(
     parts: Iterable[Iterable[StateShard]], shapes: Mapping[str, torch.Size]
 ) -> dict[str, ParameterState]:
-    """The state of each whole parameter, by name, from the parts of every rank.
+    """The state of each whole parameter, by name, from the shards of every rank.
 
-    Replicas that each update the whole tensor all have the same part; the first one speaks for them.
+    Replicas that each update the whole tensor have equal shards; the first one is used.
     """
     pieces: dict[str, dict[tuple[int, int], StateShard]] = {}
     for part in (part for rank in parts for part in rank):
@@ -53,7 +53,7 @@ def merge(
 
 
 def concatenated_state_dict(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state dicts of several optimizers as that of one which has the groups of all of them."""
+    """One state dict with the groups of several optimizers."""
     state: dict[int, ParameterState] = {}
     groups: list[dict[str, Any]] = []
     for each in state_dicts:
@@ -67,9 +67,9 @@ def concatenated_state_dict(state_dicts: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def restore_types(optimizer: Optimizer, state: Mapping[int, ParameterState]) -> None:
-    """Let the state that ``load_state_dict`` was just given have its own types again.
+    """Restore the dtypes of the state that ``load_state_dict`` was just given.
 
-    torch gives it the type of its parameter, by which 32-bit state of 16-bit parameters would lose bits.
+    Torch casts state to the dtype of its parameter, so that 32-bit state of 16-bit parameters loses bits.
     """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
@@ -84,9 +84,9 @@ def _whole(name: str, parts: list[StateShard], shape: torch.Size) -> ParameterSt
     bounds = [0, *(part.piece.stop for part in parts)]
     starts = [*(part.piece.start for part in parts), shape.numel()]
     if bounds != starts:
-        held = ", ".join(f"{part.piece.start} to {part.piece.stop}" for part in parts)
+        ranges = ", ".join(f"{part.piece.start} to {part.piece.stop}" for part in parts)
         raise InputError(
-            f"of the {shape.numel()} elements of {name} the optimizers of all ranks have state for {held}; "
+            f"of the {shape.numel()} elements of {name} the optimizers of all ranks have state for {ranges}; "
             "expected all of them once. Every rank calls state_dict(), after the same number of steps"
         )
     if len(parts) == 1:

@@ -17,17 +17,17 @@ from pipec.runtime.stages.host_copies import HostCopies, host_bytes
 from pipec.runtime.stages.weight_versions import WeightVersions
 
 Frame = dict[str, Any]
-"""The values that a stage holds for one microbatch, under the names of its phase functions' parameters."""
+"""The values of one microbatch in a stage, by the names of its phase functions' parameters."""
 
 
 class StageCode(Protocol):
-    """A generated stage module. Each parameter of a phase function is filled by its name:
+    """A generated stage module. Each parameter of a phase function is passed by its name:
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
-    ``gradient_sums`` the sums of their gradients by index, to which a function may add itself ``precomputed``
-    tuple returned by ``precompute`` for these parameters
-    ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
+    ``gradient_sums`` sums of their gradients by index, to which a function may add
+    ``precomputed`` tuple returned by ``precompute`` for these parameters
+    ``buffers``     list of buffers at the microbatch's forward, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
     ``b``           number of samples in the microbatch
     ``t``, ...      size of each variable of the plan, under its name
@@ -40,17 +40,17 @@ class StageCode(Protocol):
     other names     a received value or a model input
     =============== ===================================================================================
 
-    A phase is one function, or several such as ``backward_0`` and ``backward_1``. Each but the last also
-    returns ``saved``, before its gradients, for the one behind it. A forward has None among its ``updates``
-    for what another one makes.
+    A phase is one function, or several segments such as ``backward_0`` and ``backward_1``. Each segment but
+    the last also returns ``saved``, before its gradients, for the next one. A forward segment returns None
+    among its ``updates`` for those of another segment.
 
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
-    ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
-    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone,
-    ``precompute(...) -> tuple`` of what depends on ``w``, ``buffers`` that stay and ``device`` alone, and
-    ``batch_counts(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
-    ``graphs``, where there are such, replay these functions as CUDA graphs.
+    ``backward_weight(...) -> gradients``, with gradients aligned with ``PARAMETERS`` and None for no
+    gradient, ``constants(...) -> tuple`` of values that depend on sizes and ``device`` alone,
+    ``precompute(...) -> tuple`` of values that depend on ``w``, constant ``buffers`` and ``device`` alone,
+    and ``batch_counts(...) -> tuple`` of counts over the whole batch, in the order of the stage's plan.
+    ``graphs``, if present, replay these functions as CUDA graphs.
     """
 
     PARAMETERS: tuple[str, ...]
@@ -66,8 +66,8 @@ class BoundStage:
     """The state of a stage while its rank executes a program.
 
     ``reduced`` are the parameters whose gradients are summed over replicas. Replicas in one process share
-    the tensors of the model; ``owns_tensors`` tells the one that writes to them. If it ``defers_gradients``,
-    those of a step are not added to ``.grad`` until they are released.
+    the tensors of the model; the one with ``owns_tensors`` writes to them. If it ``defers_gradients``, the
+    gradients of a step are not added to ``.grad`` until they are released.
 
     Raises:
         VerifyError: code and plan disagree, or a tensor the code names is missing.
@@ -118,9 +118,9 @@ class BoundStage:
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self, loss_scale: float = 1.0) -> None:
-        """Take the tensors as they are now. One that does not own them takes copies of what may change.
+        """Use the present tensors; a stage that does not own them copies those that may change.
 
-        The gradients that its functions return are those of the loss times ``loss_scale``.
+        The gradients that its functions return are multiplied by ``loss_scale``.
         """
         if not self.owns_tensors:
             self.weights[:] = [weight.to(self.device) for weight in self._parameters]
@@ -135,10 +135,9 @@ class BoundStage:
         self.gradients.begin_step(1 / loss_scale)
 
     def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
-        """Fill the frame with values that every stage has. ``sizes`` has the rows, ``b``, and the variables.
+        """Fill the frame with the values of every stage. ``sizes`` holds the rows, ``b``, and the variables.
 
-        ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
-        the batch.
+        ``key`` seeds random operators: the step's seed, and the microbatch's number in the batch.
         """
         frame = self.frames[microbatch]
         frame.update(
@@ -167,36 +166,35 @@ class BoundStage:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether sums over replicas are added to the gradients of its weights, which an update reads."""
+        """Whether sums over replicas are added to ``.grad``, which an update reads."""
         return self.owns_tensors or self.is_versioned
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Let phase functions find these parameters."""
+        """Set these parameters for the phase functions."""
         for fqn, weight in weights.items():
             self.weights[self.code.PARAMETERS.index(fqn)] = weight
 
     def clear_weights(self, fqns: Iterable[str]) -> None:
-        """Drop the parameters that ``set_weights`` has set."""
+        """Drop parameters that ``set_weights`` set."""
         self._precomputed.clear()
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _NOT_RECEIVED
 
     def precompute(self, microbatch: int) -> None:
-        """Give a microbatch the precomputed values of its weights; the first of a version computes them."""
+        """Put the precomputed values into a microbatch's frame; the first use of a version computes them."""
         frame = self.frames[microbatch]
         version = frame.get("version", 0)
         if version not in self._precomputed:
-            known = {"w": frame["w"], "buffers": frame["buffers"], "device": self.device}
-            made = self._precompute(*(known[name] for name in self._precompute_arguments))
-            self._precomputed[version] = self.graphs.precomputed(made) if self.graphs else made
+            arguments = {"w": frame["w"], "buffers": frame["buffers"], "device": self.device}
+            values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
+            self._precomputed[version] = self.graphs.precomputed(values) if self.graphs else values
         frame["precomputed"] = self._precomputed[version]
 
     def function(self, name: str, phase: Phase, microbatch: int) -> Callable[..., Any]:
         """A function of the code, for a microbatch.
 
-        In a stream it returns nothing that is in the memory of the latest weights.
-        Updates change these while what was sent and saved is still used, such as a view of a parameter that
-        another stage reads.
+        In a stream, returned values that share memory with weights are copied: updates change the weights
+        while sent and saved values are still used, such as a view of a parameter that another stage reads.
         """
         if self.graphs is not None:
             slot, sizes = self.slots[microbatch], functools.partial(self._sizes.__getitem__, microbatch)
@@ -205,13 +203,15 @@ class BoundStage:
         if not self.is_versioned:
             return function
 
-        def separate(*arguments: Any) -> Any:
+        def without_weights(*arguments: Any) -> Any:
             returned = function(*arguments)
-            return self._apart(returned) if isinstance(returned, list) else tuple(map(self._apart, returned))
+            if isinstance(returned, list):
+                return self._without_weights(returned)
+            return tuple(map(self._without_weights, returned))
 
-        return separate
+        return without_weights
 
-    def _apart(self, returned: Any) -> Any:
+    def _without_weights(self, returned: Any) -> Any:
         """Sent or saved values, with copies in place of weights."""
         if isinstance(returned, dict):
             return dict(zip(returned, map(self._copied, returned.values()), strict=True))
@@ -222,7 +222,7 @@ class BoundStage:
         return value.clone() if is_dense and value.untyped_storage().data_ptr() in self._memory else value
 
     def select_version(self, microbatch: int) -> None:
-        """Give a microbatch the weights of the version that its frame names."""
+        """Put the weights of the version that a microbatch's frame names into the frame."""
         frame = self.frames[microbatch]
         frame["w"] = self.versions.of(frame["version"])
 
@@ -235,24 +235,24 @@ class BoundStage:
             del self._buffers_found[number]
 
     def restore(self, number: int) -> None:
-        """Restore the weights and buffers after so many updates of a stream, if that version is held."""
+        """Restore weights and buffers to those after ``number`` updates of a stream, if still held."""
         if number in self.versions.held:
             self.versions.restore(number)
         self.restore_buffers(number)
         self.end_step()
 
     def select_buffers(self, microbatch: int) -> None:
-        """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
+        """Put the present buffers into a microbatch's frame, for its forward and its backward."""
         self.frames[microbatch]["buffers"] = self.buffers
         if self.is_versioned:
             self._buffers_found.setdefault(self.frames[microbatch]["batch"], self.buffers)
 
     def restore_buffers(self, number: float) -> None:
-        """Restore the buffers that mini-batch ``number`` of a stream has found, if it came to this stage."""
+        """Restore the buffers before mini-batch ``number`` of a stream, if it reached this stage."""
         self.buffers = self._buffers_found.get(number, self.buffers)  # type: ignore[call-overload]
 
     def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
-        """Replace buffers for the forwards to come. Microbatches that have the old ones keep them."""
+        """Replace buffers for later forwards. Frames that hold the old ones keep them."""
         if self.updated_indices:
             self.buffers = list(self.buffers)
             for index, update in zip(self.updated_indices, updates, strict=True):
@@ -260,7 +260,7 @@ class BoundStage:
                     self.buffers[index] = update
 
     def end_step(self) -> None:
-        """Copy the last state of the updated buffers into the model's own."""
+        """Copy the updated buffers into the model's."""
         for index in self.updated_indices if self.owns_tensors else ():
             self._registered[index].copy_(self.buffers[index])
 
@@ -278,16 +278,16 @@ class BoundStage:
 
     def _evaluate_constants(self, *sizes: float) -> tuple[Any, ...]:
         constants = getattr(self.code, "constants", None)
-        known = dict(zip(self._constants_arguments, sizes, strict=True))
-        return tuple(constants(**known, device=self.device)) if constants else ()
+        arguments = dict(zip(self._constants_arguments, sizes, strict=True))
+        return tuple(constants(**arguments, device=self.device)) if constants else ()
 
 
 _NOT_RECEIVED = torch.empty(0)
-"""Stands for a borrowed parameter until the stage that owns it lends it."""
+"""Placeholder of a borrowed parameter until the stage that owns it sends it."""
 
 
 def _sizes_read(constants: Callable[..., Any] | None) -> tuple[str, ...]:
-    """The names of sizes and numbers that a stage's ``constants`` takes."""
+    """The names of the sizes and numbers that a stage's ``constants`` takes."""
     return tuple(name for name in parameter_names(constants) if name != "device") if constants else ()
 
 

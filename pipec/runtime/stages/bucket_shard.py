@@ -1,7 +1,7 @@
-"""A replica's shard of a bucket: of its gradients, optimizer state, and parameters.
+"""A replica's shard of a bucket: its slice of gradients, optimizer state and parameters.
 
-The parameters of the bucket lie in one flat tensor of as many equal slices as there are replicas. Each
-replica updates its slice; the slices of all are then gathered, at once or when they are needed.
+The parameters of a bucket are views of one flat tensor, which has an equal slice for each replica. Each
+replica updates its slice; the slices are then gathered, immediately or before use.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +15,10 @@ from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveW
 
 
 def flatten_parameters(bucket: Bucket, sharding: Sharding, parameters: Mapping[str, Tensor]) -> Tensor:
-    """Move the parameters of a bucket into one flat tensor, and let them be views of it.
+    """Move the parameters of a bucket into one flat tensor, and make them views of it.
 
     Raises:
-        InputError: a parameter does not lie row by row in memory.
+        InputError: a parameter is not contiguous.
     """
     first = parameters[bucket.names[0]]
     flat = torch.zeros(sharding.width * sharding.num_replicas, dtype=first.dtype, device=first.device)
@@ -26,25 +26,25 @@ def flatten_parameters(bucket: Bucket, sharding: Sharding, parameters: Mapping[s
         parameter = parameters[name]
         if not parameter.is_contiguous():
             raise InputError(
-                f"{name} has strides {parameter.stride()}, but sharded parameters lie row by row in memory; "
-                "make it contiguous, or compile without shard=..."
+                f"{name} has strides {parameter.stride()}, but sharded parameters must be contiguous; call "
+                ".contiguous(), or compile without shard=..."
             )
         parameter.data = view.copy_(parameter.detach())
     return flat
 
 
 def views(sharding: Sharding, shapes: Mapping[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
-    """The parameters that lie in ``flat``, with the shapes of those given."""
+    """The parameters of a bucket as views of ``flat``, with the shapes of ``shapes``."""
     places = zip(sharding.names, sharding.offsets, sharding.sizes, strict=True)
     return {name: flat[at : at + size].view(shapes[name].shape) for name, at, size in places}
 
 
 class BucketShard:
-    """What replica ``index`` keeps of a bucket whose parameters lie in ``flat``.
+    """The shard of replica ``index`` of a bucket whose parameters are views of ``flat``.
 
-    If it ``keeps_parameters``, ``flat`` stays. Otherwise only its own slice does, and the parameters are
-    empty until they are gathered. ``like`` has tensors on meta with the shapes of the parameters. Gradients
-    travel as ``gradient_dtype`` if it is given.
+    If it ``keeps_parameters``, ``flat`` stays. Otherwise only the replica's slice stays, and the parameters
+    are empty until they are gathered. ``like`` holds meta tensors with the shapes of the parameters.
+    Gradients are reduced as ``gradient_dtype`` if it is given.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BucketShard:
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.sharding = sharding
-        self._travels_as = gradient_dtype or flat.dtype
+        self._reduced_as = gradient_dtype or flat.dtype
         self._index, self._like = index, like
         self._first = index * sharding.width
         self._flat: Tensor | None = flat if keeps_parameters else None
@@ -70,8 +70,8 @@ class BucketShard:
         self._gathering: CollectiveWait | None = None
 
     def move_to(self, flat: Tensor) -> None:
-        """Let the parameters, which are kept whole, lie in other memory, that has their values already."""
-        assert self._keeps, "what is gathered for each use lies where it is gathered"
+        """Use other memory for parameters that are kept whole; it already holds their values."""
+        assert self._keeps, "parameters that are gathered before use have no lasting memory"
         self._flat, self._own = flat, flat[self._first : self._first + self._own.numel()]
 
     def held(self) -> dict[str, list[Tensor]]:
@@ -88,24 +88,24 @@ class BucketShard:
         return {piece: self._part(self._own, piece) for piece in self.sharding.shards_of(self._index)}
 
     def start_reduce(self, totals: Mapping[str, Tensor | None], group: CollectiveGroup) -> None:
-        """Start to sum gradients over the replicas. The memory of those that are given may be given back.
+        """Start the reduction over replicas. The gradients are copied: their memory may be freed.
 
-        A replica that had no microbatch in a round has None for its gradients.
+        The gradients of a replica without a microbatch in a round are None.
         """
         self.finish_reduce()
         size = self.sharding.width * self.sharding.num_replicas
-        flat = self._own.new_empty(size, dtype=self._travels_as)
+        flat = self._own.new_empty(size, dtype=self._reduced_as)
         for name, view in views(self.sharding, self._like, flat).items():
             total = totals[name]
             if total is None:
                 view.zero_()
             else:
                 view.copy_(total)
-        part = torch.empty_like(self._own, dtype=self._travels_as)
+        part = torch.empty_like(self._own, dtype=self._reduced_as)
         self._summing = part, group.reduce_scatter(part, flat)
 
     def finish_reduce(self) -> None:
-        """Wait for the sums, and add this replica's slice of them to what it has."""
+        """Wait for the reduction, and add this replica's slice of the sums to its gradient."""
         if self._summing is not None:
             (part, wait), self._summing = self._summing, None
             wait()
@@ -122,15 +122,15 @@ class BucketShard:
 
     @property
     def names_with_gradient(self) -> frozenset[str]:
-        """The parameters that have a gradient, the same ones on all replicas."""
+        """The parameters that have a gradient, equal on all replicas."""
         return self._with_gradient
 
     def set_parameter(self, name: str, whole: Tensor) -> None:
-        """Keep this replica's piece of what a parameter is to be."""
+        """Set this replica's piece of a parameter from the whole one."""
         self._set(self._own, name, whole)
 
     def set_gradient(self, name: str, whole: Tensor | None) -> None:
-        """Set the gradient of a parameter, or None, whatever was accumulated before."""
+        """Replace the gradient of a parameter; None removes it."""
         self._with_gradient = self._with_gradient - {name} if whole is None else self._with_gradient | {name}
         if not self._with_gradient:
             self._gradient = None
@@ -145,8 +145,8 @@ class BucketShard:
             own.zero_() if whole is None else own.copy_(whole.detach().reshape(-1)[piece.start : piece.stop])
 
     def start_gather_gradients(self, group: CollectiveGroup) -> Callable[[], dict[str, Tensor]]:
-        """Start to collect the sums of all replicas; returns what waits for the whole gradients."""
-        assert self._gradient is not None, "only what was added up is gathered"
+        """Start to gather the gradients; returns a function that waits for the whole ones."""
+        assert self._gradient is not None, "only reduced gradients are gathered"
         flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
         wait = group.all_gather(flat, self._gradient)
 
@@ -161,18 +161,18 @@ class BucketShard:
         self._gradient, self._with_gradient = None, frozenset()
 
     def drop_gradients(self) -> None:
-        """Forget gradients, those that a step has started to sum and did not finish, too."""
+        """Drop all gradients, including a reduction that an aborted step has started."""
         self._summing = None
         self.forget_gradients()
 
     def start_gather(self, group: CollectiveGroup) -> None:
-        """Start to collect the slices of all replicas."""
+        """Start to gather the parameters of all replicas."""
         if self._flat is None:
             self._flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
         self._gathering = group.all_gather(self._flat, self._own)
 
     def finish_gather(self) -> dict[str, Tensor]:
-        """Wait for the slices; returns the whole parameters."""
+        """Wait for the gathering; returns the whole parameters."""
         wait, self._gathering = self._gathering, None
         if wait is not None:
             wait()
@@ -184,12 +184,12 @@ class BucketShard:
         return self._keeps
 
     def drop(self) -> None:
-        """Drop the other replicas' slices, if they are gathered for use."""
+        """Drop the gathered slices of other replicas, unless parameters are kept."""
         if not self._keeps:
             self._flat = None
 
     def reshard_updated(self) -> None:
-        """Keep this replica's slice of the updated whole parameters, and drop the rest."""
+        """Copy this replica's slice out of updated whole parameters, and drop the rest."""
         assert self._flat is not None
         self._own.copy_(self._flat[self._first : self._first + self._own.numel()])
         self.drop()

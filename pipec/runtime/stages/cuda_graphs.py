@@ -1,18 +1,17 @@
 """Phase functions as CUDA graphs: recorded in a dry run, and replayed where a program calls them.
 
-A graph reads and writes the memory with which it was recorded, whatever lies there when it is replayed. Three
-rules make every order of replays right:
+A graph reads and writes the memory with which it was recorded. Three rules make every order of replays right:
 
-* What changes from call to call, such as a message or an input, is first copied to a place of its slot.
-* What is saved from phase to phase stays where a graph of the slot has made it, for another one to read.
-* What leaves is copied inside of the graph to memory that all slots share, and is taken from there before
-  another graph is replayed: gradients are added up, and anything else is copied once more.
+* Arguments that change between calls, such as messages and inputs, are first copied to memory of the slot.
+* Values saved for a later phase stay where a graph of the slot wrote them.
+* Other results are copied, inside the graph, to memory that all slots share, and taken from there before
+  another graph is replayed: gradients are accumulated, and all others are copied once more.
 
-So nobody but the stream that computes touches the memory of a graph, and nothing but what is saved is there
-from one replay to the next. That is why all graphs of a rank share one pool of memory.
+So only the compute stream touches the memory of a graph, and only saved values stay there from one replay to
+the next. This allows all graphs of a rank to share one memory pool.
 
-A slot is what a microbatch has from its first compute on a stage until its frame is freed. There are as many
-as microbatches in flight, and the program says which microbatch has which.
+A slot belongs to a microbatch from its first compute on a stage until its frame is freed. There are as many
+slots as microbatches in flight; ``graph_slots`` assigns them from the program.
 """
 
 import contextlib
@@ -37,29 +36,29 @@ T = TypeVar("T")
 
 Function = Callable[..., Any]
 
-_BY_VALUES = re.compile(r"\b(check_branch|primitives\.require)\(")
-"""What generated code calls where values tell what is computed, or of which size."""
+_DATA_DEPENDENT = re.compile(r"\b(check_branch|primitives\.require)\(")
+"""Calls in generated code whose results, or sizes, depend on values."""
 
 
 class GraphRecorder(Protocol):
-    """Records what a call launches on ``device``."""
+    """Records the kernels that a call launches on ``device``."""
 
     device: torch.device
 
     def warm_up(self, call: Callable[[], object]) -> None:
-        """Make a call whose results nobody needs, as it will be recorded."""
+        """Run a call once before it is recorded, and discard its results."""
 
     def record(
         self, call: Callable[[], T], generators: Sequence[torch.Generator]
     ) -> tuple[T, Callable[[], None]]:
-        """What the call returns, and what makes it again in the very memory of the tensors in there.
+        """The results of the call, and a function that replays it into the memory of these results.
 
-        It draws from ``generators`` alone, each time from the state that they have by then.
+        The call draws from ``generators`` alone; a replay starts from their present state.
         """
 
 
 class StageGraphs:
-    """The functions of a stage as graphs: one for each slot, and each size of its microbatches."""
+    """The functions of a stage as graphs: one for each slot and each size of microbatch."""
 
     def __init__(self, stage: Stage, code: Any, recorder: GraphRecorder) -> None:
         self._stage, self._code, self._recorder = stage, code, recorder
@@ -74,7 +73,7 @@ class StageGraphs:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Let what has no graph yet be recorded inside a ``with``."""
+        """Record functions that have no graph yet, for the duration of a ``with`` block."""
         self._records = True
         try:
             yield
@@ -94,7 +93,7 @@ class StageGraphs:
         return has_moved
 
     def function(self, name: str, phase: Phase, slot: int, sizes: Callable[[], Hashable]) -> Function:
-        """A function for the microbatches of a slot, which have these ``sizes`` when it is called."""
+        """A function for the microbatches of a slot; ``sizes`` returns their sizes at the call."""
         source: Function = getattr(self._code, name)
 
         def call(*args: Any) -> Any:
@@ -105,20 +104,20 @@ class StageGraphs:
 
         return call
 
-    def precomputed(self, made: Sequence[Any]) -> tuple[Any, ...]:
-        """What ``precompute`` has made, in the memory where graphs look for it."""
+    def precomputed(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The results of ``precompute``, copied to the memory that graphs read."""
         return tuple(
             self._place(("precomputed", index), each).copy_(each) if isinstance(each, Tensor) else each
-            for index, each in enumerate(made)
+            for index, each in enumerate(values)
         )
 
     def _record(
         self, source: Function, phase: Phase, key: tuple[str, int, Hashable], args: Sequence[Any]
     ) -> "_Graph":
         name, slot, sizes = key
-        what, device = f"{name} of stage {self._stage.index}", self._recorder.device
+        label, device = f"{name} of stage {self._stage.index}", self._recorder.device
         if not self._records:
-            raise InputError(f"{what} was not recorded for microbatches of {sizes}; take kernels='source'")
+            raise InputError(f"{label} was not recorded for microbatches of {sizes}; pass kernels='source'")
         names = tuple(inspect.signature(source).parameters)
         own, moving = self._arguments(names, args, (slot, sizes))
         drawn: list[int] = []
@@ -138,37 +137,38 @@ class StageGraphs:
         try:
             self._recorder.warm_up(lambda: call(noting))
             generators = [torch.Generator(device) for _ in drawn]
-            made, replay = self._recorder.record(lambda: call(_in_turn(generators)), generators)
-            self._require_here([*own, made])
+            results, replay = self._recorder.record(lambda: call(_one_by_one(generators)), generators)
+            self._require_on_device([*own, results])
         except Exception as error:
-            first = error.__context__ or error  # the end of a recording that has failed is an error as well
+            first = error.__context__ or error  # ending a failed recording raises another error
             raise InputError(
-                f"kernels='cudagraphs' cannot record {what}, which has to launch the same for any values: "
-                f"{type(first).__name__}: {str(first).strip()}. Take kernels='source'"
+                f"kernels='cudagraphs' cannot record {label}, which must launch the same kernels for all "
+                f"values: {type(first).__name__}: {str(first).strip()}. Pass kernels='source'"
             ) from error
         draws = list(zip(drawn, generators, strict=True))
-        return _Graph(dict(zip(names, own, strict=True)), moving, draws, made, phase is Phase.FORWARD, replay)
+        arguments = dict(zip(names, own, strict=True))
+        return _Graph(arguments, moving, draws, results, phase is Phase.FORWARD, replay)
 
     def _arguments(
-        self, names: Sequence[str], args: Sequence[Any], place_of: Hashable
+        self, names: Sequence[str], args: Sequence[Any], owner: Hashable
     ) -> tuple[list[Any], list["_CopiedArgument"]]:
-        """The arguments of a graph, and which of them are places, to be filled before it is replayed."""
+        """The arguments of a graph, and those that are copied before each replay."""
         own, moving = list[Any](), list[_CopiedArgument]()
         for position, (name, value) in enumerate(zip(names, args, strict=True)):
             if isinstance(value, Tensor):
-                own.append(self._place((place_of, name), value))
+                own.append(self._place((owner, name), value))
                 moving.append(_CopiedArgument(own[-1], position))
             elif isinstance(value, list):
                 own.append([*value])
                 for index in self._moving.get(name, ()):
-                    own[-1][index] = self._place((place_of, name, index), value[index])
+                    own[-1][index] = self._place((owner, name, index), value[index])
                     moving.append(_CopiedArgument(own[-1][index], position, index))
             else:
                 own.append(value)
         return own, moving
 
     def _leave(self, returned: Any, path: tuple[Hashable, ...]) -> Any:
-        """Copy what leaves a graph to memory that all slots share. A list is what is saved: it stays."""
+        """Copy results to memory that all slots share. A list holds saved values, which stay."""
         match returned:
             case Tensor():
                 if returned.layout is not torch.strided:
@@ -181,13 +181,13 @@ class StageGraphs:
         return returned
 
     def _place(self, key: Hashable, like: Tensor) -> Tensor:
-        """Memory for tensors like this one."""
+        """The memory under ``key``, allocated for tensors like this one."""
         if key not in self._memory:
             self._memory[key] = torch.empty_like(like, requires_grad=False)
         return self._memory[key]
 
-    def _require_here(self, values: Sequence[Any]) -> None:
-        """A graph reads what is on the host when it is recorded, and never again."""
+    def _require_on_device(self, values: Sequence[Any]) -> None:
+        """Refuse tensors on the host: a graph reads them when it is recorded, and never again."""
         for tensor in tensors_in(values):
             if tensor.device != self._recorder.device:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}")
@@ -195,7 +195,7 @@ class StageGraphs:
 
 @dataclass(frozen=True)
 class _CopiedArgument:
-    """A place that takes what is passed at ``position``, or at an ``index`` of the list there."""
+    """Memory for a copy of the argument at ``position``, or of its item at ``index`` if it is a list."""
 
     place: Tensor
     position: int
@@ -205,61 +205,62 @@ class _CopiedArgument:
         value = args[self.position] if self.index is None else args[self.position][self.index]
         if value.shape != self.place.shape:
             raise InputError(
-                f"kernels='cudagraphs' has recorded a value of shape {tuple(self.place.shape)}, which is "
-                f"{tuple(value.shape)} now; take kernels='source'"
+                f"kernels='cudagraphs' has recorded a value of shape {tuple(self.place.shape)}, but this call "
+                f"has {tuple(value.shape)}; pass kernels='source'"
             )
         self.place.copy_(value)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A recorded call: its arguments by name, what it has ``made``, and which operators draw from what.
+    """A recorded call: its arguments by name, its ``results``, and the generator of each random operator.
 
-    ``is_forward`` tells updates of buffers, which are kept, from gradients, which are added up at once.
+    Tensors in the results of a forward (``is_forward``) are updates of buffers, which outlive the call and
+    are copied; those of a backward are gradients, which are accumulated immediately.
     """
 
     args: Mapping[str, Any]
     moving: Sequence[_CopiedArgument]
     draws: Sequence[tuple[int, torch.Generator]]
-    made: Any
+    results: Any
     is_forward: bool
     replay: Callable[[], None]
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        given = dict(zip(self.args, args, strict=True))
+        passed = dict(zip(self.args, args, strict=True))
         for each in self.moving:
             each.fill(args)
         for operator, generator in self.draws:
-            generator.manual_seed(given["rng"].seed(operator))
-        if saved := given.get("saved"):
-            assert all(map(is_, saved, self.args["saved"])), "what is saved is in the memory of the slot"
+            generator.manual_seed(passed["rng"].seed(operator))
+        if saved := passed.get("saved"):
+            assert all(map(is_, saved, self.args["saved"])), "saved values are in the memory of the slot"
             saved.clear()
         self.replay()
-        return self._taken(self.made)
+        return self._copied(self.results)
 
-    def _taken(self, made: Any) -> Any:
-        match made:
+    def _copied(self, results: Any) -> Any:
+        match results:
             case list():
-                return [*made]
+                return [*results]
             case dict():
-                return {name: each.clone() for name, each in made.items()}
+                return {name: each.clone() for name, each in results.items()}
             case tuple():
-                return tuple(map(self._taken, made))
+                return tuple(map(self._copied, results))
             case Tensor():
-                return made.clone() if self.is_forward else made
-        return made
+                return results.clone() if self.is_forward else results
+        return results
 
 
-def _in_turn(generators: Sequence[torch.Generator]) -> Callable[[int], torch.Generator]:
-    """For each draw of a call its generator."""
-    left = iter(generators)
-    return lambda operator: next(left)
+def _one_by_one(generators: Sequence[torch.Generator]) -> Callable[[int], torch.Generator]:
+    """A function that returns the next generator for each random operator of a call."""
+    remaining = iter(generators)
+    return lambda operator: next(remaining)
 
 
 def graph_slots(program: Program) -> dict[tuple[int, int], int]:
-    """For each stage and microbatch of a step a slot, which no other has from its first compute to its free.
+    """The slot of each stage and microbatch, exclusive from its first compute to its free.
 
-    A stage of 1F1B with two microbatches in flight has two::
+    A stage of 1F1B with two microbatches in flight has two slots::
 
         F0 F1 B0 free0 F2 B1 free1 F3    ->    0: 0, 1: 1, 2: 0, 3: 1
     """
@@ -279,34 +280,34 @@ def require_gpus(devices: Iterable[torch.device]) -> None:
     """Raise InputError unless all of them can record graphs."""
     if others := [str(device) for device in devices if device.type != "cuda"]:
         raise InputError(
-            f"kernels='cudagraphs' records what CUDA devices do, but devices has {', '.join(others)}; take "
-            "kernels='source' or 'inductor' there"
+            f"kernels='cudagraphs' needs CUDA devices, but devices has {', '.join(others)}; pass "
+            "kernels='source' or 'inductor'"
         )
 
 
 def require_recordable(plan: Plan, sources: Sequence[str], devices: Mapping[int, torch.device]) -> None:
-    """Raise InputError where a plan moves the memory that a graph reads, or values tell what is computed.
+    """Raise InputError if a plan moves the memory that a graph reads, or has data-dependent operators.
 
-    ``sources`` are the code of the stages, and ``devices`` those of the ranks of this process.
+    ``sources`` are the sources of the stages, ``devices`` the devices of this process's ranks.
     """
     problem = _problem(plan, sources, devices)
     if problem is not None:
-        raise InputError(f"kernels='cudagraphs' cannot be where {problem}; take kernels='source'")
+        raise InputError(f"kernels='cudagraphs' is not possible here: {problem}; pass kernels='source'")
 
 
 def _problem(plan: Plan, sources: Sequence[str], devices: Mapping[int, torch.device]) -> str | None:
     if plan.sync_spec.stream is not None:
-        return "there is no flush, since weights have several versions in memory of their own"
+        return "under an asynchronous schedule, weights have several versions, each in its own memory"
     if plan.sync_spec.shard is ShardingLevel.PARAMETERS:
-        return "parameters are gathered for use (shard='parameters'), each time into other memory"
+        return "with shard='parameters', parameters are gathered into other memory before each use"
     if any(stage.offloaded for stage in plan.stages):
-        return "saved values wait in host memory (offload), and come back to other memory"
+        return "offloaded values are copied back to other memory"
     for number in (each for each in plan.variables if each.dim is None):
-        return f"{number.path} is another number in each call, and a graph has numbers in it; pass a tensor"
+        return f"{number.path} varies between calls, but a graph contains it as a constant; pass a tensor"
     for stage, ranks in enumerate(plan.placement):
         if len({devices[rank] for rank in ranks if rank in devices}) > 1:
-            return f"replicas of stage {stage} in one process copy its weights to other GPUs for each step"
+            return f"replicas of stage {stage} in one process copy its weights to other GPUs in each step"
     for stage, source in enumerate(sources):
-        if found := _BY_VALUES.search(source):
-            return f"stage {stage} computes what values tell ({found.group(1)} in stage_{stage}.py)"
+        if found := _DATA_DEPENDENT.search(source):
+            return f"stage {stage} has a data-dependent operator ({found.group(1)} in stage_{stage}.py)"
     return None

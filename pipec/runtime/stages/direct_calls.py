@@ -1,18 +1,18 @@
-"""Compiled code called directly, without what ``torch.compile`` does around each call.
+"""Calls the code that ``torch.compile`` generated directly, without its guards.
 
-``torch.compile`` looks in each call at every value that a function takes, by guards and in Python. So the
-first call of a kind goes through it, and what it passes to the code of the graph, and makes of the results,
-is noted. Later calls do the same by themselves::
+``torch.compile`` checks every argument of each call, by guards and in Python. So only the first call with a
+key goes through it: the arguments that it passes to the generated code, and how it assembles the results, are
+recorded. Later calls do the same directly::
 
     backward(w, saved, grad, b)    ->    code(w[0], w[3], saved[1], grad), and saved is emptied
-    returns                              ({"grad_x": made[0]}, (made[2], None, made[1]))
+    returns                              ({"grad_x": outputs[0]}, (outputs[2], None, outputs[1]))
 
-Identity tells which tensor was passed and which returned. So one that is passed twice is no case for this,
-nor are numbers that are returned or among those saved, nor code that changes what it is given.
+Tensors are matched by identity. So calls that pass a tensor twice, return or save numbers, or modify their
+arguments are never direct.
 
-Calls of a kind have the same numbers, and torch is in the same state (``call_key``). Dtypes and devices
-are compared in each of them, and the code looks at sizes and strides (``compile_graph``). A call that
-differs goes through ``torch.compile`` with all of its guards.
+Calls with equal keys have equal numbers and the same torch state (``call_key``). Dtypes and devices are
+compared in each call, and the code checks sizes and strides (``compile_graph``). A call that differs goes
+through ``torch.compile`` with all of its guards.
 """
 
 import itertools
@@ -30,35 +30,35 @@ from pipec.runtime.stages.inductor import compile_graph
 Function = Callable[..., Any]
 Take = Callable[[Sequence[Any]], Any]
 
-_look = attrgetter("dtype", "device")
+_tensor_options = attrgetter("dtype", "device")
 
 
 def call_key(args: Sequence[Any]) -> Hashable:
-    """What is alike in calls that may run the same code; None if a call cannot be direct, as with floats."""
+    """The key of a call; calls with equal keys may run the same code. None if a call cannot be direct."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return None
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return None
-    kind: list[Hashable] = [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
-    kind.append(torch.get_num_threads())
+    key: list[Hashable] = [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    key.append(torch.get_num_threads())
     for arg in args:
         if isinstance(arg, list | tuple):
-            kind.append(len(arg))
+            key.append(len(arg))
         elif type(arg) is int or isinstance(arg, torch.device):
-            kind.append(arg)
-        elif not isinstance(arg, Tensor):
+            key.append(arg)
+        elif not isinstance(arg, Tensor):  # such as a float
             return None
-    return tuple(kind)
+    return tuple(key)
 
 
 @dataclass(frozen=True)
 class DirectCall:
-    """A function as a call of the code of its graph.
+    """A function as a direct call of its generated code.
 
-    ``take`` picks the tensors that the code is given out of all that is passed, and ``tensor_options`` are
-    their dtypes and devices. ``join`` puts them and the ``numbers`` of this kind of call, such as sizes, in
-    order. The arguments at ``emptied`` are lists that the function empties. ``build`` makes what it returns
-    out of all that was passed, all that the code returned, and None.
+    ``take`` picks the tensor arguments of the code from all passed values, and ``tensor_options`` are their
+    dtypes and devices. ``join`` puts them and the ``numbers`` of this key, such as sizes, in order. The
+    function empties its list arguments at ``emptied``. ``build`` assembles the result from all passed values,
+    all outputs of the code, and None.
     """
 
     code: Function
@@ -70,22 +70,22 @@ class DirectCall:
     build: Take
 
     def __call__(self, args: Sequence[Any]) -> tuple[bool, Any]:
-        """Whether this call is like the noted one, and what the function returns then."""
-        passed = _spread(args)
+        """Whether this call matches the recorded one, and the function's result if so."""
+        passed = _flattened(args)
         tensors = self.take(passed)
-        if [*map(_look, tensors)] != self.tensor_options:
+        if [*map(_tensor_options, tensors)] != self.tensor_options:
             return False, None
         try:
-            made = self.code(*self.join([*tensors, *self.numbers]))
-        except AssertionError:  # of other sizes or strides, before anything is changed
+            outputs = self.code(*self.join([*tensors, *self.numbers]))
+        except AssertionError:  # sizes or strides differ; nothing was changed yet
             return False, None
         for position in self.emptied:
             args[position].clear()
-        return True, self.build([*passed, *made, None])
+        return True, self.build([*passed, *outputs, None])
 
 
 class CallRecorder:
-    """A backend of ``torch.compile`` that notes calls of the code it has compiled."""
+    """A backend of ``torch.compile`` that records calls of the generated code."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Function, Sequence[Any], Sequence[Any]]] | None = None
@@ -94,20 +94,20 @@ class CallRecorder:
         """The code for a graph."""
         code = compile_graph(graph, inputs)
 
-        def call(*given: Any) -> Any:
-            made = code(*given)
+        def call(*arguments: Any) -> Any:
+            outputs = code(*arguments)
             if self._calls is not None:
-                self._calls.append((code, given, made))
-            return made
+                self._calls.append((code, arguments, outputs))
+            return outputs
 
         return call
 
     def record(self, args: Sequence[Any], call: Callable[[], Any]) -> tuple[DirectCall | None, Any]:
-        """Make a ``call`` of a compiled function with ``args``.
+        """Run a ``call`` of a compiled function with ``args``.
 
-        Returns how to make it directly, or None if that cannot be, and what the function returned.
+        Returns the direct call, or None if there is none, and the function's result.
         """
-        passed, lengths = _spread(args), _lengths(args)
+        passed, lengths = _flattened(args), _lengths(args)
         versions, calls = _versions(passed), list[tuple[Function, Sequence[Any], Sequence[Any]]]()
         self._calls = calls
         try:
@@ -115,9 +115,9 @@ class CallRecorder:
         finally:
             self._calls = None
         emptied = [place for place, length in enumerate(_lengths(args)) if length < lengths[place]]
-        is_told = len(calls) == 1 and not any(args[place] for place in emptied)
-        is_told &= len(passed) == sum(isinstance(x, Tensor) for x in passed) + _num_numbers(args)
-        if not is_told or versions is None or versions != _versions(passed):
+        is_direct = len(calls) == 1 and not any(args[place] for place in emptied)
+        is_direct &= len(passed) == sum(isinstance(x, Tensor) for x in passed) + _num_numbers(args)
+        if not is_direct or versions is None or versions != _versions(passed):
             return None, returned
         return _direct(passed, emptied, *calls[0], returned), returned
 
@@ -126,13 +126,13 @@ def _direct(
     passed: Sequence[Any],
     emptied: Sequence[int],
     code: Function,
-    given: Sequence[Any],
-    made: Sequence[Any],
+    arguments: Sequence[Any],
+    outputs: Sequence[Any],
     returned: Any,
 ) -> DirectCall | None:
-    """A call of ``code`` as a direct one, if identity tells what it was given and what is returned."""
-    tensors = [value for value in given if isinstance(value, Tensor)]
-    numbers = [value for value in given if not isinstance(value, Tensor)]
+    """The direct call of ``code``, if all its arguments and results can be matched by identity."""
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
+    numbers = [value for value in arguments if not isinstance(value, Tensor)]
     if not all(map(_is_plain, tensors)) or not all(type(number) is int for number in numbers):
         return None
     count = Counter(map(id, passed))
@@ -143,21 +143,21 @@ def _direct(
     }
     try:
         take = _taking([places[id(tensor)] for tensor in tensors])
-        places |= {id(x): place for place, x in enumerate(made, len(passed)) if isinstance(x, Tensor)}
-        places[id(None)] = len(passed) + len(made)
+        places |= {id(x): place for place, x in enumerate(outputs, len(passed)) if isinstance(x, Tensor)}
+        places[id(None)] = len(passed) + len(outputs)
         build = _building(returned, places)
     except KeyError:
         return None
     next_tensor, next_number = itertools.count(), itertools.count(len(tensors))
-    join = _taking([next(next_tensor if isinstance(value, Tensor) else next_number) for value in given])
-    return DirectCall(code, take, [*map(_look, tensors)], numbers, join, emptied, build)
+    join = _taking([next(next_tensor if isinstance(value, Tensor) else next_number) for value in arguments])
+    return DirectCall(code, take, [*map(_tensor_options, tensors)], numbers, join, emptied, build)
 
 
 def _building(returned: Any, places: Mapping[int, int]) -> Take:
-    """What makes the like of ``returned`` out of all values, each at its place by identity.
+    """A function that assembles the structure of ``returned`` from all values, by their places.
 
     Raises:
-        KeyError: a value has no place, or is a tuple with names.
+        KeyError: a value has no place, or is a named tuple.
     """
     match returned:
         case dict():
@@ -177,14 +177,14 @@ def _building(returned: Any, places: Mapping[int, int]) -> Take:
 
 
 def _taking(places: Sequence[int]) -> Take:
-    """What makes a tuple of the values at some places."""
+    """A function that returns a tuple of the values at ``places``."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda known: tuple([known[place] for place in places])
 
 
-def _spread(args: Sequence[Any]) -> list[Any]:
-    """All values that are passed, with those of lists and tuples in their place."""
+def _flattened(args: Sequence[Any]) -> list[Any]:
+    """All passed values; lists and tuples are replaced by their items."""
     values = list[Any]()
     for arg in args:
         if isinstance(arg, list | tuple):
@@ -195,12 +195,12 @@ def _spread(args: Sequence[Any]) -> list[Any]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether dtype, device, sizes and strides say all that code may have been told of a tensor."""
+    """Whether generated code can depend on dtype, device, sizes and strides of a tensor alone."""
     return tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_neg()
 
 
 def _num_numbers(args: Sequence[Any]) -> int:
-    """How many arguments are no tensors by themselves. Those are in the kind of the call."""
+    """The number of arguments that are neither tensors nor sequences; the call's key contains them."""
     return sum(not isinstance(arg, Tensor | list | tuple) for arg in args)
 
 
@@ -209,6 +209,6 @@ def _lengths(args: Sequence[Any]) -> list[int]:
 
 
 def _versions(values: Sequence[Any]) -> list[int] | None:
-    """How often each tensor was changed; None where torch does not count that."""
+    """The version counter of each tensor; None if torch does not count one."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return None if any(each.is_inference() for each in tensors) else [each._version for each in tensors]

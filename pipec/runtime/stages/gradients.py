@@ -1,7 +1,7 @@
 """The gradients of one stage, summed over microbatches and steps as autograd's ``AccumulateGrad`` does.
 
-A sparse gradient, as ``nn.Embedding(sparse=True)`` has, stays sparse. One that comes as some rows of a dense
-one is added to those alone.
+A sparse gradient, as of ``nn.Embedding(sparse=True)``, stays sparse. A row-sparse gradient is added to its
+rows of a dense sum.
 """
 
 import functools
@@ -19,80 +19,80 @@ _add_all = torch._foreach_add_
 
 
 class GradientStorage(Protocol):
-    """Memory in which the totals of some parameters are to lie."""
+    """Memory for the gradient sums of some parameters."""
 
     def place(self, index: int) -> Tensor:
-        """That of the parameter ``index``, whatever its values are."""
+        """The memory for the parameter ``index``, with undefined values."""
 
     def held(self) -> Sequence[Tensor]:
-        """The memory that is there already."""
+        """The memory that is allocated."""
 
     def forget_step(self) -> None:
-        """Let go of what ``place`` has returned."""
+        """Release the tensors that ``place`` has returned."""
 
 
 class GradientAccumulator:
     """Adds gradients to ``parameter.grad``, or to a total of the step for parameters in ``separate``.
 
-    ``parameters`` is the very list that the stage passes as ``w``. ``separate`` are the indices of parameters
-    that another stage owns, or whose gradients are summed over replicas before they are added to ``.grad``.
-    What it ``holds`` is added to ``.grad`` by ``release`` alone, and that is everything if it is True.
+    ``parameters`` is the same list object that the stage passes as ``w``. ``separate`` are the indices of
+    parameters that another stage owns, or whose gradients are reduced over replicas before they are added to
+    ``.grad``. If it ``defers``, all gradients stay in totals until ``release`` adds them to ``.grad``.
     Gradients are multiplied by a factor of the step as they are added, which is exact for a power of two.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], separate: Collection[int], holds: bool = False) -> None:
+    def __init__(self, parameters: Sequence[Tensor], separate: Collection[int], defers: bool = False) -> None:
         self._parameters = parameters
-        self._apart = frozenset(range(len(parameters)) if holds else separate)
-        self._holds = holds
+        self._separate = frozenset(range(len(parameters)) if defers else separate)
+        self._defers = defers
         self._factor = 1.0
         self._totals: list[Tensor | None] = []
         self._waiting: list[Tensor | RowSparseGradient | None] = []
         self._homes: dict[int, GradientStorage] = {}
 
     def accumulate_in(self, home: GradientStorage, indices: Iterable[int]) -> None:
-        """Let the totals of these parameters lie in ``home``, from their first gradient on."""
+        """Put the totals of these parameters into the memory of ``home``, from the first gradient on."""
         self._homes |= dict.fromkeys(indices, home)
 
     def held(self) -> list[Tensor]:
-        """The sums that are there already, and the memory that others are to lie in."""
-        kept = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return kept + [memory for home in set(self._homes.values()) for memory in home.held()]
+        """The gradients that exist, and the memory allocated for others."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return gradients + [memory for home in set(self._homes.values()) for memory in home.held()]
 
     def begin_step(self, factor: float = 1.0) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
         self._factor, self._waiting = factor, []
         self._totals = [
-            None if index in self._apart else parameter.grad
+            None if index in self._separate else parameter.grad
             for index, parameter in enumerate(self._parameters)
         ]
 
     def clear_updated(self) -> None:
-        """Release what an update has used. In a stream, totals of ``separate`` are of later mini-batches."""
+        """Drop the gradients that an update used. In a stream, separate totals are of later mini-batches."""
         self._totals = [
-            total if index in self._apart else parameter.grad
+            total if index in self._separate else parameter.grad
             for index, (total, parameter) in enumerate(zip(self._totals, self._parameters, strict=True))
         ]
 
     def forget_step(self) -> None:
-        """Hold no gradient any longer, so that setting ``.grad`` to None frees it."""
+        """Drop references to gradients, so that setting ``.grad`` to None frees them."""
         self._totals, self._waiting = [], []
         for home in set(self._homes.values()):
             home.forget_step()
 
     def add(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
-        """Add one microbatch's gradients, aligned with ``parameters``; None stands for no gradient.
+        """Add one microbatch's gradients, aligned with ``parameters``; None means no gradient.
 
-        A parameter's first gradient is taken out of the list, so that its memory can become the total.
+        A parameter's first gradient is removed from the list, so that its memory can become the total.
         """
         self._add(gradients, self._factor)
 
     def add_deferred(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
-        """Add these when ``flush_deferred`` is called, before anybody looks at sums."""
+        """Add these gradients at the next ``flush_deferred``, before sums are read."""
         self.flush_deferred()
         self._waiting = gradients
 
     def flush_deferred(self) -> None:
-        """Add what waits for that."""
+        """Add the deferred gradients."""
         gradients, self._waiting = self._waiting, []
         if gradients:
             self._add(gradients, self._factor)
@@ -107,7 +107,7 @@ class GradientAccumulator:
                 gradient.add_to(self[index], factor)
                 continue
             if gradient.is_complex():
-                gradients[index] = gradient = gradient.resolve_conj()  # no sum takes the marked memory
+                gradients[index] = gradient = gradient.resolve_conj()  # sums need plain memory
             if total is None:
                 del gradient
                 self._set_first(index, gradients, factor)
@@ -120,7 +120,7 @@ class GradientAccumulator:
             _add_all(totals, terms, alpha=factor)
 
     def __getitem__(self, index: int) -> Tensor:
-        """The sum for a parameter, for its next gradient to be made in; zeros before the first."""
+        """The sum for a parameter, to which its next gradient is added in place; zeros before the first."""
         total = self._totals[index]
         if total is None:
             zeros = functools.partial(torch.zeros_like, self._parameters[index], requires_grad=False)
@@ -129,31 +129,31 @@ class GradientAccumulator:
         return total
 
     def add_tied(self, index: int, gradient: Tensor) -> None:
-        """Add what another stage has summed for a parameter that it borrowed from this one."""
+        """Add the gradient that another stage summed for a parameter it borrows from this one."""
         gradients: list[Tensor | RowSparseGradient | None] = [None] * len(self._totals)
         gradients[index] = gradient
         self._add(gradients, 1.0)
 
     def pop(self, index: int) -> Tensor | None:
-        """Hand over the total of a parameter in ``separate``; None if it got no gradient."""
+        """Remove and return the total of a separate parameter; None if it has no gradient."""
         total, self._totals[index] = self._totals[index], None
         return total
 
     def add_reduced(self, index: int, total: Tensor) -> None:
-        """Add a sum over replicas to ``.grad``, or hold it."""
-        if self._holds:
+        """Add a sum over replicas to ``.grad``, or to the totals if deferred."""
+        if self._defers:
             self._totals[index] = total
         else:
             self._add_to_grad(index, total)
 
     @property
     def unreleased(self) -> dict[int, Tensor]:
-        """The totals of the step that are not in ``.grad``, by index."""
+        """The totals of the step that are not yet in ``.grad``, by index."""
         return {index: total for index, total in enumerate(self._totals) if total is not None}
 
     def release(self) -> None:
-        """Add everything that waits to ``.grad``."""
-        for index in self.unreleased if self._holds else ():
+        """Add all deferred totals to ``.grad``."""
+        for index in self.unreleased if self._defers else ():
             total, self._totals[index] = self._totals[index], None
             assert total is not None
             self._add_to_grad(index, total)
@@ -184,10 +184,10 @@ class GradientAccumulator:
 
     def _set(self, index: int, total: Tensor) -> None:
         self._totals[index] = total
-        if index not in self._apart:
+        if index not in self._separate:
             self._parameters[index].grad = total
 
 
 def _added(total: Tensor, gradient: Tensor) -> Tensor:
-    """The sum of two gradients, of which one is sparse. It is dense if the other one is."""
+    """The sum of two gradients, at least one of which is sparse; dense if the other one is."""
     return total.add_(gradient) if total.is_sparse <= gradient.is_sparse else gradient + total

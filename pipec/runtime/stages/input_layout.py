@@ -11,9 +11,9 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def as_contiguous(leaf: T) -> T | Tensor:
-    """A tensor laid out without gaps, as generated code expects it; anything else as it is.
+    """A contiguous copy of a tensor with gaps, as generated code expects; other leaves unchanged.
 
-    A slice such as ``tokens[:, :-1]`` is copied. Channels-last tensors stay what they are.
+    A slice such as ``tokens[:, :-1]`` is copied. Channels-last tensors stay channels-last.
     """
     if not isinstance(leaf, Tensor) or leaf.is_contiguous():
         return leaf

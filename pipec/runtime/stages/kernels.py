@@ -1,8 +1,8 @@
-"""How a rank loads the functions of its stages: as their source, or compiled by torch.
+"""Loads the functions of a rank's stages: as generated source, or compiled by torch.
 
-``torch.compile`` takes a generated function as it is. A random operator has its seed as a tensor then, and
-is one operator of its own, so that it draws what it draws in the source. Other values may differ from the
-source's in their last bits, since sums are made in another order.
+``torch.compile`` takes generated functions unchanged. Compiled random operators take their seed as a tensor
+and draw the same numbers as the source. Other values may differ from the source's in their last bits, because
+sums are computed in another order.
 """
 
 import contextlib
@@ -25,29 +25,30 @@ from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.direct_calls import CallRecorder, DirectCall, call_key
 
 _TIMED_CALLS = 3
-"""How many calls of a function ``auto`` times, after the one that compiles."""
+"""The calls of a function that ``auto`` times, after the one that compiles."""
 
 _MAX_RECORDED = 16
-"""How many calls of a function are noted. Where sizes change that often, further ones are left to torch."""
+"""The most direct calls recorded for a function. Calls with other keys go through ``torch.compile``."""
 
 Function = Callable[..., Any]
 
 
 def require_source(kernels: str, plan: Plan | None = None) -> None:
-    """Raise InputError unless functions that add to sums of gradients run as their source, and so once.
+    """Raise InputError if functions that accumulate gradients in place might run more than once.
 
-    Those of a ``plan`` need not be such functions.
+    Without a ``plan``, functions are assumed to accumulate.
     """
     adds = plan is None or any(stage.cost.memory.accumulated_in_place for stage in plan.stages)
     if adds and kernels != "source":
         raise InputError(
-            f"with fused_gradients the functions of stages add to sums of gradients, but kernels={kernels!r} "
-            "may run one more than once; take kernels='source', or compile without fused_gradients"
+            "with fused_gradients, stage functions accumulate gradients in place, but "
+            f"kernels={kernels!r} may run a function twice; pass kernels='source', or compile without "
+            "fused_gradients"
         )
 
 
 def load_kernels(code: types.ModuleType, functions: Iterable[str], kernels: str) -> types.ModuleType:
-    """The code of a stage, in which the phase ``functions`` that it has are loaded as ``kernels`` says."""
+    """The code of a stage with its phase ``functions`` loaded as ``kernels`` says."""
     if kernels in ("source", "cudagraphs"):
         return code
     loaded = types.ModuleType(code.__name__)
@@ -70,9 +71,9 @@ def _compiled(function: Function, name: str, chooses: bool) -> Function:
 
 
 class _Compiled:
-    """A phase function under ``torch.compile``. Where that fails, the source runs from then on.
+    """A phase function under ``torch.compile``. If that fails, the source runs from then on.
 
-    Calls of a kind that was there before are direct.
+    Calls with a known key are direct.
     """
 
     def __init__(self, function: Function, name: str) -> None:
@@ -83,44 +84,44 @@ class _Compiled:
         )
         self._direct: dict[Hashable, DirectCall | None] = {None: None}
         self._draws = [int(number) for number in re.findall(r"\brng\((\d+)\)", inspect.getsource(function))]
-        self._num_noted = 0
+        self._num_recorded = 0
         self.is_ready = self.has_failed = False
 
     def __call__(self, args: Sequence[Any]) -> Any:
         if self.has_failed:
             return self._source(*args)
         saved = [each for each in args if isinstance(each, list)]
-        held = [list(each) for each in saved]
+        copies = [list(each) for each in saved]
         try:
             return self._call(args)
         except Exception as error:  # torch.compile raises many kinds
-            for each, values in zip(saved, held, strict=True):
+            for each, values in zip(saved, copies, strict=True):
                 each[:] = values
-            returned = self._source(*args)  # raises what is wrong with the call, however it is made
+            returned = self._source(*args)  # raises if the call itself is wrong
             self._warn(error)
             return returned
 
     def _call(self, args: Sequence[Any]) -> Any:
         seeds = [value.seeds(self._draws) for value in args if isinstance(value, OperatorGenerators)]
-        given = [
+        plain = [
             tuple(seeds[0].values()) if isinstance(value, OperatorGenerators) else value for value in args
         ]
-        kind = call_key(given)
-        if direct := self._direct.get(kind):
-            is_alike, returned = direct(given)
-            if is_alike:
+        key = call_key(plain)
+        if direct := self._direct.get(key):
+            matches, returned = direct(plain)
+            if matches:
                 return returned
-            del self._direct[kind]
+            del self._direct[key]
         passed = [
             functools.partial(getitem, seeds[0]) if isinstance(x, OperatorGenerators) else x for x in args
         ]
         with contextlib.nullcontext() if self.is_ready else delayed_status(f"pipec: compiles {self._name}"):
-            if kind in self._direct or self._num_noted == _MAX_RECORDED:
+            if key in self._direct or self._num_recorded == _MAX_RECORDED:
                 returned = self._compiled(*passed)
             else:
-                self._num_noted += 1
-                self._direct[kind], returned = self._call_recorder.record(
-                    given, lambda: self._compiled(*passed)
+                self._num_recorded += 1
+                self._direct[key], returned = self._call_recorder.record(
+                    plain, lambda: self._compiled(*passed)
                 )
         self.is_ready = True
         return returned
@@ -129,7 +130,7 @@ class _Compiled:
         self.has_failed = True
         first, second, *_ = [line.strip() for line in str(error).strip().splitlines()] + ["", ""]
         warnings.warn(
-            f"torch.compile cannot take {self._name}, which runs as its source: "
+            f"torch.compile cannot compile {self._name}, which runs as its source: "
             f"{type(error).__name__}: {first} {second}".rstrip(),
             stacklevel=2,
         )
@@ -150,7 +151,7 @@ class _Chosen:
         own = [list(value) if isinstance(value, list) else value for value in args]
         returned = list[Any]()
         compiled = _timed(lambda: returned.append(self._compiled(own)))
-        if self._compiled.has_failed:  # and so the source has run, which may write into what was saved
+        if self._compiled.has_failed:  # the source has run already, and may have modified saved values
             self._choice = lambda args: self._source(*args)
             return returned[0]
         source = _timed(lambda: returned.append(self._source(*args)))

@@ -8,9 +8,9 @@ from pipec.runtime.stages.bound_stage import Frame
 
 
 class RunningCollective:
-    """One collective of a round, as one of its replicas takes part in it, step after step.
+    """One replica's part in a model collective, reused in every step.
 
-    It finds the replica's own value in ``frame``, and puts what comes of it there instead.
+    It replaces the replica's value in ``frame`` by the result.
     """
 
     def __init__(self, collective: ModelCollective, frame: Frame, group: CollectiveGroup) -> None:
@@ -19,19 +19,19 @@ class RunningCollective:
         self._started: tuple[Tensor, CollectiveWait] | None = None
 
     def start(self) -> None:
-        """Give the other replicas this one's value."""
+        """Start the collective with this replica's value."""
         own: Tensor = self._frame.pop(self._name)
-        joined = own.new_empty(self._shape(own))
+        result = own.new_empty(self._shape(own))
         match self._op:
             case Op.ALL_REDUCE:
-                wait = self._group.all_reduce(joined.copy_(own).view(-1))
+                wait = self._group.all_reduce(result.copy_(own).view(-1))
             case Op.ALL_GATHER:
-                wait = self._group.all_gather(joined.view(-1), own.contiguous().view(-1))
+                wait = self._group.all_gather(result.view(-1), own.contiguous().view(-1))
             case Op.REDUCE_SCATTER:
-                wait = self._group.reduce_scatter(joined.view(-1), own.contiguous().view(-1))
+                wait = self._group.reduce_scatter(result.view(-1), own.contiguous().view(-1))
             case _:
                 raise AssertionError(f"no model collective is a {self._op}")
-        self._started = joined, wait
+        self._started = result, wait
 
     def _shape(self, own: Tensor) -> tuple[int, ...]:
         size = self._group.size
@@ -43,8 +43,8 @@ class RunningCollective:
         return own.shape
 
     def finish(self) -> None:
-        """Wait for the other replicas, and put what came of their values into the frame."""
-        assert self._started is not None, "what is waited for was started"
-        (joined, wait), self._started = self._started, None
+        """Wait for the collective, and put its result into the frame."""
+        assert self._started is not None, "the collective was started"
+        (result, wait), self._started = self._started, None
         wait()
-        self._frame[self._name] = joined
+        self._frame[self._name] = result

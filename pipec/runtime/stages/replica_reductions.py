@@ -1,4 +1,4 @@
-"""What the replicas of a stage do together: sum gradients, and agree on buffers that forwards changed."""
+"""Collectives of the replicas of a stage: reduce gradients, and average buffers that forwards changed."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from pipec.runtime.stages.bound_stage import BoundStage
 
 
 class FlatLayout:
-    """Where tensors lie in one flat tensor: one after the other, each as it lies in memory itself."""
+    """The places of tensors in one flat tensor: one after another, each with its own strides."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
@@ -21,7 +21,7 @@ class FlatLayout:
         self.size = sum(self.sizes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors in ``flat``, which may be longer."""
+        """The tensors as views of ``flat``, which may be longer."""
         parts = flat[: self.size].split(self.sizes)
         return [
             part.as_strided(*shape, part.storage_offset())
@@ -32,8 +32,8 @@ class FlatLayout:
 class GradientReduction:
     """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``.
 
-    They travel, and are summed, in ``dtype`` if it is given. Otherwise the memory that travels is also that
-    in which a replica adds up the gradients of its microbatches.
+    Gradients are reduced in ``dtype`` if it is given. Otherwise the flat memory that is reduced is also the
+    memory in which a replica accumulates the gradients of its microbatches.
     """
 
     def __init__(self, stage: BoundStage, bucket: Bucket, group: CollectiveGroup, dtype: str = "") -> None:
@@ -51,9 +51,9 @@ class GradientReduction:
             stage.gradients.accumulate_in(self, self._indices)
 
     def place(self, index: int) -> Tensor:
-        """Where the gradient of a parameter lies in the memory that travels."""
+        """The gradient of a parameter as a view of the flat memory."""
         if not self._views:
-            if self._flat is None or not is_exclusive(self._flat):  # somebody holds sums of the step before
+            if self._flat is None or not is_exclusive(self._flat):  # the user holds sums of an earlier step
                 self._flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
             self._views = dict(zip(self._indices, self._layout.views(self._flat), strict=True))
         return self._views[index]
@@ -65,9 +65,9 @@ class GradientReduction:
         self._views = {}
 
     def start(self) -> None:
-        """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once.
+        """Start the reduction of this replica's gradients. Sparse gradients are reduced synchronously.
 
-        A replica whose microbatches have no rows has added up nothing, and gets the sum all the same.
+        A replica whose microbatches have no rows contributes zeros, and receives the sum too.
         """
         totals = {index: self._stage.gradients.pop(index) for index in self._indices}
         if self._is_sparse:
@@ -97,21 +97,21 @@ class GradientReduction:
                 self._stage.gradients.add_reduced(index, total.to(self._stage.weights[index].dtype))
 
 
-def reduction_dtype(asked: str, own: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of dtype ``own`` travel: the one that is asked for, if it is smaller."""
-    dtype: torch.dtype = getattr(torch, asked) if asked and own.is_floating_point else own
+def reduction_dtype(requested: str, own: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of dtype ``own`` are reduced: the requested one, if it is smaller."""
+    dtype: torch.dtype = getattr(torch, requested) if requested and own.is_floating_point else own
     return dtype if dtype.itemsize < own.itemsize else own
 
 
 def _no_rows(weight: Tensor) -> Tensor:
-    """A sparse gradient of an embedding that was read nowhere."""
+    """The sparse gradient of an embedding without lookups."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
     values = weight.new_empty(0, *weight.shape[1:])
     return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
 
 
 def _sum_of_rows(gradient: Tensor, group: CollectiveGroup) -> Tensor:
-    """The sum of every replica's sparse gradient. What travels are the rows that each has."""
+    """The sum of all replicas' sparse gradients, which are gathered padded to equal numbers of rows."""
     own = gradient.coalesce()
     counts = torch.empty(group.size, dtype=torch.int64, device=own.device)
     group.all_gather(counts, torch.tensor([own._nnz()], device=own.device))()
@@ -135,16 +135,16 @@ def _sum_of_rows(gradient: Tensor, group: CollectiveGroup) -> Tensor:
         counts.tolist(),
         strict=True,
     )
-    rows = [(of[:, :count], held[:count]) for of, held, count in parts]
-    every = torch.cat([of for of, _ in rows], 1), torch.cat([held for _, held in rows])
-    return torch.sparse_coo_tensor(*every, gradient.shape, check_invariants=False).coalesce()
+    rows = [(indices[:, :count], values[:count]) for indices, values, count in parts]
+    gathered = torch.cat([indices for indices, _ in rows], 1), torch.cat([values for _, values in rows])
+    return torch.sparse_coo_tensor(*gathered, gradient.shape, check_invariants=False).coalesce()
 
 
 class BufferAverage:
-    """Lets the replicas of a stage agree on the buffers that their forwards changed.
+    """Makes the buffers that forwards changed equal on all replicas of a stage.
 
-    A floating-point buffer becomes the mean of the replicas', each weighted with its ``share`` of the step's
-    microbatches. To any other, such as a count of batches, everything is added that a replica has added.
+    A floating-point buffer becomes the mean over replicas, each weighted with its ``share`` of the step's
+    microbatches. Any other buffer, such as a count of batches, changes by the sum of the replicas' changes.
     """
 
     def __init__(self, stage: BoundStage, group: CollectiveGroup, share: Callable[[], float]) -> None:
@@ -169,18 +169,18 @@ class BufferAverage:
     def finish(self) -> None:
         for wait in self._waits:
             wait()
-        agreed_on: dict[int, Tensor] = {}
+        agreed: dict[int, Tensor] = {}
         for flat, layout, indices in self._flats:
             for index, total in zip(indices, layout.views(flat), strict=True):
                 before = self._stage.buffers_before[index]
-                agreed = total if before.is_floating_point() else before + total
-                agreed_on[index] = agreed.to(before.dtype)
-        self._stage.update_buffers([agreed_on[index] for index in self._stage.updated_indices])
+                value = total if before.is_floating_point() else before + total
+                agreed[index] = value.to(before.dtype)
+        self._stage.update_buffers([agreed[index] for index in self._stage.updated_indices])
         self._flats, self._waits = [], []
 
 
 def _times(share: float, buffer: Tensor) -> Tensor:
-    """A replica without microbatches adds nothing, even where a buffer holds infinities."""
+    """``share * buffer``, but zero for a share of zero even if the buffer holds infinities."""
     return buffer * share if share else torch.zeros_like(buffer)
 
 
@@ -189,4 +189,4 @@ def _summed_as(dtype: torch.dtype) -> torch.dtype:
 
 
 def _nothing() -> None:
-    """What there is to wait for before anything was started."""
+    """The wait before any reduction was started."""

@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 class WeightVersions:
-    """The latest version is the model's own parameters, which updates change in place.
+    """The latest version, which is the model's parameters, and copies of earlier ones.
 
-    ``latest`` is the very list that the stage has of them. After an update the ``behind`` versions before the
-    new one may still be read, so that what the update changes is copied beforehand. What it does not change
-    is shared by all versions.
+    ``latest`` is the list object of the stage. Updates change parameters in place. After an update, the
+    ``behind`` versions before the new one may still be read, so that the weights that an update changes
+    are copied first; weights that it does not change are shared by all versions.
     """
 
     def __init__(self, latest: Sequence[Tensor], behind: int) -> None:
@@ -34,7 +34,7 @@ class WeightVersions:
         return self._latest if number == self.number else self._stashed[number]
 
     def stash(self, changing: Collection[int]) -> None:
-        """Keep the latest version as it is, before an update changes the weights of these indices."""
+        """Copy the weights at these indices, before an update changes them."""
         self._is_changing = True
         if not self._behind:
             return
@@ -54,11 +54,11 @@ class WeightVersions:
 
     @property
     def held(self) -> set[int]:
-        """The versions that are there. While an update runs, the parameters are none: half of one, maybe."""
+        """The versions in memory. While an update runs, the parameters themselves are no version."""
         return {*self._stashed} if self._is_changing else {*self._stashed, self.number}
 
     def restore(self, number: int) -> None:
-        """Let the parameters be those of a version that is held, from which versions count on."""
+        """Copy a held version into the parameters; versions count on from its number."""
         for latest, weight in zip(self._latest, self._stashed.get(number, ()), strict=False):
             if latest is not weight:
                 latest.detach().copy_(weight)
