@@ -97,7 +97,7 @@ class ModelState:
         if before.torch_modes.modes != self.torch_modes.modes:
             found.append(f"{', '.join(before.torch_modes.modes)} became {', '.join(self.torch_modes.modes)}")
         were = zip(SETTINGS, before.torch_modes.settings, self.torch_modes.settings, strict=True)
-        found += [f"torch's {name} was {was} and is {now}" for name, was, now in were if was != now]
+        found += [f"torch's {name} changed from {was} to {now}" for name, was, now in were if was != now]
         return "; ".join(found)
 
 

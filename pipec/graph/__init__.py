@@ -1,9 +1,9 @@
 """The training graph: one graph of forward, loss and backward that capture makes and passes annotate.
 
 Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``phase_functions`` then says what each
-phase of a stage computes, keeps and returns, and ``phase_segments`` how a phase is split. ``invariants``
-holds what is true after every pass; ``model_guards`` and ``branch_checks`` tell whether a graph is still that
-of its model and of a call; ``size_text`` writes sizes as text.
+phase of a stage computes, saves and returns, and ``phase_segments`` how a phase is split. ``invariants``
+holds the rules that every pass must keep. ``model_guards`` and ``branch_checks`` tell whether a graph is
+still valid for its model and for a call. ``size_text`` writes sizes as text.
 """
 
 from pipec.graph.assignment import Assignment, permuted_ranks

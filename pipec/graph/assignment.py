@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Assignment:
-    """``stages[operator]`` is the stage of each operator, with all it causes, forward and backward.
+    """The stages: ``stages[operator]`` runs all nodes that an operator causes, forward and backward.
 
-    ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
-    ``replicas[k]`` is how many ranks stage k is cut for, if the assignment decides that. The operators in
-    ``split`` are split first: ``stages`` then has the stage of each step of them.
+    ``ranks[k]`` is the rank that acts as rank k of the schedule; if empty, rank k acts as itself.
+    ``replicas[k]`` is the number of ranks that stage k is cut for, if the assignment decides that. The
+    operators in ``split`` are split first: ``stages`` then has the stage of each of their steps.
     """
 
     stages: tuple[int, ...] = field(repr=False)
@@ -20,9 +20,9 @@ class Assignment:
 
 
 UNASSIGNED = Assignment((), 1)
-"""Of a graph that is not cut yet."""
+"""The assignment of a graph that is not cut yet."""
 
 
 def permuted_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of an assignment: none if each acts as itself."""
+    """The ``ranks`` of an assignment: empty if each rank acts as itself."""
     return () if ranks == tuple(range(len(ranks))) else ranks

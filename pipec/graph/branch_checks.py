@@ -1,4 +1,4 @@
-"""Branches on values of tensors: a graph follows the way that the captured call took, and checks it."""
+"""Branches on values of tensors: a graph follows those of the captured call and checks their conditions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ _library = library.Library("pipec", "FRAGMENT")
 _library.define("check_branch(Tensor condition, bool outcome, str branch) -> ()")
 
 CHECK_BRANCH = ops.pipec.check_branch.default
-"""Fails unless the condition equals ``outcome``. ``branch`` is the line of the model that asked."""
+"""Fails unless the condition equals ``outcome``. ``branch`` is the line of the model that branches."""
 
-fx.node.has_side_effect(CHECK_BRANCH)  # nothing reads it, and it must not be removed for that
+fx.node.has_side_effect(CHECK_BRANCH)  # so that it is not removed as dead code
 
 
 @library.register_fake("pipec::check_branch", lib=_library)  # type: ignore[untyped-decorator]
-def _nothing(condition: Tensor, outcome: bool, branch: str) -> None:
+def _check_branch_fake(condition: Tensor, outcome: bool, branch: str) -> None:
     pass
 
 
@@ -36,10 +36,10 @@ def is_check(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class InputBranches:
-    """The branches that follow from the arguments of ``step`` alone, which are checked before each step.
+    """The branches that depend on the arguments of ``step`` alone, which are checked before each step.
 
-    ``graph`` computes their conditions; its arguments are the leaves at ``positions``. ``outcomes`` and
-    ``branches`` are those of the ``check_branch`` of each.
+    ``graph`` computes their conditions from the leaves at ``positions``. Each condition has the ``outcome``
+    and the ``branch`` of its ``check_branch``.
     """
 
     graph: fx.Graph
@@ -48,45 +48,45 @@ class InputBranches:
     branches: tuple[str, ...]
 
     def changed(self, leaves: Sequence[Any], sizes: Mapping[sympy.Symbol, float]) -> str:
-        """The first branch that goes the other way in a step with these leaves; empty if none does."""
+        """The first branch that a call with these leaves takes differently, in words; empty if none."""
         arguments = [torch.as_tensor(leaves[position]) for position in self.positions]
         if not self.branches or any(argument.is_meta for argument in arguments):
             return ""
-        found = _computed(self.graph, arguments, sizes)
-        for condition, outcome, branch in zip(found, self.outcomes, self.branches, strict=True):
+        conditions = _computed(self.graph, arguments, sizes)
+        for condition, outcome, branch in zip(conditions, self.outcomes, self.branches, strict=True):
             if bool(condition) is not outcome:
-                return f"{branch} was {outcome} and is {not outcome}"
+                return f"{branch} changed from {outcome} to {not outcome}"
         return ""
 
 
 NO_INPUT_BRANCHES = InputBranches(fx.Graph(), (), (), ())
-"""Those of a graph without such branches."""
+"""The input branches of a graph that has none."""
 
 
 def _computed(
     graph: fx.Graph, arguments: Sequence[Tensor], sizes: Mapping[sympy.Symbol, float]
 ) -> Sequence[Tensor]:
     """The results of a graph, on the device of its arguments."""
-    given = iter(arguments)
+    remaining = iter(arguments)
     device = arguments[0].device if arguments else torch.device("cpu")
-    known: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
 
-    def value_of(read: Any) -> Any:
-        match read:
+    def value_of(argument: Any) -> Any:
+        match argument:
             case fx.Node():
-                return known[read]
+                return values[argument]
             case sympy.Basic():
-                return int(read.subs(sizes))
+                return int(argument.subs(sizes))
             case torch.device():
                 return device
-        return read
+        return argument
 
     for node in graph.nodes:
         match node.op:
             case "placeholder":
-                known[node] = next(given)
+                values[node] = next(remaining)
             case "call_function":
                 args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), value_of)
-                known[node] = node.target(*args, **kwargs)
+                values[node] = node.target(*args, **kwargs)
     conditions: Any = graph.output_node().args[0]
-    return [known[node] for node in conditions]
+    return [values[node] for node in conditions]

@@ -9,8 +9,8 @@ import sympy
 class AssumedPerRow:
     """A call of an operator without a rule, which is assumed to compute each row by itself.
 
-    ``op`` is its name, ``dims`` the dimension of the rows of each argument, None where it has none, and
-    ``dim`` that of the result. ``location`` is the call in the model, with its line.
+    ``op`` is the operator's name. ``dims`` has the dimension of the rows of each argument, None for one
+    without rows, and ``dim`` is that of the result. ``location`` is the call in the model, with its line.
     """
 
     op: str
@@ -21,14 +21,16 @@ class AssumedPerRow:
 
 @dataclass(frozen=True)
 class BatchFindings:
-    """Each text names a call of the model, with its line, and says what it does.
+    """Findings about the batch. Each text names a call of the model, with its line, and says what it does.
 
-    ``mixed_rows``: the loss depends on several rows there, in a way that is no sum or mean over rows.
-    ``unproven``: it is not known whether it does. ``assumed``: calls that are checked when the first step
-    runs. ``output`` is where an output, other than the loss, is neither row by row nor a sum or mean.
-    ``num_batch_norms`` is how many batch norms take the statistics of a microbatch. ``unordered_random``:
-    random numbers that belong to no row, dropout apart. ``branches``: conditions on sizes, true of the
-    microbatch, by which Python code goes its way, each with its line.
+    * ``mixed_rows``: a call through which the loss depends on several rows, other than as a sum or mean.
+    * ``unproven``: a call for which this could not be decided.
+    * ``assumed``: calls that the first step checks.
+    * ``output``: a call that makes an output, other than the loss, neither row by row nor a sum or mean.
+    * ``num_batch_norms``: the number of batch norms that take the statistics of a microbatch.
+    * ``unordered_random``: calls, other than dropout, whose random numbers belong to no row.
+    * ``branches``: conditions on sizes that Python code branches on, true of the microbatch, each with its
+      line.
     """
 
     mixed_rows: str = ""

@@ -1,4 +1,4 @@
-"""The guards of a captured graph on the model and the loss that it was captured from."""
+"""Guards on the model and the loss from which a graph was captured."""
 
 import operator
 import sys
@@ -14,12 +14,11 @@ from pipec.torch_compat import Guards, ValueGuard, ValuePath, constant_guard
 
 @dataclass(frozen=True, eq=False)
 class ModelGuards:
-    """Checked before each step, because a step runs what was captured and none of the model's code.
+    """Guards that are checked before each step, because a step runs none of the model's own code.
 
-    ``traced`` is the module that was captured. Dynamo's ``guards`` know every value that its code read. Where
-    another front end captured it there are none, and ``attributes`` stand for them: what ``take_snapshot``
-    found at capture. ``constant_guards`` are the tensors of the loss function, which the graph holds as
-    constants.
+    ``traced`` is the captured module. Dynamo's ``guards`` cover every value that its code read. Another front
+    end has no ``guards``; then ``attributes``, the result of ``take_snapshot`` at capture, are compared
+    instead. ``constant_guards`` are for the tensors of the loss function, which the graph holds as constants.
     """
 
     traced: nn.Module
@@ -36,22 +35,22 @@ class ModelGuards:
         constants: Iterable[str],
         take_snapshot: Callable[[nn.Module], Mapping[str, Any]],
     ) -> "ModelGuards":
-        """The guards of a module that was just captured. ``constants`` are names of tensors below it."""
+        """The guards of a module that was just captured. ``constants`` are the names of tensors in it."""
         constant_guards = [constant_guard(name, operator.attrgetter(name), traced) for name in constants]
         return cls(traced, guards, constant_guards, take_snapshot, {} if guards else take_snapshot(traced))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelGuards":
-        """Itself: a copied graph is of the same model."""
+        """Itself, because a copied graph belongs to the same model."""
         return self
 
     @property
     def constants(self) -> dict[ValuePath, Any]:
-        """The plain values that were read of the model and the loss, by place."""
+        """The plain values that the code read from the model and the loss, by place."""
         constants = self.guards.constants if self.guards else {}
         return {place: value for place, value in constants.items() if place.root or place.names[0] in _NAMES}
 
     def violation(self) -> str:
-        """What has changed since capture, in words; empty if nothing has."""
+        """The changes since capture, in words; empty if nothing has changed."""
         for constant_guards in self.constant_guards:
             if not constant_guards.holds(self.traced):
                 return str(constant_guards)
@@ -63,82 +62,82 @@ class ModelGuards:
 
 
 NO_MODEL_GUARDS = ModelGuards(nn.Module(), None, (), lambda _: {})
-"""Those of a graph that was made without a model."""
+"""The guards of a graph without a model."""
 
 
 def describe_changes(constants: Mapping[ValuePath, Any], traced: nn.Module) -> str:
-    """The values read at capture that have changed: ``model.drop.p was 0.1 and is 0.2``."""
-    now = {place: _found(place, traced) for place in constants}
+    """The values read at capture that have changed: ``model.drop.p changed from 0.1 to 0.2``."""
+    now = {place: _value(place, traced) for place in constants}
     return "" if all(map(_same, constants.values(), now.values())) else _changed(constants, now)
 
 
 class TracedConstants:
-    """The constants that were read, looked up again before each step, sharing lookups on common paths.
+    """The constants that were read at capture, to be compared before each step.
 
-    ``model.h.0.drop.p`` and ``model.h.0.norm.eps`` are five lookups and four more.
+    A common path, such as ``model.h.0`` of ``model.h.0.drop.p`` and ``model.h.0.norm.eps``, is looked up once.
     """
 
     def __init__(self, constants: Mapping[ValuePath, Any] = MappingProxyType({})) -> None:
         self._constants = constants
         self._roots = [*dict.fromkeys(place.root for place in constants if place.root)]
         self._lookups: list[tuple[int, Callable[[Any, Any], Any], Any]] = []
-        known: dict[tuple[str, tuple[tuple[str, Any], ...]], int] = {
+        positions: dict[tuple[str, tuple[tuple[str, Any], ...]], int] = {
             (root, ()): number for number, root in enumerate(["", *self._roots])
         }
-        self._positions = [self._position(place.root, place.steps, known) for place in constants]
+        self._positions = [self._position(place.root, place.steps, positions) for place in constants]
 
-    def _position(self, root: str, steps: tuple[tuple[str, Any], ...], known: dict[Any, int]) -> int:
-        """The index of the lookup for a path, added if it is new."""
-        if (root, steps) not in known:
+    def _position(self, root: str, steps: tuple[tuple[str, Any], ...], positions: dict[Any, int]) -> int:
+        """The index of the lookup for a path, which is added if it is new."""
+        if (root, steps) not in positions:
             *before, (kind, key) = steps
-            parent = self._position(root, tuple(before), known)
-            known[root, steps] = len(known)
+            parent = self._position(root, tuple(before), positions)
+            positions[root, steps] = len(positions)
             self._lookups.append((parent, getattr if kind == "attribute" else operator.getitem, key))
-        return known[root, steps]
+        return positions[root, steps]
 
     def changed(self, traced: nn.Module) -> str:
         """The values that have changed, in words; empty if none has."""
-        found: list[Any] = [traced, *map(sys.modules.get, self._roots)]
+        values: list[Any] = [traced, *map(sys.modules.get, self._roots)]
         try:
             for parent, look_up, key in self._lookups:
-                found.append(look_up(found[parent], key))
+                values.append(look_up(values[parent], key))
         except (LookupError, AttributeError, TypeError):
             return describe_changes(self._constants, traced)
-        now = [found[position] for position in self._positions]
+        now = [values[position] for position in self._positions]
         if all(map(_same, self._constants.values(), now)):
             return ""
         return describe_changes(self._constants, traced)
 
 
-def _found(place: ValuePath, traced: nn.Module) -> Any:
+def _value(place: ValuePath, traced: nn.Module) -> Any:
     try:
         return place.value(traced)
     except (LookupError, AttributeError, TypeError):
-        return _MISSING
+        return _ABSENT
 
 
-class _Missing:
+class _Absent:
     def __repr__(self) -> str:
-        return "gone"
+        return "absent"
 
 
-_MISSING = _Missing()
+_ABSENT = _Absent()
 
 
 def _changed(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> str:
     changed = [
-        f"{name} was {before.get(name, 'absent')} and is {now.get(name, _MISSING)}"
+        f"{name} changed from {before.get(name, _ABSENT)} to {now.get(name, _ABSENT)}"
         for name in {**before, **now}
-        if not _same(before.get(name, _MISSING), now.get(name, _MISSING))
+        if not _same(before.get(name, _ABSENT), now.get(name, _ABSENT))
     ]
-    rest = len(changed) - _MOST
-    return ", ".join(changed[:_MOST]) + f", and {rest} more" * (rest > 0)
+    num_omitted = len(changed) - _MAX_DESCRIBED
+    return ", ".join(changed[:_MAX_DESCRIBED]) + f", and {num_omitted} more" * (num_omitted > 0)
 
 
-_MOST = 3
+_MAX_DESCRIBED = 3
 
 _NAMES = ("model", "loss_fn")
-"""What capture calls the model and the loss in the module that it traces."""
+"""The names of the model and the loss in the module that capture traces."""
 
 
 def _same(one: Any, other: Any) -> bool:

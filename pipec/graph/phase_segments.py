@@ -11,11 +11,11 @@ from pipec.graph import Gradient, TrainingGraph, is_collective, segment_of, send
 def split_into_segments(
     graph: TrainingGraph, nodes: Sequence[fx.Node], gradients: Sequence[Collection[str]]
 ) -> list[set[fx.Node]]:
-    """The nodes of a phase, in order, as the sets that its functions run; at least one.
+    """The segments of a phase, in order: the set of nodes of each; at least one set.
 
-    They are divided by ``meta["segment"]``, and then so that the ``gradients`` of each group are complete at
-    the end of a function that computes nothing only the groups behind it need. A collective belongs to the
-    segment behind it, so that there is always one before::
+    ``nodes`` are divided by ``meta["segment"]``, and then by groups of ``gradients``: the gradients of a
+    group are complete at the end of its segment, which computes nothing that only later groups need. A
+    collective is in the segment that reads its result; an empty segment precedes it if it would be first::
 
         dx2 = mm(dy, w2)                          0
         dw2 = mm(dy.t(), x2)      w2 | w1  ->     0
@@ -24,24 +24,24 @@ def split_into_segments(
     """
     groups = _first_groups(graph, nodes, gradients)
     keys = {node: (segment_of(node), groups[node]) for node in nodes}
-    found = [{node for node in nodes if keys[node] == key} for key in sorted(set(keys.values()))]
-    hands_over = [set[fx.Node]()] if found and any(map(is_collective, found[0])) else []
-    return hands_over + found or [set()]
+    segments = [{node for node in nodes if keys[node] == key} for key in sorted(set(keys.values()))]
+    before = [set[fx.Node]()] if segments and any(map(is_collective, segments[0])) else []
+    return before + segments or [set()]
 
 
 def _first_groups(
     graph: TrainingGraph, nodes: Sequence[fx.Node], gradients: Sequence[Collection[str]]
 ) -> Mapping[fx.Node, int]:
-    """For each node the first group of ``gradients`` that needs it, or the last one if none does."""
+    """The first group of ``gradients`` that needs each node, or the last group if none needs it."""
     last = max(len(gradients) - 1, 0)
     group_of = {fqn: number for number, group in enumerate(gradients) for fqn in group}
-    found = dict.fromkeys(nodes, last)
+    first = dict.fromkeys(nodes, last)
     for role, node in graph.outputs:
-        if isinstance(role, Gradient) and node in found:
-            found[node] = min(found[node], group_of.get(role.fqn, last))
+        if isinstance(role, Gradient) and node in first:
+            first[node] = min(first[node], group_of.get(role.fqn, last))
     for node in reversed(nodes):
-        found[node] = min([found[node], *(found[user] for user in node.users if user in found)])
+        first[node] = min([first[node], *(first[user] for user in node.users if user in first)])
     for node in nodes:
         if node.target in (operator.getitem, send):
-            found[node] = found.get(node.all_input_nodes[0], found[node])
-    return found
+            first[node] = first.get(node.all_input_nodes[0], first[node])
+    return first

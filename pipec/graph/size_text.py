@@ -9,11 +9,11 @@ import torch
 from pipec import torch_compat
 
 SymbolNames = Mapping[sympy.Symbol, str]
-"""What the symbols of a captured graph are called in shapes and in code."""
+"""The names of the symbols of a captured graph in shapes and in code."""
 
 
 def format_size(size: Any, symbols: SymbolNames) -> str:
-    """Python source of a size: ``8``, ``b`` or ``4*b``. A symbolic size is given as itself or its formula."""
+    """Python source of a size: ``8``, ``b`` or ``4*b``. ``size`` is a number, a SymInt or an expression."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else size
     if not isinstance(expr, sympy.Basic):
         return str(expr)

@@ -32,7 +32,7 @@ class Operator:
 
 
 class LoweringLevel(IntEnum):
-    """How far the passes have brought a graph. ``RULES`` in ``invariants`` lists what holds of each level."""
+    """How far passes have transformed a graph. ``RULES`` in ``invariants`` has the rules of each level."""
 
     CAPTURED = 0
     CUT = 1
@@ -44,23 +44,28 @@ class LoweringLevel(IntEnum):
 class TrainingGraph:
     """Forward, loss and backward as one graph, with its symbols, guards and findings.
 
-    ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
-    ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
-    ``batch_size`` rows alone. ``variables`` are the other sizes and the numbers that may change from call to
-    call, and ``planned_sizes`` has those of the call that was captured, for which costs are predicted.
-    ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph is
-    valid for sizes and numbers for which all ``guards`` hold. ``data_dependent_sizes`` are the sizes that
-    depend on values, each with a prediction. ``batch_counts`` computes, once a step, what the stages must
-    know of the whole mini-batch; no pass changes it. ``precomputed`` computes, once for each version of the
-    weights, what depends on them and on fixed buffers. ``findings`` say what was proved of the batch.
-    ``logs`` names the results that follow the loss; those after them, of which ``output_spec`` is the tree,
-    are the model's output. ``first_collective`` is the first model collective, if any: replicas run it at the
-    same time. ``squeezed_at`` is where eager torch would squeeze the batch dimension of a batch of one row,
-    if anywhere. ``model_guards`` say whether capturing again would give the same, and ``input_branches``
-    whether the values of a call's arguments make it branch in the same way; passes leave them alone.
-    ``assignment`` has the stages of a graph that is cut. ``paths`` names the leaves of the arguments,
-    ``axes`` says where the user has the rows of those that are split, and ``training`` is the mode of the
-    model.
+    * ``results`` has the role of each output of the graph, in order. ``logs`` names the results that follow
+      the loss. The results of the model's output come after these; ``output_spec`` is their tree.
+    * ``batch`` is the symbol of the microbatch size in every shape, or None if the graph is valid for
+      ``batch_size`` rows only.
+    * ``variables`` are the other sizes and the numbers that may change from call to call. ``planned_sizes``
+      has their values in the captured call, for which costs are predicted. ``variable_symbols`` names their
+      symbols; a variable without a symbol has its planned value in every call.
+    * The graph is valid for sizes and numbers that meet all ``guards``.
+    * ``data_dependent_sizes`` are the sizes that depend on values, each with a prediction.
+    * ``batch_counts`` computes, once a step, the values of the whole mini-batch that stages read. No pass
+      changes it.
+    * ``precomputed`` computes, once for each version of the weights, the values that depend on weights and
+      fixed buffers alone.
+    * ``findings`` say what capture proved of the batch.
+    * ``first_collective`` is the first model collective, if any: replicas run it at the same time.
+    * ``squeezed_at`` is the place where eager torch would squeeze the batch dimension of a batch of one row,
+      if any.
+    * ``model_guards`` tell whether capturing again would give the same graph, and ``input_branches`` whether
+      the arguments of a call lead to the same branches. Passes do not change them.
+    * ``assignment`` has the stages of a graph that is cut.
+    * ``paths`` names the leaves of the arguments, and ``axes`` says where the user has the rows of the leaves
+      that are split. ``training`` is the mode of the model.
     """
 
     module: fx.GraphModule
@@ -92,7 +97,7 @@ class TrainingGraph:
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
-        """Every node that computes something, in order."""
+        """The nodes that call functions, in order."""
         return (node for node in self.module.graph.nodes if node.op == "call_function")
 
     @property
@@ -121,44 +126,44 @@ class TrainingGraph:
 
     @property
     def fixed_sizes(self) -> Sizes:
-        """The variables that have one value in all calls for which the graph is valid."""
+        """The variables without a symbol, with the one value for which the graph is valid."""
         symbolic = {*self.variable_symbols.values()}
         return {name: size for name, size in self.planned_sizes.items() if name not in symbolic}
 
     def is_valid_for(self, microbatch_size: int, values: Sizes | None = None) -> bool:
-        """Whether the captured graph is valid for this microbatch size and these variables."""
+        """Whether the graph is valid for this microbatch size and these values of its variables."""
         if self.batch is None and microbatch_size != self.batch_size:
             return False
         if values and any(values[name] != size for name, size in self.fixed_sizes.items()):
             return False
         sizes = {"b": microbatch_size, **(values or {})}
-        known = self._known(sizes)
-        return all(guard.subs(known) != sympy.false for guard in self.guards)
+        values_of = self._symbol_values(sizes)
+        return all(guard.subs(values_of) != sympy.false for guard in self.guards)
 
     def findings_for(self, batch_size: int, values: Sizes) -> BatchFindings:
-        """The findings of a batch of so many rows, for which a branch on sizes may go another way."""
-        known = self._known({"b": batch_size, **values})
+        """The findings for a batch of ``batch_size`` rows, whose size may lead to other branches."""
+        values_of = self._symbol_values({"b": batch_size, **values})
         names = {symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}
         for condition, line in self.findings.branches:
-            if condition.subs(known) == sympy.false and not self.findings.mixed_rows:
-                why = f"({condition.subs(names)} for a microbatch of b rows, and not for all {batch_size})"
-                return replace(self.findings, mixed_rows=f"{line} {why}")
+            if condition.subs(values_of) == sympy.false and not self.findings.mixed_rows:
+                reason = f"({condition.subs(names)} for a microbatch of b rows, and not for all {batch_size})"
+                return replace(self.findings, mixed_rows=f"{line} {reason}")
         return self.findings
 
     def guard_failure(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:
-        """The guard that a call of these leaves violates, in words; empty if there is none.
+        """The guard that a call with these leaves violates, in words; empty if it violates none.
 
-        ``sizes`` are those of the call, its rows among them. Without leaves, the model alone is looked at.
+        ``sizes`` are the sizes of the call, among them its rows. Without leaves only the model is checked.
         """
         changed = self.model_guards.violation()
         if changed or leaves is None or not self.input_branches.branches:
             return changed
-        return self.input_branches.changed(leaves, self._known(sizes))
+        return self.input_branches.changed(leaves, self._symbol_values(sizes))
 
-    def _known(self, sizes: Sizes) -> dict[sympy.Symbol, float]:
+    def _symbol_values(self, sizes: Sizes) -> dict[sympy.Symbol, float]:
         return {symbol: sizes[name] for symbol, name in self.symbols.items() if name in sizes}
 
 
 def copy_graph(graph: TrainingGraph) -> TrainingGraph:
-    """A graph with nodes of its own, which passes may change."""
+    """A copy with its own nodes, which passes may change."""
     return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))

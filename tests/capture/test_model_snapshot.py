@@ -142,7 +142,7 @@ def test_constants_that_change_are_named() -> None:
     read = TracedConstants(constants)
     assert read.changed(watched) == describe_changes(constants, watched) == ""
     watched[0].drop.p = 0.2
-    assert read.changed(watched) == "0.drop.p was 0.1 and is 0.2"
+    assert read.changed(watched) == "0.drop.p changed from 0.1 to 0.2"
     del watched[0]._modules["drop"]
     assert read.changed(watched) == describe_changes(constants, watched)
-    assert "is gone" in read.changed(watched)
+    assert "to absent" in read.changed(watched)

@@ -120,11 +120,11 @@ def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 CHANGES: dict[str, tuple[Change, str]] = {
     "frozen": (lambda net, _: net.first.requires_grad_(False), "requires_grad of first.weight and 1 more"),
-    "attribute": (lambda net, _: setattr(net, "scale", 3.0), "model.scale was 1.0 and is 3.0"),
-    "dropout": (lambda net, _: setattr(net.drop, "p", 1.0), "model.drop.p was 0.0 and is 1.0"),
-    "dict": (lambda net, _: net.options.update(power=2), "model.options.power was 1 and is 2"),
-    "global": (lambda *_: set_offset(2.0), "OFFSET was 0.0 and is 2.0"),
-    "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight was 1.0 and is 0.5"),
+    "attribute": (lambda net, _: setattr(net, "scale", 3.0), "model.scale changed from 1.0 to 3.0"),
+    "dropout": (lambda net, _: setattr(net.drop, "p", 1.0), "model.drop.p changed from 0.0 to 1.0"),
+    "dict": (lambda net, _: net.options.update(power=2), "model.options.power changed from 1 to 2"),
+    "global": (lambda *_: set_offset(2.0), "OFFSET changed from 0.0 to 2.0"),
+    "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight changed from 1.0 to 0.5"),
     "closure": (lambda _, loss: loss.annealed(None, 0.7), "0.7"),
     "hook": (lambda net, _: net.last.register_forward_hook(doubled), "the hooks of last changed"),
     "tensor": (lambda net, _: net.shifts.__setitem__(0, torch.ones(8)), "model.shifts.0 was"),

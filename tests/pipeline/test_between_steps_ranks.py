@@ -144,8 +144,8 @@ def test_what_one_rank_alone_changes_is_refused_on_all(tmp_path: Path) -> None:
     first, second = results(first), results(second)
     assert first == second
     said = "\n".join(first)
-    assert "  changed values: none on rank 0; loss_fn.weight was 1.0 and is 3.0 on rank 1" in said
-    assert "  changed values: none on rank 0; model.1.p was 0.5 and is 0.25 on rank 1" in said
+    assert "  changed values: none on rank 0; loss_fn.weight changed from 1.0 to 3.0 on rank 1" in said
+    assert "  changed values: none on rank 0; model.1.p changed from 0.5 to 0.25 on rank 1" in said
     assert "  modules: " in said
     assert "  autocast and defaults: no autocast, torch.float32 on rank 0; autocast to" in said
     assert "  deterministic algorithms: False on rank 0; True on rank 1" in said
