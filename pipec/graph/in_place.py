@@ -1,4 +1,4 @@
-"""Finds the statements of a function that may write into the memory of an operand that is not read later.
+"""Finds the statements that may write their result into an operand, because nothing reads it later.
 
 ::
 
@@ -8,9 +8,8 @@
     dy = mm(dz, w)                     dy = mm(dz, w)
     dx = gelu_backward(dy, x)    ->    dx = gelu_backward(dy, x, grad_input=dy)
 
-That saves memory, and time where values are larger than caches. Operators have to be elementwise, so that
-each element is read before it is written, or known to read a row before they write it. Every value keeps its
-bits.
+This saves memory, and time where values are larger than caches. Operators must be elementwise, so that each
+element is read before it is written, or be known to read a row before they write it. No bit changes.
 """
 
 import functools
@@ -42,7 +41,7 @@ from pipec.torch_compat import OpOverload
 aten = torch.ops.aten
 
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
-"""What has the same bits with its operands the other way round."""
+"""Operators whose result has the same bits with the operands swapped."""
 
 ELEMENTWISE: Mapping[Any, OpOverload] = {
     aten.gelu_backward.default: aten.gelu_backward.grad_input,
@@ -51,7 +50,7 @@ ELEMENTWISE: Mapping[Any, OpOverload] = {
     aten.tanh_backward.default: aten.tanh_backward.grad_input,
     aten.threshold_backward.default: aten.threshold_backward.grad_input,
 }
-"""Elementwise operators that can be told where to write, and what is told."""
+"""Elementwise operators, each with the overload that takes the destination."""
 
 ROWWISE: Mapping[Any, OpOverload] = {
     aten._log_softmax.default: aten._log_softmax.out,
@@ -59,28 +58,28 @@ ROWWISE: Mapping[Any, OpOverload] = {
     aten._softmax.default: aten._softmax.out,
     aten._softmax_backward_data.default: aten._softmax_backward_data.out,
 }
-"""The same of operators whose kernels on CPUs read all of a row before they write its elements, one by one.
+"""Operators whose kernels on CPUs read all of a row before they write it, each with its out variant.
 
-``tests/graph/test_in_place.py`` shows that for every type, size and dimension.
+``tests/graph/test_in_place.py`` checks this for every type, size and dimension.
 """
 
 
 def owns_new_storage(owner: fx.Node) -> bool:
-    """Whether a value takes memory because a function made it."""
-    made_here = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
-    return made_here and not accumulates_in_place(owner) and not is_row_sparse(owner)
+    """Whether a function allocates memory for the value."""
+    is_computed = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
+    return is_computed and not accumulates_in_place(owner) and not is_row_sparse(owner)
 
 
 def in_place_operands(function: PhaseFunction) -> dict[fx.Node, fx.Node]:
-    """The operand that each such statement of the function is written into, by statement.
+    """The operand into which each statement of the function writes its result, for statements that do.
 
-    The function made the operand's memory, or it was saved for this statement, and nobody else reads that: it
-    is not sent, saved or returned either. The operand is all of that memory, and lies there as the value
-    would have.
+    The function allocated the operand's memory, or the operand was saved for this statement. Nothing else
+    reads that memory: it is not sent, saved or returned. The operand covers all of it, in the layout of the
+    result.
     """
     body, saved = {*function.body}, {*function.saved_in}
-    leaving = set(map(storage_owner, function.result_nodes))
-    found: dict[fx.Node, fx.Node] = {}
+    results = set(map(storage_owner, function.result_nodes))
+    operands: dict[fx.Node, fx.Node] = {}
     for node in function.body:
         for operand in _operands(node):
             owner = storage_owner(operand)
@@ -88,29 +87,30 @@ def in_place_operands(function: PhaseFunction) -> dict[fx.Node, fx.Node]:
                 is_last = {*storage_readers(owner)} == {node}
             else:
                 is_last = owner in saved and may_overwrite_saved(node) and _is_last(node, owner, body)
-            own = is_last and owner not in leaving and _is_fresh(owner)
-            if own and _is_whole(operand, owner) and _alike(operand, node):
-                found[node] = operand
+            is_free = is_last and owner not in results and _is_fresh(owner)
+            if is_free and _is_whole(operand, owner) and _same_layout(operand, node):
+                operands[node] = operand
                 break
-    return found
+    return operands
 
 
 def may_overwrite_saved(node: fx.Node) -> bool:
     """Whether an operator may write into a saved value.
 
-    Functions that torch compiles may run more than once, so their operators may not.
+    Operators in functions that torch compiles may not, since such a function may run more than once.
     """
     return node.target is cross_entropy_gradient
 
 
 def _is_last(node: fx.Node, owner: fx.Node, body: set[fx.Node]) -> bool:
-    """Whether one node is the only reader of a saved value.
+    """Whether a node is the last reader of a saved value.
 
-    Values that a later function reads are among the function's results.
+    The node is the only reader in its function. If a later function reads the value, it is among the results
+    of this one.
     """
-    seen = {*storage_readers(owner)}
-    shared = any(each.target is send or each.op == "output" or is_collective(each) for each in seen)
-    return not shared and seen & body == {node}
+    readers = {*storage_readers(owner)}
+    is_shared = any(each.target is send or each.op == "output" or is_collective(each) for each in readers)
+    return not is_shared and readers & body == {node}
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def storage_readers(owner: fx.Node) -> Iterator[fx.Node]:
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a call may write into: it can, and no other one is in the same memory."""
+    """The operands that a node can write into, and that share memory with none of its other operands."""
     if not is_tensor(node) or is_random(node):
         return
     for operand in _writable(node):
@@ -150,7 +150,7 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _writable(node: fx.Node) -> Iterator[Any]:
-    """The operands into which the operator of a node could write."""
+    """The operands that the operator of a node can write into."""
     if in_place_variant(node.target):
         yield from node.args[: 2 if node.target in COMMUTATIVE and not node.kwargs else 1]
     elif node.target in ELEMENTWISE or (node.target in ROWWISE and _has_rows(node)):
@@ -160,16 +160,16 @@ def _writable(node: fx.Node) -> Iterator[Any]:
 
 
 def _has_rows(node: fx.Node) -> bool:
-    """Whether kernels process the operands row by row: on CPUs, where rows are contiguous."""
+    """Whether kernels process the operands row by row: on a CPU, with contiguous rows."""
     operands = [each for each in node.all_input_nodes if is_tensor(each)]
     return node.meta["val"].device.type == "cpu" and all(map(is_contiguous, operands))
 
 
 def _is_fresh(owner: fx.Node) -> bool:
-    """Whether an operator of torch made the memory. Others may return memory that they keep."""
+    """Whether an operator of ATen allocated the memory. Other operators may return memory that they keep."""
     maker = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
-    is_torchs = isinstance(maker.target, OpOverload) and maker.target.namespace == "aten"
-    return is_torchs and owns_new_storage(owner)
+    is_aten = isinstance(maker.target, OpOverload) and maker.target.namespace == "aten"
+    return is_aten and owns_new_storage(owner)
 
 
 def _is_whole(operand: fx.Node, owner: fx.Node) -> bool:
@@ -183,10 +183,10 @@ def _is_whole(operand: fx.Node, owner: fx.Node) -> bool:
     return one.dtype == other.dtype and str(one.numel()) == str(other.numel())
 
 
-def _alike(operand: fx.Node, node: fx.Node) -> bool:
-    """Whether two values have the same layout. Sizes may be symbols, and are compared as text.
+def _same_layout(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether two values have the same type, shape and strides. Sizes may be symbols: text is compared.
 
-    A single number is not worth it.
+    False for 0-dim tensors, which are too small to matter.
     """
     a, b = operand.meta["val"], node.meta["val"]
     if a.layout is not torch.strided or b.layout is not torch.strided or not a.dim():

@@ -1,4 +1,4 @@
-"""What must hold of a training graph after every pass: a list of rules for each level it has reached."""
+"""The rules that a training graph must meet after every pass, by the level that it has reached."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ def _nodes_are_classified(graph: TrainingGraph) -> Iterator[Violation]:
             if key not in node.meta:
                 yield (
                     node,
-                    f"has no {key!r}; a new node copies the meta of the one it stands for",
+                    f"has no {key!r}; a new node copies the meta of the node that it replaces",
                 )
 
 
@@ -79,7 +79,7 @@ def _forward_never_reads_backward(graph: TrainingGraph) -> Iterator[Violation]:
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
             if not is_forward(source):
-                yield node, f"runs in the forward but reads {source.name}, which the backward makes"
+                yield node, f"runs in the forward but reads {source.name}, which the backward computes"
 
 
 def _every_node_has_a_stage(graph: TrainingGraph) -> Iterator[Violation]:
@@ -99,14 +99,14 @@ def _edges_follow_the_pipeline(graph: TrainingGraph) -> Iterator[Violation]:
             )
 
 
-def _changed_buffers_stay_home(graph: TrainingGraph) -> Iterator[Violation]:
-    homes = {role.fqn: stage_of(n) for role, n in graph.outputs if isinstance(role, UpdatedBuffer)}
+def _changed_buffers_have_one_stage(graph: TrainingGraph) -> Iterator[Violation]:
+    stages = {role.fqn: stage_of(n) for role, n in graph.outputs if isinstance(role, UpdatedBuffer)}
     for node in graph.arguments:
         role = node.meta["role"]
-        if isinstance(role, Buffer) and role.fqn in homes:
+        if isinstance(role, Buffer) and role.fqn in stages:
             for user in node.users:
-                if user.op == "call_function" and stage_of(user) != homes[role.fqn]:
-                    yield user, f"reads buffer {role.fqn}, which stage {homes[role.fqn]} changes"
+                if user.op == "call_function" and stage_of(user) != stages[role.fqn]:
+                    yield user, f"reads buffer {role.fqn}, which stage {stages[role.fqn]} changes"
 
 
 def _gradients_have_one_stage_each(graph: TrainingGraph) -> Iterator[Violation]:
@@ -139,7 +139,7 @@ def _tuples_stay_whole(graph: TrainingGraph) -> Iterator[Violation]:
         if node.target is operator.getitem and not is_constant(node):
             (source,) = node.all_input_nodes
             if _place(node) != _place(source):
-                yield node, f"is a part of {source.name} but runs elsewhere: only tensors are sent or saved"
+                yield node, f"is an item of {source.name} but runs elsewhere: only tensors are sent or saved"
 
 
 def _only_messages_cross(graph: TrainingGraph) -> Iterator[Violation]:
@@ -151,16 +151,17 @@ def _only_messages_cross(graph: TrainingGraph) -> Iterator[Violation]:
 def _messages_have_sizes(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.target is send and has_data_dependent_size(node.all_input_nodes[0]):
-            yield (
-                node,
-                f"sends {node.all_input_nodes[0].name}, whose size values tell: no stage could receive it",
-            )
+            value = node.all_input_nodes[0].name
+            yield node, f"sends {value}, whose size depends on values: no stage could receive it"
 
 
 def _values_go_straight(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.target is send and node.all_input_nodes[0].target is recv:
-            yield node, f"relays {node.all_input_nodes[0].name}; the stage that makes a value sends it itself"
+            yield (
+                node,
+                f"relays {node.all_input_nodes[0].name}; the stage that computes a value sends it itself",
+            )
 
 
 def _messages_match(graph: TrainingGraph) -> Iterator[Violation]:
@@ -193,10 +194,10 @@ def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _segments_are_ordered(graph: TrainingGraph) -> Iterator[Violation]:
-    """A function reads only values of earlier functions of its stage, of its own phase or another."""
+    """A segment reads no value of a later segment: not of its own phase, and not of another."""
     for source, user in _stage_edges(graph):
-        alike = stage_of(source) == stage_of(user) and is_forward(source) == is_forward(user)
-        if alike and segment_of(source) > segment_of(user):
+        same_pass = stage_of(source) == stage_of(user) and is_forward(source) == is_forward(user)
+        if same_pass and segment_of(source) > segment_of(user):
             yield (
                 user,
                 f"runs in segment {segment_of(user)} but reads {source.name} of segment {segment_of(source)}",
@@ -207,8 +208,8 @@ def _collectives_begin_segments(graph: TrainingGraph) -> Iterator[Violation]:
     """A segment ends with the input of a collective, and the next one begins with its result."""
     for node in filter(is_collective, graph.nodes):
         source = node.all_input_nodes[0]
-        made = source.op == "call_function" and not is_constant(source) and _place(source) == _place(node)
-        if made or not segment_of(node):
+        is_local = source.op == "call_function" and not is_constant(source) and _place(source) == _place(node)
+        if is_local or not segment_of(node):
             yield node, f"begins no segment: it is in segment {segment_of(node)}, and reads {source.name}"
         if node.meta["phase"] is Phase.BACKWARD_WEIGHT:
             yield node, "waits for other replicas in the weight gradient; expected it in the input gradient"
@@ -242,7 +243,7 @@ RULES: dict[LoweringLevel, tuple[Rule, ...]] = {
     LoweringLevel.CUT: (
         _every_node_has_a_stage,
         _edges_follow_the_pipeline,
-        _changed_buffers_stay_home,
+        _changed_buffers_have_one_stage,
         _gradients_have_one_stage_each,
         _gradients_have_owners,
         _tuples_stay_whole,

@@ -1,8 +1,8 @@
 """The lifetimes of values: within a function, where generated code deletes them, and between functions.
 
-A value is a name for memory. The node that made the memory owns it; a view is another name for it, and keeps
-all of it alive. Tensors that a stage holds anyway, and what it was given or has received, lie in memory
-of their own and are not counted here.
+A value is a name for memory. The node that allocates the memory owns it. A view is another name for it, and
+keeps all of it alive. Memory that no function allocates is not counted here: parameters and buffers, inputs,
+and received values.
 """
 
 import operator
@@ -25,7 +25,7 @@ LOSSES_WITH_TEMPORARIES = (
     _aten.smooth_l1_loss.default,
     _aten.soft_margin_loss.default,
 )
-"""Losses whose kernels make a number for each element first; measured on CPUs with torch 2.13."""
+"""Losses whose kernels allocate a number for each element; measured on CPUs with torch 2.13."""
 
 BytesOf = Callable[[fx.Node], int]
 """The bytes of a node's value."""
@@ -33,7 +33,7 @@ BytesOf = Callable[[fx.Node], int]
 
 @dataclass(frozen=True, slots=True)
 class FunctionMemory:
-    """Bytes that a microbatch holds before a function runs, at most while it runs, and after it."""
+    """Bytes that a microbatch holds before a function, at its peak while it runs, and after it."""
 
     before: int
     peak: int
@@ -41,17 +41,17 @@ class FunctionMemory:
 
 
 def storage_owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that own the memory of these values, each once, without tensors that are held anyway."""
+    """The nodes that own the memory of these values, each once, if a function allocates it."""
     return {owner for owner in map(storage_owner, nodes) if owns_new_storage(owner)}
 
 
 def storage_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
-    """The bytes of these values: views are free, and the memory behind them counts whole."""
+    """The bytes of these values. A view counts as all of the memory behind it, and memory counts once."""
     return sum(map(bytes_of, storage_owners(nodes)))
 
 
 def function_memory(function: PhaseFunction, bytes_of: BytesOf) -> FunctionMemory:
-    """The memory of a microbatch's values while a function runs and deletes what is ``dead_after``."""
+    """The memory of a microbatch's values around a function that deletes values after ``dead_after``."""
     before = storage_bytes(function.saved_in, bytes_of)
     peak = max((saved + made for _, saved, made in live_bytes(function, bytes_of)), default=0)
     after = storage_bytes(map(storage_owners_in(function), function.saved_out), bytes_of)
@@ -59,31 +59,33 @@ def function_memory(function: PhaseFunction, bytes_of: BytesOf) -> FunctionMemor
 
 
 def live_bytes(function: PhaseFunction, bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
-    """Each statement of a function, with what is held while it runs: of what was saved, and of what was made.
+    """Each statement of a function, with the bytes that are live while it runs.
 
-    The first are bytes of values that came saved and are not ``dead_after`` before, the second of all others.
+    Yields the statement, the bytes of saved values that are not deleted yet (``dead_after``), and the bytes
+    of values that the function has made.
     """
-    memory, gone, body = storage_owners_in(function), dead_after(function), {*function.body}
-    came = storage_owners(function.saved_in)
-    saved, made = sum(map(bytes_of, came)), 0
+    memory, deleted, body = storage_owners_in(function), dead_after(function), {*function.body}
+    saved_owners = storage_owners(function.saved_in)
+    saved, made = sum(map(bytes_of, saved_owners)), 0
     for node in filter(is_statement, function.body):
         new = [each for each in defined_by(node, body) if memory(each) is each and owns_new_storage(each)]
         made += sum(map(bytes_of, new))
         yield node, saved, made + temporary_bytes(node, body, bytes_of)
-        for owner in storage_owners(map(memory, gone.get(node, ()))):
-            if owner in came:
+        for owner in storage_owners(map(memory, deleted.get(node, ()))):
+            if owner in saved_owners:
                 saved -= bytes_of(owner)
             else:
                 made -= bytes_of(owner)
 
 
 def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
-    """For each statement of a function, the tensors to delete after it: nothing reads their memory later.
+    """The tensors to delete after each statement of a function, because nothing reads their memory later.
 
-    Memory is freed with the last of its names. Names of tensors that are held anyway may stay.
+    Memory is freed when the last of its names is deleted. Names for memory that no function allocates may
+    stay.
     """
     memory, body = storage_owners_in(function), {*function.body}
-    kept = set(map(memory, function.result_nodes))
+    results = set(map(memory, function.result_nodes))
     last: dict[fx.Node, fx.Node] = {}
     names: dict[fx.Node, list[fx.Node]] = {}
     for value in function.saved_in:
@@ -93,17 +95,17 @@ def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
         for value in made:
             names.setdefault(memory(value), []).append(value)
         last |= dict.fromkeys(map(memory, (*filter(is_tensor, node.all_input_nodes), *made)), node)
-    gone: dict[fx.Node, list[fx.Node]] = {}
+    dead: dict[fx.Node, list[fx.Node]] = {}
     for owner, node in last.items():
-        if owner in names and owner not in kept and owns_new_storage(owner):
-            gone.setdefault(node, []).extend(names[owner])
-    return gone
+        if owner in names and owner not in results and owns_new_storage(owner):
+            dead.setdefault(node, []).extend(names[owner])
+    return dead
 
 
 def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
-    """The bytes of a statement's unnamed results: the items of its tuple that are not in ``read``.
+    """The bytes of a statement's results that get no name: the items of its tuple that are not in ``read``.
 
-    For losses also the temporaries of their kernels, for each element or for some rows at a time.
+    For losses it is the bytes that their kernels allocate, for each element or for some rows at a time.
     """
     if node.target in LOSSES_WITH_TEMPORARIES and not node.meta["val"].dim():
         return bytes_of(node.all_input_nodes[0])
@@ -116,7 +118,7 @@ def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) 
 
 
 def storage_owners_in(function: PhaseFunction) -> Callable[[fx.Node], fx.Node]:
-    """The owners of a value's memory, in a function that writes some values into others' memory."""
+    """Finds the owner of a value's memory, in a function that writes some values into operands."""
     written = in_place_operands(function)
 
     def memory(node: fx.Node) -> fx.Node:
@@ -128,12 +130,12 @@ def storage_owners_in(function: PhaseFunction) -> Callable[[fx.Node], fx.Node]:
 
 
 def is_statement(node: fx.Node) -> bool:
-    """Whether the node has a statement of its own. An item of a tuple has not: unpacking names it."""
+    """Whether the node has its own statement. An item of a tuple has none: unpacking names it."""
     return node.target is not operator.getitem
 
 
 def num_items(node: fx.Node) -> int:
-    """How many items the node's value has, if it is a tuple."""
+    """The number of items of the node's value; 0 unless it is a tuple."""
     value = node.meta.get("val")
     return len(value) if isinstance(value, list | tuple) else 0
 

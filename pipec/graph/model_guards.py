@@ -74,7 +74,7 @@ def describe_changes(constants: Mapping[ValuePath, Any], traced: nn.Module) -> s
 class TracedConstants:
     """The constants that were read at capture, to be compared before each step.
 
-    A common path, such as ``model.h.0`` of ``model.h.0.drop.p`` and ``model.h.0.norm.eps``, is looked up once.
+    The common path of ``model.h.0.drop.p`` and ``model.h.0.norm.eps``, ``model.h.0``, is looked up once.
     """
 
     def __init__(self, constants: Mapping[ValuePath, Any] = MappingProxyType({})) -> None:

@@ -10,16 +10,16 @@ key          set by    meaning
 ``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
 ``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
 ``role``     capture   on placeholders: what the argument is
-``random_seed`` capture   on random nodes: what seeds them, besides the step's seed and the microbatch
-``updated``  capture   on buffers: True where the forward gives the buffer a new value
-``has_data_dependent_size``   capture   True if its size depends on values, or it computes with such a size
+``random_seed`` capture   on random nodes: their part of the seed, besides the step's and the microbatch's
+``updated``  capture   on buffers: True if the forward gives the buffer a new value
+``has_data_dependent_size``   capture   True if its size depends on values, or if it computes with such sizes
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
-``recompute`` mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that recomputes them
-``segment``  a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
-``accumulated_in_place``   a pass    True on gradients that are made within the sum of a parameter's gradients
-``row_sparse``  a pass    True on gradients of which only the rows are made that are not zeros
-``reuses_memory``   a pass    True on values that are made in memory which a former one has left
+``recompute`` mark      on forward nodes: the phase that recomputes them, ``RECOMPUTE`` or ``BACKWARD``
+``segment``  a pass    number of the function of its phase that runs the node; 0 if it is missing
+``accumulated_in_place``   a pass    True on gradients that are added to their sum as they are computed
+``row_sparse``  a pass    True on gradients that are computed for the rows that were looked up
+``reuses_memory``   a pass    True on values that reuse the memory of an earlier value
 ============ ========= ================================================================================
 """
 
@@ -49,8 +49,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Precomputed:
-    """A value of the parameters ``fqns`` and of ``buffers`` that never change, computed once for each version
-    of the parameters: output ``index`` of the graph's ``precomputed``."""
+    """A value computed once for each version of the parameters: output ``index`` of ``precomputed``.
+
+    It depends on the parameters ``fqns`` and on ``buffers``, which never change.
+    """
 
     index: int
     fqns: tuple[str, ...]
@@ -66,7 +68,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """Leaf ``position`` of the flattened arguments of ``step``; ``path`` is how a person would write it."""
+    """Leaf ``position`` of the flattened arguments of ``step``; ``path`` names it in messages."""
 
     position: int
     path: str
@@ -75,12 +77,12 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class LossGradient:
-    """The initial gradient of the backward: the weight of the microbatch's loss in the mini-batch's."""
+    """The initial gradient of the backward: the weight of the microbatch in the loss of the mini-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFraction:
-    """The microbatch's rows as a fraction of the batch's: a 0-dim float64 tensor."""
+    """The rows of the microbatch divided by the rows of the batch: a 0-dim float64 tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,10 @@ class FirstRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchCount:
-    """A value of the whole mini-batch, such as how many labels count: output ``index`` of the graph's
-    ``batch_counts``. If it ``is_sum``, its values for parts of the batch add up to it."""
+    """A value of the whole mini-batch, such as how many labels count: output ``index`` of ``batch_counts``.
+
+    If it ``is_sum``, it is the sum of its values for parts of the batch.
+    """
 
     index: int
     is_sum: bool
@@ -99,11 +103,11 @@ class BatchCount:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output.
+    """Leaf ``position`` of the captured function's result: the loss, or the model's output.
 
-    ``is_sum``: that of the batch is the sum over microbatches. ``axis``: where the function has the rows of
-    the batch, if that is known. If blocks of them are merged outside of the rows, the graph returns the rows
-    in front instead.
+    If it ``is_sum``, the value for the batch is the sum over microbatches. ``axis`` says where the function
+    has the rows of the batch, if that is known. If another size is merged in front of the rows, as in
+    ``"(t b)"``, the graph returns the rows in front instead.
     """
 
     position: int
@@ -129,7 +133,7 @@ ACCUMULATING_METHODS: Mapping[object, str] = {
     torch.ops.aten.mm.default: "addmm_",
     torch.ops.aten.bmm.default: "baddbmm_",
 }
-"""Products, and the methods of a sum that add them to it."""
+"""Matrix products, each with the method that adds it to a sum in place."""
 
 ArgumentRole = (
     Parameter | Precomputed | Buffer | ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount
@@ -138,17 +142,17 @@ ResultRole = Output | UpdatedBuffer | Gradient
 
 
 def send(value: torch.Tensor, target: int) -> torch.Tensor:
-    """Node: ``value`` leaves its stage for stage ``target``. Its only user is one ``recv``."""
+    """Node: sends ``value`` to stage ``target``. Its only user is one ``recv``."""
     return value
 
 
 def recv(sent: torch.Tensor) -> torch.Tensor:
-    """Node: the value of a ``send`` node, as it arrives."""
+    """Node: receives the value of a ``send`` node."""
     return sent
 
 
 def size_expression(expression: sympy.Basic, *sizes: int) -> Any:
-    """Node: an expression in sizes that are nodes. They are its symbols, in alphabetical order."""
+    """Node: the value of an expression. ``sizes`` are those of its symbols, in alphabetical order."""
     symbols = sorted(expression.free_symbols, key=str)
     value: Any = expression.subs(dict(zip(symbols, sizes, strict=True)))
     if isinstance(value, BooleanAtom):
@@ -164,8 +168,8 @@ def stage_of(node: fx.Node) -> int:
 
 def segment_of(node: fx.Node) -> int:
     """The segment of its phase that runs the node."""
-    part: int = node.meta.get("segment", 0)
-    return part
+    segment: int = node.meta.get("segment", 0)
+    return segment
 
 
 def is_forward(node: fx.Node) -> bool:
@@ -177,7 +181,7 @@ def is_constant(node: fx.Node) -> bool:
 
 
 def source_parameters(node: fx.Node) -> tuple[str, ...]:
-    """The parameters that an argument of the graph is, or is computed from."""
+    """The parameter that an argument of the graph is, or the parameters from which it is computed."""
     match node.meta.get("role"):
         case Parameter(fqn=fqn):
             return (fqn,)
@@ -187,7 +191,7 @@ def source_parameters(node: fx.Node) -> tuple[str, ...]:
 
 
 def source_buffers(node: fx.Node) -> tuple[str, ...]:
-    """The buffers that an argument of the graph is, or is computed from."""
+    """The buffer that an argument of the graph is, or the buffers from which it is computed."""
     match node.meta.get("role"):
         case Buffer(fqn=fqn):
             return (fqn,)
@@ -197,7 +201,7 @@ def source_buffers(node: fx.Node) -> tuple[str, ...]:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor: not a tuple of them, not a number."""
+    """Whether the node's value is one tensor: not a tuple, not a number."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -222,7 +226,7 @@ def has_data_dependent_size(node: fx.Node) -> bool:
 
 
 def accumulates_in_place(node: fx.Node) -> bool:
-    """Whether the node is a gradient that is added to its sum as it is computed."""
+    """Whether the node is a gradient that is added to its sum while it is computed."""
     return bool(node.meta.get("accumulated_in_place"))
 
 
@@ -244,8 +248,8 @@ def is_random(node: fx.Node) -> bool:
         return False
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return bool(given != 0.0)
+            dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(dropout != 0.0)
     return True
 
 
@@ -255,11 +259,11 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's value shares memory with its first input, so that making it again is free."""
+    """Whether the node's value shares memory with its first input, so that recomputing it is free."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-        return False  # such as the conjugate of a complex number, which is a view of no node
+        return False  # such as the conjugate of a complex number
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
     return _returns_views(node.target)
@@ -284,7 +288,7 @@ def storage_owner(node: fx.Node) -> fx.Node:
 
 
 def is_gradient_sum(node: fx.Node) -> bool:
-    """Whether the node is one of autograd's sums: a value used several times has a gradient from each use."""
+    """Whether autograd made the node, to sum the gradients of several uses of a value."""
     return (
         node.target is torch.ops.aten.add.Tensor
         and not node.kwargs
@@ -294,10 +298,9 @@ def is_gradient_sum(node: fx.Node) -> bool:
 
 
 def depends_on_inputs_only(node: fx.Node) -> bool:
-    """Whether any stage can compute the forward node itself.
+    """Whether a forward node depends on the model's inputs and constants alone.
 
-    It then depends on the model's inputs and constants alone: no random number is drawn for it, and no other
-    replica takes part.
+    Any stage can compute such a node: it needs no random number and no other replica.
     """
     if "depends_on_inputs_only" not in node.meta:
         if node.op == "placeholder":

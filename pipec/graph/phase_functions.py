@@ -9,12 +9,13 @@ an edge to another stage                  is a message
 ========================================  =============================================
 
 Parameters, buffers that never change and constants are arguments of every function and are never saved.
-Neither are views: they are made again where they are read, and the tensor that owns the memory is saved.
-Recomputed values are made again as well, in a function of their own or where a backward first reads them.
+Views are not saved either: the tensor that owns the memory is saved, and each function that reads a view
+makes it again. Recomputed values are made again in a function of their own, or where a backward first reads
+them.
 
 A phase is one function, or several that run one after the other: its segments. Passes put nodes into segments
-with ``meta["segment"]``, where something has to happen between two of them. The phase that makes gradients is
-also divided where gradients have to be complete before the others are.
+with ``meta["segment"]`` where something has to happen between two of them. The phase that makes gradients is
+also divided where some gradients have to be complete before others.
 """
 
 import operator
@@ -56,9 +57,9 @@ _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 class PhaseFunction:
     """One phase of one stage, or segment number ``segment`` of ``num_segments`` of it.
 
-    ``body`` holds the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` come from
-    outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``buffer_updates`` and ``gradients`` leave. So
-    does the input of each collective in ``collectives``, for what replicas do before the next segment.
+    ``body`` has the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` are arguments.
+    ``outputs``, ``saved_out``, ``buffer_updates``, ``gradients`` and the values of ``sent`` (send nodes) are
+    results, and so are the inputs of ``collectives``, which replicas run before the next segment.
     """
 
     stage: int
@@ -87,7 +88,7 @@ class PhaseFunction:
 
     @property
     def read_nodes(self) -> Iterator[fx.Node]:
-        """Every node that the body or the results read, as often as they do."""
+        """The nodes that the body and the results read, once for each reader."""
         for node in self.body:
             yield from node.all_input_nodes
         yield from self.result_nodes
@@ -102,23 +103,23 @@ class PhaseFunction:
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """The functions of one stage in the order they run, and the tensors it holds, in first-use order."""
+    """The functions of a stage in the order in which they run, and its tensors in the order of first use."""
 
     index: int
     functions: tuple[PhaseFunction, ...]
     parameters: tuple[fx.Node, ...]
     buffers: tuple[fx.Node, ...]
     precomputed: tuple[fx.Node, ...]
-    """What is made of parameters alone and some function reads: arguments of the graph."""
+    """Arguments of the graph that some function reads: values that depend on weights and fixed buffers."""
     batch_counts: tuple[fx.Node, ...]
-    """The values of the whole mini-batch that some function reads: arguments of the graph."""
+    """Arguments of the graph that some function reads: values of the whole mini-batch."""
     constants: tuple[fx.Node, ...]
-    """Every constant node that is needed, in order. The generated ``constants(b)`` returns those that some
-    function reads; the others lead to them."""
+    """The constant nodes that functions read, and the nodes that compute these, in order. The generated
+    ``constants(b)`` returns the former."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """In the order in which they run."""
+        """The phases of the stage, in the order in which they run."""
         return tuple(dict.fromkeys(function.phase for function in self.functions))
 
     def phase_functions(self, phase: Phase) -> tuple[PhaseFunction, ...]:
@@ -129,26 +130,27 @@ class StageFunctions:
 def stage_functions(
     graph: TrainingGraph, stage: int, split_backward: bool, gradients: Sequence[Collection[str]] = ()
 ) -> StageFunctions:
-    """Read one stage off the graph. With ``split_backward`` it has two backwards instead of one.
+    """The functions of one stage of the graph. With ``split_backward`` the backward is in two halves.
 
-    ``gradients`` are parameters in groups. The gradients of each group are complete at the end of one segment
-    of the backward, or of its weight half, and no later than those of the next group.
+    ``gradients`` are groups of parameters. The gradients of a group are complete at the end of a segment of
+    the backward, or of its weight half, and no later than the gradients of the next group.
 
-    The functions are read from the last to the first, because each must save what the next one needs.
+    The functions are built from the last to the first, because each must save what the next one needs.
     """
     mine = [n for n in graph.nodes if not is_constant(n) and stage_of(n) == stage]
     phases = _phases(graph, mine, split_backward)
     functions: list[PhaseFunction] = []
     needed: tuple[fx.Node, ...] = ()
-    parts_of = {phase: _segments(graph, mine, phase, gradients) for phase in phases}
-    _add_recomputed(mine, [segment for phase in phases if phase in _BACKWARDS for segment in parts_of[phase]])
+    segments_of = {phase: _segments(graph, mine, phase, gradients) for phase in phases}
+    backwards = [segment for phase in phases if phase in _BACKWARDS for segment in segments_of[phase]]
+    _add_recomputed(mine, backwards)
     for phase in reversed(phases):
-        parts = parts_of[phase]
-        for number in reversed(range(len(parts))):
-            function = _function(graph, stage, phase, parts, number, needed)
+        segments = segments_of[phase]
+        for number in reversed(range(len(segments))):
+            function = _function(graph, stage, phase, segments, number, needed)
             functions.insert(0, function)
             needed = function.saved_in
-    assert not needed, f"stage {stage} saves {needed} that no function makes"
+    assert not needed, f"stage {stage} reads saved values {needed} that no function computes"
     return StageFunctions(
         stage,
         tuple(functions),
@@ -170,7 +172,7 @@ def _phases(graph: TrainingGraph, nodes: Sequence[fx.Node], split_backward: bool
 
 
 def belongs_to_phase(node: fx.Node, phase: Phase) -> bool:
-    """Whether the node belongs to the phase. A view may be made again in a phase it does not belong to."""
+    """Whether the node belongs to the phase. Other phases may make a view again."""
     own = node.meta["phase"]
     match phase:
         case Phase.RECOMPUTE:
@@ -190,11 +192,11 @@ def _segments(
     return split_into_segments(graph, own, gradients if phase in GRADIENT_PHASES else ())
 
 
-def _add_recomputed(nodes: Iterable[fx.Node], parts: Sequence[set[fx.Node]]) -> None:
-    """Add recomputed nodes to the first of these ``parts`` that reads them, with all items of a tuple."""
+def _add_recomputed(nodes: Iterable[fx.Node], segments: Sequence[set[fx.Node]]) -> None:
+    """Add each recomputed node to the first segment that reads it, with all items of a tuple."""
     waiting = {node for node in nodes if node.meta.get("recompute") is Phase.BACKWARD}
     seen: set[fx.Node] = set()
-    for segment in parts:
+    for segment in segments:
         pending = [source for node in segment for source in node.all_input_nodes]
         while pending:
             node = pending.pop()
@@ -210,16 +212,16 @@ def _function(
     graph: TrainingGraph,
     stage: int,
     phase: Phase,
-    parts: Sequence[set[fx.Node]],
+    segments: Sequence[set[fx.Node]],
     segment: int,
     saved_out: tuple[fx.Node, ...],
 ) -> PhaseFunction:
-    local, others = parts[segment], set[fx.Node]().union(*parts[:segment], *parts[segment + 1 :])
-    is_last = segment == len(parts) - 1
+    local, others = segments[segment], set[fx.Node]().union(*segments[:segment], *segments[segment + 1 :])
+    is_last = segment == len(segments) - 1
     results = [] if phase is Phase.RECOMPUTE else _results(graph, stage, phase)
     results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
     sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
-    collectives = [] if is_last else list(filter(is_collective, parts[segment + 1]))
+    collectives = [] if is_last else list(filter(is_collective, segments[segment + 1]))
     checks = [node for node in local if is_check(node) and phase is not Phase.RECOMPUTE]
     roots = [*saved_out, *checks, *(n for _, n in results)]
     roots += [n.all_input_nodes[0] for n in [*sent, *collectives]]
@@ -229,16 +231,16 @@ def _function(
     def ordered(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(sorted(nodes, key=order.__getitem__))
 
-    arrives = {node for node in body if _arrives(node)}
+    received = {node for node in body if _is_received(node)}
     return PhaseFunction(
         stage,
         phase,
         body=tuple(
             _recompute_before_use(
-                ordered(body - arrives), {node for node in local if belongs_to_phase(node, phase)}
+                ordered(body - received), {node for node in local if belongs_to_phase(node, phase)}
             )
         ),
-        received=ordered(arrives),
+        received=ordered(received),
         inputs=ordered(n for n in outside if _is_input(n)),
         saved_in=ordered(n for n in outside if not _is_input(n)),
         saved_out=saved_out,
@@ -247,13 +249,13 @@ def _function(
         buffer_updates=tuple((r.fqn, n) for r, n in results if isinstance(r, UpdatedBuffer)),
         gradients=tuple((r.fqn, n) for r, n in results if isinstance(r, Gradient)),
         segment=segment,
-        num_segments=len(parts),
+        num_segments=len(segments),
         collectives=ordered(collectives),
     )
 
 
 def _recompute_before_use(body: Sequence[fx.Node], own: set[fx.Node]) -> Iterator[fx.Node]:
-    """The body in order, with nodes that are made again (all but ``own``) moved to their first reader."""
+    """The body in order, with recomputed nodes (all but ``own``) moved in front of their first reader."""
     pending = {node for node in body if node not in own}
 
     def emit(node: fx.Node) -> Iterator[fx.Node]:
@@ -278,15 +280,15 @@ def _recompute_before_use(body: Sequence[fx.Node], own: set[fx.Node]) -> Iterato
 
 
 def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[ResultRole, fx.Node]]:
-    """The graph's outputs that this function makes. The last stage returns those that no stage computes."""
-    found = []
+    """The graph's outputs that the phase computes. The last stage returns outputs that no stage computes."""
+    results = []
     for role, node in graph.outputs:
         computed = node.op == "call_function" and not is_constant(node)
         if stage == (stage_of(node) if computed else graph.num_stages - 1):
-            made_in = node.meta["phase"] if computed else Phase.FORWARD
-            if made_in is phase or (phase is Phase.BACKWARD and made_in is not Phase.FORWARD):
-                found.append((role, node))
-    return found
+            own = node.meta["phase"] if computed else Phase.FORWARD
+            if own is phase or (phase is Phase.BACKWARD and own is not Phase.FORWARD):
+                results.append((role, node))
+    return results
 
 
 def _closure(
@@ -294,33 +296,33 @@ def _closure(
 ) -> tuple[set[fx.Node], set[fx.Node]]:
     """The nodes to compute for the roots, and the values from outside that they need.
 
-    ``reads_changed`` says whether buffers are read that the forward changes.
+    With ``reads_changed``, buffers that the forward changes are read from the stage, not from outside.
     """
     body: set[fx.Node] = set()
     outside: set[fx.Node] = set()
     pending = list(roots)
     while pending:
         node = pending.pop()
-        if node in body or node in outside or is_constant(node) or _is_held(node, reads_changed):
+        if node in body or node in outside or is_constant(node) or _is_own_tensor(node, reads_changed):
             continue
         if node in local or is_view(node):
             body.add(node)
-            if not _arrives(node):
+            if not _is_received(node):
                 pending.extend(node.all_input_nodes)
         else:
             outside.add(node)
     return body, outside
 
 
-def _arrives(node: fx.Node) -> bool:
+def _is_received(node: fx.Node) -> bool:
     """Whether the value is received from another stage or from a collective."""
     return node.target is recv or is_collective(node)
 
 
-def _is_held(node: fx.Node, reads_changed: bool) -> bool:
-    """Whether the stage holds the tensor itself.
+def _is_own_tensor(node: fx.Node, reads_changed: bool) -> bool:
+    """Whether a function reads the node from the stage's own tensors.
 
-    Only the first function can read a buffer that the forward changes: later it has a new value.
+    Only the first function can do so with a buffer that the forward changes: later it has a new value.
     """
     if node.op != "placeholder":
         return False
@@ -338,20 +340,20 @@ def _is_input(node: fx.Node) -> bool:
 
 def _arguments(functions: Sequence[PhaseFunction], kind: type) -> tuple[fx.Node, ...]:
     nodes = (node for function in functions for node in function.read_nodes)
-    held = [n for n in nodes if n.op == "placeholder" and isinstance(n.meta["role"], kind)]
-    return tuple(dict.fromkeys(held))
+    arguments = [n for n in nodes if n.op == "placeholder" and isinstance(n.meta["role"], kind)]
+    return tuple(dict.fromkeys(arguments))
 
 
 def _parameters(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
-    """The parameters that some function reads, then those that it reads precomputed values of."""
-    behind = {fqn for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].fqns}
-    others = {Parameter(fqn) for fqn in behind}
+    """The parameters that functions read, then the parameters from which precomputed values are computed."""
+    precomputed = {fqn for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].fqns}
+    others = {Parameter(fqn) for fqn in precomputed}
     named = [node for node in graph.arguments if node.meta["role"] in others]
     return tuple(dict.fromkeys([*_arguments(functions, Parameter), *named]))
 
 
 def _buffers(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
-    """The buffers that some function reads, then those that are updated, or read elsewhere."""
+    """The buffers that functions read, update, or read through precomputed values and batch counts."""
     others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.buffer_updates}
     others |= {
         Buffer(fqn) for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].buffers
@@ -362,28 +364,28 @@ def _buffers(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[
 
 
 def batch_count_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
-    """What ``graph.batch_counts`` computes to make the values ``read``, and its arguments for that."""
+    """The nodes of ``graph.batch_counts`` that compute the values ``read``, arguments included."""
     return _leading_to(graph.batch_counts, read)
 
 
 def precomputed_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
-    """What ``graph.precomputed`` computes to make the values ``read``, and its parameters for that."""
+    """The nodes of ``graph.precomputed`` that compute the values ``read``, parameters included."""
     return _leading_to(graph.precomputed, read)
 
 
-def _leading_to(apart: fx.Graph | None, read: Iterable[fx.Node]) -> list[fx.Node]:
+def _leading_to(side_graph: fx.Graph | None, read: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes of a side graph that compute the values of the arguments ``read``."""
-    if apart is None:
+    if side_graph is None:
         return []
-    made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
+    outputs: tuple[fx.Node, ...] = side_graph.output_node().args[0]  # type: ignore[assignment]
     needed: set[fx.Node] = set()
-    pending = [made[node.meta["role"].index] for node in read]
+    pending = [outputs[node.meta["role"].index] for node in read]
     while pending:
         node = pending.pop()
         if node not in needed:
             needed.add(node)
             pending.extend(node.all_input_nodes)
-    return [node for node in apart.nodes if node in needed]
+    return [node for node in side_graph.nodes if node in needed]
 
 
 def _constants(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:

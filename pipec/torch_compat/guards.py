@@ -117,7 +117,7 @@ class ValueGuard:
         self._expected = read(module)
 
     def __str__(self) -> str:
-        return f"{self._name} was another object, or had other values"
+        return f"{self._name} changed: it is another object, or has other values"
 
     def holds(self, module: torch.nn.Module) -> bool:
         try:

@@ -185,7 +185,7 @@ BREAKS = {
     second_gradient: "is a second gradient of second.weight on the same stage",
     gradient_elsewhere: "is the gradient of norm.weight, but stage 0 does not hold that parameter",
     skip_the_message: "without a send and a recv",
-    relay: "the stage that makes a value sends it itself",
+    relay: "the stage that computes a value sends it itself",
     lose_a_recv: "must be received exactly once, but has 2 users",
     another_target: "goes to stage 7 but stage",
     receive_what_was_not_sent: "without a send and a recv|receives something that was not sent|exactly once",

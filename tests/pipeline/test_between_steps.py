@@ -127,8 +127,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight changed from 1.0 to 0.5"),
     "closure": (lambda _, loss: loss.annealed(None, 0.7), "0.7"),
     "hook": (lambda net, _: net.last.register_forward_hook(doubled), "the hooks of last changed"),
-    "tensor": (lambda net, _: net.shifts.__setitem__(0, torch.ones(8)), "model.shifts.0 was"),
-    "in place": (lambda net, _: net.shifts[0].fill_(1), "model.shifts.0 was"),
+    "tensor": (lambda net, _: net.shifts.__setitem__(0, torch.ones(8)), "model.shifts.0 changed"),
+    "in place": (lambda net, _: net.shifts[0].fill_(1), "model.shifts.0 changed"),
     "class": (lambda net, _: setattr(net, "drop", nn.Tanh()), "the class or the hooks of drop changed"),
     "module": (lambda net, _: setattr(net, "last", fresh(lambda: nn.Linear(8, 4))), "last.weight, last.bias"),
     "layers": (

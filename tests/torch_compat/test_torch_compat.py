@@ -180,7 +180,7 @@ def test_guards_know_what_a_forward_read() -> None:
         (lambda module: setattr(module, "scale", 2.0), "model.scale == 1.0"),
         (lambda module: setattr(module, "kind", 4), "kind"),
         (lambda module: module.options.update(power=2), "model.options.power == 1"),
-        (lambda module: module.held.add_(1), "model.held was"),
+        (lambda module: module.held.add_(1), "model.held changed"),
         (lambda module: setattr(module, "forward", lambda x: x), "model"),
         (lambda module: setattr(module, "layer", nn.Identity()), "layer"),
     ],

@@ -1,4 +1,4 @@
-"""The best order found for given costs and memory: every known schedule, a search, and local moves."""
+"""``auto``: the best schedule for given costs and memory, of all fixed schedules and of searched orders."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,52 +16,52 @@ from pipec.schedules.v_half_min import patterns_within_peak
 
 
 def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
-    """The schedule of least makespan found, on a straight, looped or V placement, within the memory limit.
+    """The schedule of least simulated makespan within the memory limit, of all ``candidate_schedules``.
 
-    Never worse than the best of ``SCHEDULES`` that fits: those are among the candidates. The simulator
-    decides.
+    Placements are straight, looped or a V. The result is never worse than the best of ``SCHEDULES`` that
+    fits, because these are candidates, too.
 
     Raises:
-        InfeasibleError: nothing fits within the memory limit.
+        InfeasibleError: no candidate fits within the memory limit.
     """
-    found = [
+    fitting = [
         each for each in candidate_schedules(num_ranks, num_microbatches, work) if work.fits_memory(each)
     ]
-    if not found:
+    if not fitting:
         limit = min(work.memory_limits(num_ranks))
         raise InfeasibleError(
             f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches stays within a memory "
             f"limit of {limit:g}; raise the limit, use smaller microbatches or recompute"
         )
-    best = min(found, key=lambda schedule: simulate_schedule(schedule, work)[0].makespan)
+    best = min(fitting, key=lambda schedule: simulate_schedule(schedule, work)[0].makespan)
     return replace(best, name="auto")
 
 
 def candidate_schedules(
     num_ranks: int, num_microbatches: int, work: Workload, placement: Placement | None = None
 ) -> list[Schedule]:
-    """Every schedule of ``SCHEDULES`` that can do with these counts, and orders found from them.
+    """Every schedule of ``SCHEDULES`` for these counts, and schedules that a search finds from them.
 
-    The search for those is on the straight and the V placement, within the memory limit. All have as many
-    stages as ``work`` knows the costs of and, if ``placement`` is given, have them there.
+    The search is on the straight and the V placement, within the memory limit. Only placements for which
+    ``work`` has the costs of every stage are considered, and only ``placement`` if it is given.
     """
 
-    def is_wanted(where: Placement) -> bool:
-        return work.has_costs_of(where) and placement in (None, where)
+    def is_wanted(each: Placement) -> bool:
+        return work.has_costs_of(each) and placement in (None, each)
 
-    known = [each for each in fixed_schedules(num_ranks, num_microbatches) if is_wanted(each.placement)]
-    fitting = [schedule for schedule in known if work.fits_memory(schedule)]
-    searched = filter(is_wanted, (linear_placement(num_ranks), v_placement(num_ranks)))
-    return [*known, *_searched(searched, num_microbatches, work, fitting)]
+    fixed = [each for each in fixed_schedules(num_ranks, num_microbatches) if is_wanted(each.placement)]
+    fitting = [schedule for schedule in fixed if work.fits_memory(schedule)]
+    placements = filter(is_wanted, (linear_placement(num_ranks), v_placement(num_ranks)))
+    return [*fixed, *_searched(placements, num_microbatches, work, fitting)]
 
 
 def fixed_schedules(num_ranks: int, num_microbatches: int) -> list[Schedule]:
-    """Every schedule of ``SCHEDULES`` that can do with these counts."""
-    found = []
+    """Every schedule of ``SCHEDULES`` that exists for these counts."""
+    schedules = []
     for make in SCHEDULES.values():
         with suppress(InputError):
-            found.append(make(num_ranks, num_microbatches))
-    return found
+            schedules.append(make(num_ranks, num_microbatches))
+    return schedules
 
 
 def _searched(
@@ -69,22 +69,21 @@ def _searched(
 ) -> Iterator[Schedule]:
     for placement in placements:
         problem = make_ordering_problem(placement, m, work, work.available_memory(placement))
-        known = [schedule for schedule in fitting if schedule.placement == placement]
+        starts = [schedule for schedule in fitting if schedule.placement == placement]
         if placement == v_placement(problem.num_ranks):
-            known += patterns_within_peak(problem.num_ranks, m, _most_chunks(problem, work))
+            starts += patterns_within_peak(problem.num_ranks, m, _max_in_flight(problem, work))
         try:
-            yield problem.schedule("auto", search(problem, map(problem.orders, known), by_span=False))
+            yield problem.schedule("auto", search(problem, map(problem.orders, starts), by_span=False))
         except InfeasibleError:  # the other placement may fit
             continue
 
 
-def _most_chunks(problem: OrderingProblem, work: Workload) -> int:
-    """How many stage-microbatches every rank has room for, whichever of its stages they are of."""
+def _max_in_flight(problem: OrderingProblem, work: Workload) -> int:
+    """The number of stage-microbatches, of any of its stages, for which every rank has memory."""
     memory = work.for_placement(problem.placement).memory
     largest = [0.0] * problem.num_ranks
     for number, stage in enumerate(memory):
         rank = rank_of(problem.placement, number)
         largest[rank] = max(largest[rank], stage.saved, stage.weight_gradient_saved)
-    most = 2 * problem.num_microbatches
     fitting = (limit / one for limit, one in zip(problem.memory_limits, largest, strict=True) if one)
-    return int(min(most, *fitting))
+    return int(min(2 * problem.num_microbatches, *fitting))

@@ -1,7 +1,7 @@
-"""Greedy schedules: whenever a rank is free it chooses what to run next, and nothing is ever taken back.
+"""Greedy schedules: whenever a rank is free it chooses its next task, and no choice is ever undone.
 
-``list_scheduling`` keeps the time and asks the ranks; how they choose is theirs. Here they choose for a
-``GreedyPolicy`` under a memory limit; ``v_half_min`` has ranks that follow a pattern.
+``list_scheduling`` advances the time and lets each rank choose. Ranks here follow a ``GreedyPolicy`` under a
+memory limit; the ranks of ``v_half_min`` follow a pattern.
 """
 
 import heapq
@@ -17,7 +17,7 @@ _NEVER = math.inf
 
 
 class ChoosingRank(Protocol):
-    """A rank as it makes its order."""
+    """A rank that chooses its tasks one by one."""
 
     order: list[int]
     busy_until: float
@@ -25,7 +25,7 @@ class ChoosingRank(Protocol):
     def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
         """The task to run now, or -1 and the time at which the next is known to arrive.
 
-        ``arrived[task]`` is when what a forward or input gradient reads is there, as far as that is known.
+        ``arrived[task]`` is when the input of a forward or input gradient arrives: infinity if not known yet.
         """
 
     def run(self, task: int, now: float) -> None:
@@ -33,51 +33,52 @@ class ChoosingRank(Protocol):
 
 
 def list_scheduling(problem: OrderingProblem, ranks: Sequence[ChoosingRank]) -> TaskOrders | None:
-    """The orders that ``ranks`` choose; None if they come to a halt before every task has run.
+    """The orders that ``ranks`` choose; None if they stop before every task has run.
 
-    Ranks take turns in the order of time. Time: n log n in the number of tasks.
+    Takes time n log n in the number of tasks.
     """
-    readers, ranks_of = problem.consumer, problem.ranks
-    lags, channels = problem.message_times, problem.channels
+    consumers, ranks_of = problem.consumer, problem.ranks
+    message_times, channels = problem.message_times, problem.channels
     arrived = [_NEVER] * len(problem.producer)
     arrived[: problem.num_microbatches] = [0.0] * problem.num_microbatches
     free = [0.0] * problem.num_channels
-    turns = [(0.0, rank) for rank in range(len(ranks))]
-    while turns:
-        now, number = heapq.heappop(turns)
+    events = [(0.0, rank) for rank in range(len(ranks))]
+    while events:
+        now, number = heapq.heappop(events)
         rank = ranks[number]
         if now < rank.busy_until:
             continue
         task, wake = rank.choose(now, arrived)
         if task < 0:
             if wake < _NEVER:
-                heapq.heappush(turns, (wake, number))
+                heapq.heappush(events, (wake, number))
             continue
         rank.run(task, now)
         end = rank.busy_until
-        heapq.heappush(turns, (end, number))
-        reader, channel = readers[task], channels[task]
-        if reader < 0:
+        heapq.heappush(events, (end, number))
+        consumer, channel = consumers[task], channels[task]
+        if consumer < 0:
             continue
-        leaves = end if channel < 0 else max(end, free[channel])
-        arrived[reader] = arrives = leaves + lags[task]
+        sent = end if channel < 0 else max(end, free[channel])
+        arrived[consumer] = arrives = sent + message_times[task]
         if channel >= 0:
             free[channel] = arrives
-        if ranks[ranks_of[reader]].busy_until <= now:
-            heapq.heappush(turns, (arrives, ranks_of[reader]))
+        if ranks[ranks_of[consumer]].busy_until <= now:
+            heapq.heappush(events, (arrives, ranks_of[consumer]))
     orders = [rank.order for rank in ranks]
     return orders if sum(map(len, orders)) == len(problem.producer) else None
 
 
 @dataclass(frozen=True, slots=True)
 class GreedyPolicy:
-    """What a rank prefers.
+    """How a rank chooses among tasks.
 
-    ``fill``: a weight gradient runs in a pause of at least this fraction of its own time, and always where
-    memory is what stops another task. ``patience``: before the first input gradient of a rank, a forward is
-    put off if that gradient arrives within this fraction of the forward's time. ``forward_first``: before
-    input gradients that can run as well. ``max_in_flight[stage]`` bounds what is between forward and input
-    gradient.
+    * ``fill``: a weight gradient runs in a pause of at least this fraction of its own time. It always runs
+      if another task lacks memory.
+    * ``patience``: a rank that has run no input gradient yet delays a forward if an input gradient arrives
+      within this fraction of the forward's time.
+    * ``forward_first``: forwards run before input gradients that could run as well.
+    * ``max_in_flight[stage]``: the most microbatches between forward and input gradient.
     """
 
     fill: float
@@ -87,24 +88,24 @@ class GreedyPolicy:
 
 
 def greedy_orders(problem: OrderingProblem, policy: GreedyPolicy) -> TaskOrders | None:
-    """The orders that ``policy`` leads to; None if ranks come to a halt for lack of memory."""
+    """The orders that ``policy`` leads to; None if ranks stop for lack of memory."""
     return list_scheduling(problem, [_Rank(problem, policy, rank) for rank in range(problem.num_ranks)])
 
 
 class _Queue:
-    """The forwards, or the input gradients, of one stage: the next task to run, and the last.
+    """The forwards, or the input gradients, of one stage: tasks ``first`` to ``end``, and the next to run.
 
-    ``room`` is what must be free when a task starts. A forward leaves room for one microbatch in every
+    ``required_memory`` must be free when a task starts. A forward leaves memory for one microbatch in every
     later stage of its rank. Otherwise a V would fill up with microbatches that none of its ranks can finish.
     """
 
-    def __init__(self, first: int, num_microbatches: int, room: float) -> None:
+    def __init__(self, first: int, num_microbatches: int, required_memory: float) -> None:
         self.next, self.end = first, first + num_microbatches
-        self.first, self.room = first, room
+        self.first, self.required_memory = first, required_memory
 
 
 class _Rank:
-    """One rank as it chooses: how far each of its stages has come, and what it holds."""
+    """A rank that chooses by a policy: the next tasks of each of its stages, and its memory in use."""
 
     def __init__(self, problem: OrderingProblem, policy: GreedyPolicy, rank: int) -> None:
         self.order: list[int] = []
@@ -116,11 +117,11 @@ class _Rank:
         m = problem.num_microbatches
         self._stages = stages
         firsts = [(stage * m, problem.first_input_gradient + stage * m) for stage in stages]
-        most = [
+        peaks = [
             max(problem.memory_growth[f], problem.memory_growth[f] + problem.memory_growth[b])
             for f, b in firsts
         ]
-        self._forwards = [_Queue(f, m, sum(most[place:])) for place, (f, _) in enumerate(firsts)]
+        self._forwards = [_Queue(f, m, sum(peaks[place:])) for place, (f, _) in enumerate(firsts)]
         self._inputs = [_Queue(b, m, max(problem.memory_growth[b], 0.0)) for _, b in firsts]
 
     def run(self, task: int, now: float) -> None:
@@ -162,7 +163,7 @@ class _Rank:
         return all(queue.next == queue.first for queue in self._inputs)
 
     def _oldest(self, queues: list[_Queue], now: float, arrived: Sequence[float]) -> tuple[int, float, bool]:
-        """The oldest task that can run, or -1; when the next arrives; whether one there does not fit."""
+        """The oldest task that can run, or -1; when the next one arrives; whether one lacks memory."""
         best, oldest, later, blocked = -1, self._problem.num_microbatches, _NEVER, False
         for place, queue in enumerate(queues):
             task = queue.next
@@ -178,7 +179,7 @@ class _Rank:
         return best, later, blocked
 
     def _fits(self, queue: _Queue, place: int) -> bool:
-        if self._held + queue.room > self._limit:
+        if self._held + queue.required_memory > self._limit:
             return False
         in_flight = self._forwards[place].next - self._forwards[place].first
         in_flight -= self._inputs[place].next - self._inputs[place].first

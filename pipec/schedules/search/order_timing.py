@@ -1,9 +1,9 @@
-"""Playing: the timeline of given orders, with weight gradients put into pauses where orders lack them.
+"""Times given orders, and puts weight gradients into pauses where the orders lack them.
 
-Nothing waits for a weight gradient, so it need not run before there is a pause for it or its memory is
-needed; the order of the other tasks is what there is to search. ``greedy`` chooses an order as it goes; here
-orders are given. ``programs.task_times`` times one order of any size, a step of all ranks at a time; this
-times thousands of small ones a second, and gives up early on a bad one.
+No task waits for a weight gradient, so it can wait for a pause, or until its memory is needed. A search only
+has to order the other tasks. ``greedy`` chooses orders while it times them; here orders are given.
+``programs.task_times`` times an order of any size, for all ranks at a time; this module times thousands of
+small orders a second, and gives up early on a bad one.
 """
 
 import math
@@ -17,10 +17,10 @@ from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
 
 @dataclass(frozen=True, slots=True)
 class OrderTiming:
-    """When each task starts and ends; ``orders`` have all of them.
+    """When each task starts and ends. ``orders`` have all tasks, weight gradients included.
 
-    ``arrived`` says when the result of a task is where it is read. ``sum_of_ends`` is over forwards and input
-    gradients.
+    ``arrived[task]`` is when the result of a task reaches its reader. ``sum_of_ends`` is the sum of the ends
+    of forwards and input gradients.
     """
 
     orders: TaskOrders
@@ -32,82 +32,75 @@ class OrderTiming:
 
     @property
     def spans(self) -> list[float]:
-        """How long each rank takes from the start of its first task to the end of its last."""
+        """The time of each rank from the start of its first task to the end of its last."""
         return [self.end[order[-1]] - self.start[order[0]] for order in self.orders]
 
 
 def time_orders(
     problem: OrderingProblem, orders: TaskOrders, longest: float = math.inf
 ) -> OrderTiming | None:
-    """The timeline of ``orders``, which is that of the simulator for the lowered programs.
+    """The times of ``orders``, equal to the simulated times of the lowered programs.
 
-    A rank whose order has no weight gradients runs each of them where it would pause for as long, or where
-    another task needs its memory. The result is None if tasks wait for each other, a rank would go beyond its
-    limit, or the makespan would be above ``longest``. Linear in the number of tasks.
+    A rank whose order has no weight gradients runs each of them in a pause that is long enough, or where
+    another task needs its memory. The result is None if tasks wait for each other, if a rank would exceed its
+    memory limit, or if the makespan would exceed ``longest``. Takes time linear in the number of tasks.
     """
-    playing = _Playing(problem, orders, longest)
-    while playing.runnable:
-        if not playing.run(playing.runnable.pop()):
+    state = _TimingState(problem, orders, longest)
+    while state.runnable:
+        if not state.run(state.runnable.pop()):
             return None
-    if playing.waiting:
+    if state.waiting:
         return None
-    makespan = max(map(add, playing.idle, problem.busy_times))
-    sum_of_ends = sum(playing.end[: problem.first_weight_gradient])
-    return OrderTiming(playing.done, playing.start, playing.end, playing.arrived, makespan, sum_of_ends)
+    makespan = max(map(add, state.idle, problem.busy_times))
+    sum_of_ends = sum(state.end[: problem.first_weight_gradient])
+    return OrderTiming(state.done, state.start, state.end, state.arrived, makespan, sum_of_ends)
 
 
-class _Playing:
-    """How far each rank has come, what it holds, how long it paused and which weight gradients it owes.
+class _TimingState:
+    """The progress of each rank: its position, memory, idle time and weight gradients that it has put off.
 
-    ``waiting`` has the ranks by the task they wait for, ``free`` says from when on each channel is free.
+    ``waiting`` maps the task that a rank waits for to the rank; ``_free`` has when each channel is free.
     """
 
     def __init__(self, problem: OrderingProblem, orders: TaskOrders, longest: float) -> None:
-        num_cells = len(problem.producer)
+        num_tasks = len(problem.producer)
         self.done: TaskOrders = [[] for _ in orders]
-        self.start, self.end, self.arrived = [0.0] * num_cells, [0.0] * num_cells, [-1.0] * num_cells
+        self.start, self.end, self.arrived = [0.0] * num_tasks, [0.0] * num_tasks, [-1.0] * num_tasks
         self.idle = [0.0] * len(orders)
         self.runnable, self.waiting = list(range(len(orders))), dict[int, int]()
         self._problem, self._orders, self._longest = problem, orders, longest
         self._free = [0.0] * problem.num_channels
         self._states = [(0, 0.0, 0.0)] * len(orders)
-        self._owed = [deque[int]() for _ in orders]
-        self._owes = [bool(order) and order[-1] < problem.first_weight_gradient for order in orders]
+        self._deferred = [deque[int]() for _ in orders]
+        self._defers = [bool(order) and order[-1] < problem.first_weight_gradient for order in orders]
 
     def run(self, rank: int) -> bool:
-        """Go on to the end of a rank, or to a task whose input is not known; False if nothing comes of it."""
-        problem, order, owed, owes = self._problem, self._orders[rank], self._owed[rank], self._owes[rank]
-        needs, seconds, lags, channels = (
-            problem.producer,
-            problem.seconds,
-            problem.message_times,
-            problem.channels,
-        )
-        holds, limit, first_input_gradient = (
-            problem.memory_growth,
-            problem.memory_limits[rank],
-            problem.first_input_gradient,
-        )
+        """Run a rank to its end, or to a task whose input has not arrived; False if a limit is exceeded."""
+        problem, order = self._problem, self._orders[rank]
+        deferred, defers = self._deferred[rank], self._defers[rank]
+        producer, message_times, channels = problem.producer, problem.message_times, problem.channels
+        seconds, growth, limit = problem.seconds, problem.memory_growth, problem.memory_limits[rank]
+        first_input_gradient = problem.first_input_gradient
         start, end, arrived, free = self.start, self.end, self.arrived, self._free
         done, waiting = self.done[rank], self.waiting
         first, now, held = self._states[rank]
         for number in range(first, len(order)):
             task = order[number]
-            needed, arrival = needs[task], 0.0
-            if needed >= 0:
-                arrival = arrived[needed]
+            source, arrival = producer[task], 0.0
+            if source >= 0:
+                arrival = arrived[source]
                 if arrival < 0:
-                    waiting[needed] = rank
+                    waiting[source] = rank
                     self._states[rank] = number, now, held
                     return True
-            grows = holds[task]
-            while owed and (held + grows > limit or now + seconds[owed[0]] <= arrival):
-                weight = owed.popleft()
+            task_growth = growth[task]
+            while deferred and (held + task_growth > limit or now + seconds[deferred[0]] <= arrival):
+                weight = deferred.popleft()
                 done.append(weight)
                 start[weight] = now
                 end[weight] = now = now + seconds[weight]
-                held += holds[weight]
-            held += grows
+                held += growth[weight]
+            held += task_growth
             if arrival > now:
                 self.idle[rank] += arrival - now
                 now = arrival
@@ -119,15 +112,15 @@ class _Playing:
             end[task] = now = now + seconds[task]
             if free and channels[task] >= 0:
                 channel = channels[task]
-                arrived[task] = free[channel] = max(now, free[channel]) + lags[task]
+                arrived[task] = free[channel] = max(now, free[channel]) + message_times[task]
             else:
-                arrived[task] = now + lags[task]
+                arrived[task] = now + message_times[task]
             done.append(task)
-            if owes and task >= first_input_gradient:
-                owed.append(task + first_input_gradient)
+            if defers and task >= first_input_gradient:
+                deferred.append(task + first_input_gradient)
             if task in waiting:
                 self.runnable.append(waiting.pop(task))
-        for weight in owed:
+        for weight in deferred:
             done.append(weight)
             start[weight] = now
             end[weight] = now = now + seconds[weight]

@@ -1,8 +1,8 @@
-"""A schedule to be searched, in numbers: tasks are integers, and an order is a list of them.
+"""The search for a schedule in numbers: tasks are integers, and an order is a list of tasks.
 
 Task ``(phase_index * num_stages + stage) * m + microbatch`` is a forward (phase_index 0), an input gradient
-(1) or a weight gradient (2). A search times thousands of candidates; as instructions they would take a
-hundred times as long.
+(1) or a weight gradient (2). A search times thousands of candidates; timing instructions would take a hundred
+times as long.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,18 +14,18 @@ from pipec.schedules.search.workload import ROUNDING_TOLERANCE, Workload
 
 SPLIT_PHASES = (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 TaskOrders = list[list[int]]
-"""The tasks of each rank."""
+"""The tasks of each rank, in order."""
 
 
 @dataclass(frozen=True)
 class OrderingProblem:
-    """Which tasks there are, how long they take, what they read and what they hold.
+    """The tasks: how long they take, which results they read, and how much memory they hold.
 
-    ``needs[task]`` is the task whose result it reads, or -1; a weight gradient reads nothing, but every order
-    has it behind its input gradient. The result of a task is ``lags[task]`` on its way to its reader through
-    channel ``channels[task]``, which carries one at a time in the order in which they are made; channel -1
-    stands for those in which messages never wait for each other. ``holds[task]`` is by how much memory grows
-    with a task, ``memory_limits[rank]`` how much may be held.
+    ``producer[task]`` is the task whose result ``task`` reads, or -1. A weight gradient reads no result, but
+    every order has it after its input gradient. The result of a task takes ``message_times[task]`` to its
+    reader, through channel ``channels[task]``. A channel carries one message at a time, in the order in which
+    results are computed; -1 is for messages that never wait for each other. ``memory_growth[task]`` is the
+    memory that a rank holds after a task less the memory before it, and ``memory_limits[rank]`` its limit.
     """
 
     placement: Placement
@@ -39,12 +39,12 @@ class OrderingProblem:
 
     @cached_property
     def consumer(self) -> list[int]:
-        """The task that reads the result of each, or -1."""
-        readers = [-1] * len(self.producer)
-        for task, needed in enumerate(self.producer):
-            if needed >= 0:
-                readers[needed] = task
-        return readers
+        """The task that reads the result of each task, or -1."""
+        consumers = [-1] * len(self.producer)
+        for task, source in enumerate(self.producer):
+            if source >= 0:
+                consumers[source] = task
+        return consumers
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -54,21 +54,21 @@ class OrderingProblem:
 
     @cached_property
     def busy_times(self) -> list[float]:
-        """How long the tasks of each rank take."""
-        work = [0.0] * self.num_ranks
+        """The time that the tasks of each rank take together."""
+        busy = [0.0] * self.num_ranks
         for rank, seconds in zip(self.ranks, self.seconds, strict=True):
-            work[rank] += seconds
-        return work
+            busy[rank] += seconds
+        return busy
 
     @cached_property
     def makespan_lower_bound(self) -> float:
-        """What no order can beat: each rank does its work once the first microbatch has come to it."""
+        """A makespan that no order can beat: a rank runs all its tasks after the first microbatch arrives."""
         m, arrival, arrivals = self.num_microbatches, 0.0, dict[int, float]()
         for stage in range(self.num_stages):
             arrivals.setdefault(rank_of(self.placement, stage), arrival)
             arrival += self.seconds[stage * m]
             arrival += self.message_times[stage * m]
-        return max(arrivals[rank] + work for rank, work in enumerate(self.busy_times))
+        return max(arrivals[rank] + busy for rank, busy in enumerate(self.busy_times))
 
     @cached_property
     def num_channels(self) -> int:
@@ -76,12 +76,12 @@ class OrderingProblem:
 
     @cached_property
     def first_input_gradient(self) -> int:
-        """The tasks from here on are input gradients."""
+        """The first task that is an input gradient."""
         return self.num_stages * self.num_microbatches
 
     @cached_property
     def first_weight_gradient(self) -> int:
-        """The tasks from here on are weight gradients."""
+        """The first task that is a weight gradient."""
         return 2 * self.first_input_gradient
 
     @cached_property
@@ -106,10 +106,10 @@ class OrderingProblem:
         return Schedule(name, self.num_microbatches, self.placement, tuple(map(self._computes, orders)))
 
     def orders(self, schedule: Schedule) -> TaskOrders:
-        """The orders of a schedule on these stages; a whole backward becomes its two halves."""
-        return [[task for each in order for task in self._cells(each)] for order in schedule.orders]
+        """The orders of a schedule on this placement; a whole backward becomes its two halves."""
+        return [[task for each in order for task in self._tasks(each)] for order in schedule.orders]
 
-    def _cells(self, compute: Compute) -> Iterator[int]:
+    def _tasks(self, compute: Compute) -> Iterator[int]:
         halves = SPLIT_PHASES[1:] if compute.phase is Phase.BACKWARD else (compute.phase,)
         for phase in halves:
             phase_index = SPLIT_PHASES.index(phase)
@@ -122,7 +122,7 @@ class OrderingProblem:
         )
 
     def fits(self, rank: int, order: Iterable[int]) -> bool:
-        """Whether a rank stays within its limit."""
+        """Whether a rank stays within its memory limit."""
         held, limit = 0.0, self.memory_limits[rank]
         for task in order:
             held += self.memory_growth[task]
@@ -134,41 +134,42 @@ class OrderingProblem:
 def make_ordering_problem(
     placement: Placement, num_microbatches: int, work: Workload, memory_limits: Sequence[float]
 ) -> OrderingProblem:
-    """``work`` on the stages of ``placement``; ``memory_limits`` is what each rank may hold."""
+    """The problem of ordering ``work`` on ``placement`` within the memory limit of each rank."""
     num_stages, m, work = len(placement), num_microbatches, work.for_placement(placement)
-    seconds, lags, holds = list[float](), list[float](), list[float]()
-    needs, channels = list[int](), list[int]()
+    seconds, message_times, memory_growth = list[float](), list[float](), list[float]()
+    producer, channels = list[int](), list[int]()
     numbers = dict[tuple[int, int], int]()
     for phase_index, phase in enumerate(SPLIT_PHASES):
         for stage in range(num_stages):
             rank = rank_of(placement, stage)
-            needed, reader = _ends(phase_index, stage, num_stages)
-            crosses = reader is not None and rank_of(placement, reader) != rank
+            source, consumer = _producer_and_consumer(phase_index, stage, num_stages)
             seconds += [work.seconds(phase, stage)] * m
-            needs += [-1] * m if needed is None else range(needed * m, needed * m + m)
-            holds += [sum(work.memory[stage].growth(phase))] * m
-            if reader is not None and crosses:
-                lags += [work.messages[min(stage, reader)]] * m
-                channels += [numbers.setdefault((rank, rank_of(placement, reader)), len(numbers))] * m
+            producer += [-1] * m if source is None else range(source * m, source * m + m)
+            memory_growth += [sum(work.memory[stage].growth(phase))] * m
+            if consumer is not None and rank_of(placement, consumer) != rank:
+                message_times += [work.messages[min(stage, consumer)]] * m
+                channels += [numbers.setdefault((rank, rank_of(placement, consumer)), len(numbers))] * m
             else:
-                lags += [0.0] * m
+                message_times += [0.0] * m
                 channels += [-1] * m
-    _forget_free_channels(channels, seconds, lags)
-    within = [limit * ROUNDING_TOLERANCE for limit in memory_limits]
-    return OrderingProblem(placement, m, within, seconds, needs, lags, channels, holds)
+    _remove_free_channels(channels, seconds, message_times)
+    limits = [limit * ROUNDING_TOLERANCE for limit in memory_limits]
+    return OrderingProblem(placement, m, limits, seconds, producer, message_times, channels, memory_growth)
 
 
-def _forget_free_channels(channels: list[int], seconds: Sequence[float], lags: Sequence[float]) -> None:
-    """Leave out the channels that a message has always left before a task can have made the next one."""
+def _remove_free_channels(
+    channels: list[int], seconds: Sequence[float], message_times: Sequence[float]
+) -> None:
+    """Remove channels in which no message can wait: each is delivered before a task has made the next one."""
     for channel in range(max(channels) + 1):
         tasks = [task for task, through in enumerate(channels) if through == channel]
-        if max(lags[task] for task in tasks) <= min(seconds[task] for task in tasks):
+        if max(message_times[task] for task in tasks) <= min(seconds[task] for task in tasks):
             for task in tasks:
                 channels[task] = -1
 
 
-def _ends(phase_index: int, stage: int, num_stages: int) -> tuple[int | None, int | None]:
-    """What a task reads, as a number of phase_index and stage, and the stage that reads its result."""
+def _producer_and_consumer(phase_index: int, stage: int, num_stages: int) -> tuple[int | None, int | None]:
+    """The producer of a task's input, as ``phase_index * num_stages + stage``, and the consumer's stage."""
     last = num_stages - 1
     if phase_index == 0:
         return (stage - 1 if stage else None), min(stage + 1, last)

@@ -1,8 +1,8 @@
-"""Local reordering: better orders from given ones, by moving tasks of the critical path.
+"""Local search: improves orders by moving tasks of the critical path.
 
-Critical paths of a rank's span lead back from its last task: each task is there because the rank was busy
-until then, or because it waited for the task whose result it reads, or both. Only a change on such a path
-can shorten the span, so the moves tried are those that take one of its tasks past its neighbours.
+Critical paths of a rank's span lead back from its last task. Each task on them starts when the rank has ended
+the previous task, or when the result that it reads arrives, or both. Only a change on such a path can shorten
+the span, so a move takes one of its tasks past its neighbours.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from pipec.schedules.search.order_timing import OrderTiming, time_orders
 from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
 
 _STEPS = (1, -1, 2, -2, 3, -3)
-"""How many neighbours a task is taken past: later ones, or earlier ones if negative."""
+"""The number of neighbours that a move passes: later ones, or earlier ones if negative."""
 
 _TIE = 1e-9
 """Times closer than this are equal: sums of the same costs in another order."""
@@ -21,9 +21,9 @@ Score = tuple[float, ...]
 
 
 def reorder(problem: OrderingProblem, orders: TaskOrders, *, by_span: bool, max_timings: int) -> TaskOrders:
-    """``orders``, or better ones of the same tasks within the memory limits, after at most ``max_timings``.
+    """The best orders that moves find from ``orders`` within the memory limits, with at most ``max_timings``.
 
-    Better orders have a shorter span or, if that is the same, a shorter makespan; or the other way round.
+    ``score`` compares orders: by span first, or by makespan first.
     """
     best = time_orders(problem, orders)
     assert best is not None
@@ -32,32 +32,32 @@ def reorder(problem: OrderingProblem, orders: TaskOrders, *, by_span: bool, max_
         improved = False
         for candidate in _moves(problem, orders, best, by_span):
             max_timings -= 1
-            found = time_orders(problem, candidate)
-            if found and score(found, by_span) < score(best, by_span):
-                orders, best, improved = candidate, found, True
+            timing = time_orders(problem, candidate)
+            if timing and score(timing, by_span) < score(best, by_span):
+                orders, best, improved = candidate, timing, True
                 break
             if max_timings <= 0:
                 break
     return orders
 
 
-def score(timeline: OrderTiming, by_span: bool) -> Score:
-    """What is to be small: first the span or the makespan, then the other, then the ends of tasks.
+def score(timing: OrderTiming, by_span: bool) -> Score:
+    """The values to minimize: first span or makespan, then the other, then the sum of task ends.
 
-    Those of forwards and input gradients decide where several ranks delay the critical path in turn, so that
-    one move alone gains nothing.
+    The sum of the ends of forwards and input gradients decides where several ranks delay the critical path
+    one after the other, so that no single move shortens it.
     """
-    span, makespan = round(max(timeline.spans), 9), round(timeline.makespan, 9)
+    span, makespan = round(max(timing.spans), 9), round(timing.makespan, 9)
     first, second = (span, makespan) if by_span else (makespan, span)
-    return first, second, round(timeline.sum_of_ends, 6)
+    return first, second, round(timing.sum_of_ends, 6)
 
 
 def _moves(
-    problem: OrderingProblem, orders: TaskOrders, timeline: OrderTiming, by_span: bool
+    problem: OrderingProblem, orders: TaskOrders, timing: OrderTiming, by_span: bool
 ) -> Iterator[TaskOrders]:
-    """The orders with one task of a critical path taken past some of its neighbours, where that fits."""
+    """Orders within the memory limits with one task of a critical path moved past some neighbours."""
     position = {task: (rank, at) for rank, order in enumerate(orders) for at, task in enumerate(order)}
-    critical = list(_critical_cells(problem, orders, timeline, position, by_span))
+    critical = list(_critical_tasks(problem, orders, timing, position, by_span))
     for step in _STEPS:
         for task in critical:
             rank, at = position[task]
@@ -70,7 +70,7 @@ def _moves(
 
 
 def _keeps_pairs(problem: OrderingProblem, order: list[int], at: int, target: int) -> bool:
-    """Whether a task taken from ``at`` to ``target`` passes none of its own stage and kind or microbatch."""
+    """Whether a move from ``at`` to ``target`` passes no task of the same stage and phase or microbatch."""
     low, high = min(at, target), max(at, target)
     passed = order[low:at] + order[at + 1 : high + 1]
     m, task = problem.num_microbatches, order[at]
@@ -78,16 +78,16 @@ def _keeps_pairs(problem: OrderingProblem, order: list[int], at: int, target: in
     return all(each // m != task // m and each % period != task % period for each in passed)
 
 
-def _critical_cells(
+def _critical_tasks(
     problem: OrderingProblem,
     orders: TaskOrders,
-    timeline: OrderTiming,
+    timing: OrderTiming,
     position: dict[int, tuple[int, int]],
     by_span: bool,
 ) -> Iterator[int]:
-    """From the last task of the longest rank back to the start, whatever a task follows without a pause."""
-    ends = [timeline.end[order[-1]] for order in orders]
-    keys = timeline.spans if by_span else ends
+    """The last task of the longest rank, and back to the start each task that another follows at once."""
+    ends = [timing.end[order[-1]] for order in orders]
+    keys = timing.spans if by_span else ends
     front = deque([orders[max(range(len(orders)), key=lambda rank: keys[rank])][-1]])
     visited = set(front)
     while front:
@@ -95,8 +95,8 @@ def _critical_cells(
         yield task
         rank, at = position[task]
         before = orders[rank][at - 1] if at else -1
-        for other, ready in ((before, timeline.end), (problem.producer[task], timeline.arrived)):
-            tight = other >= 0 and ready[other] >= timeline.start[task] - _TIE
-            if tight and other not in visited:
+        for other, ready in ((before, timing.end), (problem.producer[task], timing.arrived)):
+            is_critical = other >= 0 and ready[other] >= timing.start[task] - _TIE
+            if is_critical and other not in visited:
                 visited.add(other)
                 front.append(other)

@@ -1,4 +1,4 @@
-"""What a schedule is searched for: how long each stage takes, and how much memory it needs."""
+"""The workload of a schedule: the time and the memory that each stage needs for a microbatch."""
 
 import math
 from collections import Counter
@@ -16,12 +16,13 @@ ROUNDING_TOLERANCE = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one microbatch takes in each stage, and what each stage holds. All times are in one unit.
+    """The times of one microbatch in each stage, and the memory of each stage. All times are in one unit.
 
-    The first four are times by stage. ``recompute`` is the time in which a stage replays its forward before
-    each backward, 0 if it keeps what it needs; a whole backward takes the sum of its halves. ``messages[s]``
-    is the time of a message between stages s and s + 1, either way, where they are on different ranks.
-    ``memory_limit``, in the unit of ``memory``, is that of every rank, or has an entry for each.
+    The first four are times by stage. ``recompute`` is the time to recompute the forward before each
+    backward, 0 if the stage saves all that it needs; a whole backward takes the sum of its halves.
+    ``messages[s]`` is the time of a message between stages s and s + 1, in either direction, if they are on
+    different ranks. ``memory_limit``, in the unit of ``memory``, is the limit of every rank, or has an entry
+    for each rank.
     """
 
     forward: tuple[float, ...]
@@ -45,18 +46,18 @@ class Workload:
         memory_weight: float = 1.0,
         memory_limit: float | None = None,
     ) -> "Workload":
-        """Equal stages, one for each rank; ``for_placement`` divides them where ranks have several.
+        """The workload of equal stages, one for each rank. ``for_placement`` divides them further.
 
-        A microbatch holds ``memory_backward`` from its forward to its input gradient and ``memory_weight``
-        from there to its weight gradient.
+        A microbatch holds ``memory_backward`` from its forward to its input gradient, and ``memory_weight``
+        from then to its weight gradient.
 
         Raises:
             InputError: a number is negative, or a microbatch holds nothing.
         """
         times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-        for what, number in {**times, "message": message, "memory_weight": memory_weight}.items():
+        for name, number in {**times, "message": message, "memory_weight": memory_weight}.items():
             if not 0 <= number < math.inf:
-                raise InputError(f"{what} is {number}; expected 0 or more, and finite")
+                raise InputError(f"{name} is {number}; expected 0 or more, and finite")
         if not 0 < memory_backward < math.inf:
             raise InputError(f"memory_backward is {memory_backward}; expected more than 0, and finite")
         if memory_limit is not None and not memory_limit > 0:
@@ -74,14 +75,15 @@ class Workload:
         return len(self.forward)
 
     def has_costs_of(self, placement: Placement) -> bool:
-        """Whether ``for_placement`` knows the work of stages with this placement."""
+        """Whether ``for_placement`` can give the costs of every stage of this placement."""
         return self.num_stages in (len(placement), count_ranks(placement))
 
     def for_placement(self, placement: Placement) -> "Workload":
-        """The work of the stages that ``placement`` puts on ranks.
+        """The workload of the stages of ``placement``.
 
-        It is this one if it has as many stages. Else it must have one stage for each rank, whose work is then
-        divided equally among the stages of the rank; a message between those takes what the slowest does.
+        It is this workload if that has as many stages. Else this workload must have one stage for each rank,
+        which is divided equally among the stages of the rank; every message then takes as long as the slowest
+        of this workload.
         """
         if len(placement) == self.num_stages:
             return self
@@ -105,7 +107,7 @@ class Workload:
         )
 
     def scaled(self, factors: Sequence[float]) -> "Workload":
-        """The same with stages that take so many times as long for a microbatch."""
+        """The workload with the times of each stage multiplied by its factor."""
 
         def longer(seconds: Sequence[float]) -> tuple[float, ...]:
             return tuple(factor * time for factor, time in zip(factors, seconds, strict=True))
@@ -119,7 +121,7 @@ class Workload:
         )
 
     def seconds(self, phase: Phase, stage: int) -> float:
-        """How long one phase of a stage takes, with the replay of its forward if it needs that."""
+        """The time of one phase of a stage. A backward includes recomputing the forward."""
         halves = self.recompute[stage] + self.backward_input[stage], self.backward_weight[stage]
         times: Mapping[Phase, float] = {
             Phase.FORWARD: self.forward[stage],
@@ -130,7 +132,7 @@ class Workload:
         return times[phase]
 
     def costs(self, schedule: Schedule, links: Sequence[Link]) -> SimulationCosts:
-        """What the simulator is to charge for ``schedule`` and the ``links`` of a plain chain of stages."""
+        """The simulator's costs for ``schedule`` and the ``links`` of a chain of stages."""
         work = self.for_placement(schedule.placement)
         phases = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         compute = {
@@ -140,25 +142,26 @@ class Workload:
         return SimulationCosts(compute, messages, "units")
 
     def memory_limits(self, num_ranks: int) -> tuple[float, ...]:
-        """The memory of each rank."""
+        """The memory limit of each rank."""
         limit = self.memory_limit
         return limit if isinstance(limit, tuple) else (limit,) * num_ranks
 
     def available_memory(self, placement: Placement) -> tuple[float, ...]:
-        """What each rank has left for microbatches beside what its stages hold once and its longest phase.
+        """The memory that each rank has left for microbatches.
 
-        It is 0 where the memory is too small for these alone.
+        That is its limit less the static memory of its stages and the largest transient memory of a phase, or
+        0 if the limit is too small for these.
         """
         memory = self.for_placement(placement).memory
         limits = self.memory_limits(count_ranks(placement))
-        held = ([memory[stage] for stage in stages_on(placement, rank)] for rank in range(len(limits)))
+        by_rank = ([memory[stage] for stage in stages_on(placement, rank)] for rank in range(len(limits)))
         return tuple(
             max(0.0, limit - sum(stage.static for stage in own) - max(stage.max_transient for stage in own))
-            for limit, own in zip(limits, held, strict=True)
+            for limit, own in zip(limits, by_rank, strict=True)
         )
 
     def peak_memory(self, schedule: Schedule) -> tuple[float, ...]:
-        """The most that each rank holds at once under ``schedule``."""
+        """The peak memory of each rank under ``schedule``."""
         memory = self.for_placement(schedule.placement).memory
         return tuple(
             sum(memory[stage].static for stage in stages_on(schedule.placement, rank))
@@ -167,16 +170,12 @@ class Workload:
         )
 
     def fits_memory(self, schedule: Schedule) -> bool:
-        """Whether every rank stays within its limit."""
+        """Whether every rank stays within its memory limit."""
         pairs = zip(self.peak_memory(schedule), self.memory_limits(schedule.num_ranks), strict=True)
         return all(peak <= limit * ROUNDING_TOLERANCE for peak, limit in pairs)
 
     def check_memory(self, schedule: Schedule) -> None:
-        """Refuse a schedule that goes beyond the limit.
-
-        Raises:
-            InfeasibleError: a rank holds more than its limit.
-        """
+        """Raise InfeasibleError if a rank exceeds its memory limit under ``schedule``."""
         if not self.fits_memory(schedule):
             pairs = zip(self.peak_memory(schedule), self.memory_limits(schedule.num_ranks), strict=True)
             peak, limit = max(pairs, key=lambda pair: pair[0] - pair[1])
