@@ -52,7 +52,7 @@ class InputBranches:
         arguments = [torch.as_tensor(leaves[position]) for position in self.positions]
         if not self.branches or any(argument.is_meta for argument in arguments):
             return ""
-        conditions = _computed(self.graph, arguments, sizes)
+        conditions = _run_graph(self.graph, arguments, sizes)
         for condition, outcome, branch in zip(conditions, self.outcomes, self.branches, strict=True):
             if bool(condition) is not outcome:
                 return f"{branch} changed from {outcome} to {not outcome}"
@@ -63,7 +63,7 @@ NO_INPUT_BRANCHES = InputBranches(fx.Graph(), (), (), ())
 """The input branches of a graph that has none."""
 
 
-def _computed(
+def _run_graph(
     graph: fx.Graph, arguments: Sequence[Tensor], sizes: Mapping[sympy.Symbol, float]
 ) -> Sequence[Tensor]:
     """The results of a graph, on the device of its arguments."""

@@ -51,10 +51,10 @@ def _message(graph: TrainingGraph, after: object, node: fx.Node, problem: str) -
     stage = f"stage {node.meta['stage']}, " if "stage" in node.meta else ""
     operator = graph.operators[node.meta["operator"]] if "operator" in node.meta and graph.operators else None
     where = f" ({operator.module} at {operator.source})" if operator else ""
-    return f"after {after!r}: {stage}node {node.name}{where}: {problem}\n{_around(graph, node)}"
+    return f"after {after!r}: {stage}node {node.name}{where}: {problem}\n{_context(graph, node)}"
 
 
-def _around(graph: TrainingGraph, node: fx.Node) -> str:
+def _context(graph: TrainingGraph, node: fx.Node) -> str:
     nodes = list(graph.module.graph.nodes)
     position = nodes.index(node)
     start = max(0, position - CONTEXT_LINES)
@@ -142,20 +142,20 @@ def _tuples_stay_whole(graph: TrainingGraph) -> Iterator[Violation]:
                 yield node, f"is an item of {source.name} but runs elsewhere: only tensors are sent or saved"
 
 
-def _only_messages_cross(graph: TrainingGraph) -> Iterator[Violation]:
+def _only_messages_cross_stages(graph: TrainingGraph) -> Iterator[Violation]:
     for source, user in _stage_edges(graph):
         if stage_of(source) != stage_of(user) and user.target is not recv:
             yield user, f"reads {source.name} of stage {stage_of(source)} without a send and a recv"
 
 
-def _messages_have_sizes(graph: TrainingGraph) -> Iterator[Violation]:
+def _messages_have_known_sizes(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.target is send and has_data_dependent_size(node.all_input_nodes[0]):
             value = node.all_input_nodes[0].name
             yield node, f"sends {value}, whose size depends on values: no stage could receive it"
 
 
-def _values_go_straight(graph: TrainingGraph) -> Iterator[Violation]:
+def _values_are_not_relayed(graph: TrainingGraph) -> Iterator[Violation]:
     for node in graph.nodes:
         if node.target is send and node.all_input_nodes[0].target is recv:
             yield (
@@ -249,9 +249,9 @@ RULES: dict[LoweringLevel, tuple[Rule, ...]] = {
         _tuples_stay_whole,
     ),
     LoweringLevel.COMMUNICATION_INSERTED: (
-        _only_messages_cross,
-        _messages_have_sizes,
-        _values_go_straight,
+        _only_messages_cross_stages,
+        _messages_have_known_sizes,
+        _values_are_not_relayed,
         _messages_match,
     ),
     LoweringLevel.BACKWARD_SPLIT: (

@@ -64,14 +64,14 @@ def live_bytes(function: PhaseFunction, bytes_of: BytesOf) -> Iterator[tuple[fx.
     Yields the statement, the bytes of saved values that are not deleted yet (``dead_after``), and the bytes
     of values that the function has made.
     """
-    memory, deleted, body = storage_owners_in(function), dead_after(function), {*function.body}
+    owner_of, deleted, body = storage_owners_in(function), dead_after(function), {*function.body}
     saved_owners = storage_owners(function.saved_in)
     saved, made = sum(map(bytes_of, saved_owners)), 0
     for node in filter(is_statement, function.body):
-        new = [each for each in defined_by(node, body) if memory(each) is each and owns_new_storage(each)]
+        new = [each for each in defined_by(node, body) if owner_of(each) is each and owns_new_storage(each)]
         made += sum(map(bytes_of, new))
         yield node, saved, made + temporary_bytes(node, body, bytes_of)
-        for owner in storage_owners(map(memory, deleted.get(node, ()))):
+        for owner in storage_owners(map(owner_of, deleted.get(node, ()))):
             if owner in saved_owners:
                 saved -= bytes_of(owner)
             else:
@@ -84,17 +84,17 @@ def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
     Memory is freed when the last of its names is deleted. Names for memory that no function allocates may
     stay.
     """
-    memory, body = storage_owners_in(function), {*function.body}
-    results = set(map(memory, function.result_nodes))
+    owner_of, body = storage_owners_in(function), {*function.body}
+    results = set(map(owner_of, function.result_nodes))
     last: dict[fx.Node, fx.Node] = {}
     names: dict[fx.Node, list[fx.Node]] = {}
     for value in function.saved_in:
-        names.setdefault(memory(value), []).append(value)
+        names.setdefault(owner_of(value), []).append(value)
     for node in filter(is_statement, function.body):
-        made = list(defined_by(node, body))
-        for value in made:
-            names.setdefault(memory(value), []).append(value)
-        last |= dict.fromkeys(map(memory, (*filter(is_tensor, node.all_input_nodes), *made)), node)
+        defined = list(defined_by(node, body))
+        for value in defined:
+            names.setdefault(owner_of(value), []).append(value)
+        last |= dict.fromkeys(map(owner_of, (*filter(is_tensor, node.all_input_nodes), *defined)), node)
     dead: dict[fx.Node, list[fx.Node]] = {}
     for owner, node in last.items():
         if owner in names and owner not in results and owns_new_storage(owner):
@@ -121,12 +121,12 @@ def storage_owners_in(function: PhaseFunction) -> Callable[[fx.Node], fx.Node]:
     """Finds the owner of a value's memory, in a function that writes some values into operands."""
     written = in_place_operands(function)
 
-    def memory(node: fx.Node) -> fx.Node:
+    def owner_of(node: fx.Node) -> fx.Node:
         while (owner := storage_owner(node)) in written:
             node = written[owner]
         return owner
 
-    return memory
+    return owner_of
 
 
 def is_statement(node: fx.Node) -> bool:

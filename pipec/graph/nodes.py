@@ -288,7 +288,7 @@ def storage_owner(node: fx.Node) -> fx.Node:
 
 
 def is_gradient_sum(node: fx.Node) -> bool:
-    """Whether autograd made the node, to sum the gradients of several uses of a value."""
+    """Whether the node is autograd's sum of the gradients of several uses of a value."""
     return (
         node.target is torch.ops.aten.add.Tensor
         and not node.kwargs

@@ -1,4 +1,4 @@
-"""The functions of a stage: what each takes, computes, saves and returns, read off the classified graph.
+"""The functions of a stage, read off the graph: the arguments, body, saved values and results of each.
 
 Every edge of the graph has one meaning:
 
@@ -137,13 +137,13 @@ def stage_functions(
 
     The functions are built from the last to the first, because each must save what the next one needs.
     """
-    mine = [n for n in graph.nodes if not is_constant(n) and stage_of(n) == stage]
-    phases = _phases(graph, mine, split_backward)
+    nodes = [n for n in graph.nodes if not is_constant(n) and stage_of(n) == stage]
+    phases = _phases(graph, nodes, split_backward)
     functions: list[PhaseFunction] = []
     needed: tuple[fx.Node, ...] = ()
-    segments_of = {phase: _segments(graph, mine, phase, gradients) for phase in phases}
+    segments_of = {phase: _segments(graph, nodes, phase, gradients) for phase in phases}
     backwards = [segment for phase in phases if phase in _BACKWARDS for segment in segments_of[phase]]
-    _add_recomputed(mine, backwards)
+    _add_recomputed(nodes, backwards)
     for phase in reversed(phases):
         segments = segments_of[phase]
         for number in reversed(range(len(segments))):

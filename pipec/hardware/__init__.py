@@ -1,4 +1,4 @@
-"""Devices, the links between them, topologies, and calibration: what turns FLOPs and bytes into seconds.
+"""Devices, links, topologies and calibration: the figures that turn FLOPs and bytes into seconds.
 
-Read ``devices``, then ``topology``. ``calibration`` measures the device at hand, and alone imports torch.
+Read ``devices``, then ``topology``. ``calibration`` measures a device of this machine; only it imports torch.
 """

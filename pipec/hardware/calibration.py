@@ -1,4 +1,4 @@
-"""The device model of a torch device: an entry found by its name, or figures that are measured on request."""
+"""The device model of a torch device: the entry of its name, or figures measured on request."""
 
 import itertools
 import os
@@ -14,20 +14,20 @@ from pipec.hardware.devices import DEVICES, DeviceModel, find_device
 from pipec.ir.argument_checks import short_repr
 
 FALLBACK_GPU = "a100"
-"""Stands for accelerators without an entry: where to cut depends on ratios, which differ less than speeds."""
+"""Used for accelerators without an entry: cuts depend on ratios of speeds, which differ less than speeds."""
 
 _REPEAT_SECONDS = 0.002
 _REPEATS = 40
-"""Every repeat measures everything, so that a slow moment of the machine does not meet a figure in all. It is
-shorter than what a busy system gives a process at a time."""
+"""Every repeat measures all figures, so that a slow moment of the machine does not spoil every repeat of one.
+A repeat is shorter than the time slice of a process on a busy system."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is measured of a kind of device: products of ``rows`` and square weights, several in turn.
+    """Sizes of the operators to measure: products of ``rows`` and square weights, one weight after the other.
 
-    ``copied_bytes`` and the weights together are more than caches next to a core hold. ``heads`` attend to as
-    many ``tokens`` each.
+    The weights together, and ``copied_bytes``, exceed the caches next to a core. In attention, ``heads``
+    heads have ``tokens`` queries and as many keys each.
     """
 
     rows: int
@@ -42,17 +42,17 @@ _CPU = _Sizes(rows=256, width=512, num_weights=24, copied_bytes=1 << 24, heads=8
 _ACCELERATOR = _Sizes(rows=4096, width=4096, num_weights=1, copied_bytes=1 << 28, heads=16, tokens=2048)
 
 _HEAD_WIDTH = 64
-_OTHERS = 8 + 20 + 20 + 14
-"""Operations per element of what ``_others`` runs, as ``pipec/cost/operator_tables.py`` counts them."""
+_OTHER_FLOPS = 8 + 20 + 20 + 14
+"""FLOPs per element of ``_other_operators``, as ``pipec/cost/operator_tables.py`` counts them."""
 
 
 def default_device_model(device: torch.device) -> DeviceModel:
     """The entry for a device. Nothing is measured, so that every rank and every run makes the same plan.
 
-    The memory is what the GPU says that it has: products of one name differ in it, and so do slices of one.
-    Its float32 is TF32 where torch makes products so (``torch.backends.cuda.matmul.fp32_precision``).
+    A GPU has the memory that it reports: products of one name differ in it, and so do slices of one GPU. Its
+    rate of float32 is TF32's where torch uses TF32 (``torch.backends.cuda.matmul.fp32_precision``).
 
-    A CPU is always the ``cpu`` entry, which describes one core: more threads speed up all operators alike.
+    A CPU is always the ``cpu`` entry, which describes one core: more threads speed up all operators equally.
     Plans for ``meta`` and for accelerators without an entry are made for ``FALLBACK_GPU``.
     """
     if device.type == "cpu":
@@ -66,35 +66,40 @@ def default_device_model(device: torch.device) -> DeviceModel:
 
 
 def calibrate(device: torch.device | str) -> DeviceModel:
-    """Measure a device in a second or two: its arithmetic, copies, launches and memory, but not its link.
+    """The measured figures of a device: its arithmetic, copies, launches and memory, but not its link.
 
-    Products are of float32 and bfloat16, of weights that no core has in its own cache, as in a step; the rest
-    of arithmetic is that of a layer norm, a GELU with its gradient and a softmax. The launch time is that of
-    a small matrix product between two views, as stages run it. Of several repeats the fastest counts: what
-    else the machine does makes none faster. The CPU is measured with torch's current number of threads.
+    Takes a second or two. Products are measured in float32 and bfloat16, with weights that are not in a
+    core's own cache, as in a step. Other arithmetic is a layer norm, a GELU with its gradient and a softmax.
+    The launch time is measured with a small matrix product and two views, as stages run it. The fastest of
+    several repeats counts, because other load on the machine only makes repeats slower. A CPU is measured
+    with torch's current number of threads.
 
     Raises:
-        InputError: that is no device, or this machine has none like it.
-        PlanError: it is ``meta``.
+        InputError: ``device`` is not a device, or this machine has no such device.
+        PlanError: ``device`` is ``meta``.
     """
     device = resolve_device(device)
     if device.type == "meta":
         raise PlanError("the meta device computes nothing: calibrate on the device that will train the model")
     sizes = _CPU if device.type == "cpu" else _ACCELERATOR
     base = default_device_model(device)
-    work = {
+    workloads = {
         "launch": _launch(device),
         "copy": _copy(sizes, device),
         "attention": _attention(sizes, device),
-        "others": _others(sizes, device),
+        "others": _other_operators(sizes, device),
         **{dtype: _products(sizes, getattr(torch, dtype), device) for dtype in ("float32", "bfloat16")},
     }
     with torch.no_grad():
-        seconds = _fastest(work, device)
+        seconds = _fastest(workloads, device)
     launch = seconds["launch"]
-    flops = 2 * sizes.rows * sizes.width**2
-    rates = {dtype: flops / _without(seconds[dtype], launch) for dtype in ("float32", "bfloat16")}
-    attended = 4 * sizes.heads * sizes.tokens**2 * _HEAD_WIDTH / _without(seconds["attention"], launch)
+    product_flops = 2 * sizes.rows * sizes.width**2
+    attention_flops = 4 * sizes.heads * sizes.tokens**2 * _HEAD_WIDTH
+    other_flops = _OTHER_FLOPS * sizes.rows * sizes.width
+    rates = {
+        dtype: product_flops / _without_launches(seconds[dtype], launch) for dtype in ("float32", "bfloat16")
+    }
+    attention_rate = attention_flops / _without_launches(seconds["attention"], launch)
     return replace(
         base,
         name=f"{base.name}-calibrated",
@@ -103,13 +108,13 @@ def calibrate(device: torch.device | str) -> DeviceModel:
         launch_seconds=launch,
         memory_bytes=_memory_bytes(device, base),
         source=f"measured, {torch.get_num_threads()} threads; the link and the host as in {base.name}",
-        attention_efficiency=min(1.0, attended / rates["float32"]),
-        other_flops_per_second=_OTHERS * sizes.rows * sizes.width / _without(seconds["others"], 4 * launch),
+        attention_efficiency=min(1.0, attention_rate / rates["float32"]),
+        other_flops_per_second=other_flops / _without_launches(seconds["others"], 4 * launch),
     )
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
-    """The device, with its index. Raises InputError unless it exists here."""
+    """The device, with its index. Raises InputError unless this machine has it."""
     try:
         if not isinstance(device, str | torch.device):
             raise TypeError("expected a torch device such as 'cpu' or 'cuda:1'")
@@ -123,7 +128,7 @@ Run = Callable[[], object]
 
 
 def _floats(*shape: int, device: torch.device) -> torch.Tensor:
-    """Of float32, whatever the default type is."""
+    """Ones of float32, whatever the default type is."""
     return torch.ones(shape, device=device, dtype=torch.float32)
 
 
@@ -141,8 +146,8 @@ def _copy(sizes: _Sizes, device: torch.device) -> Run:
 def _products(sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> Run:
     rows = torch.ones(sizes.rows, sizes.width, device=device, dtype=dtype)
     weights = torch.ones(sizes.num_weights, sizes.width, sizes.width, device=device, dtype=dtype)
-    turns = itertools.cycle(weights)
-    return lambda: rows @ next(turns)
+    endless_weights = itertools.cycle(weights)
+    return lambda: rows @ next(endless_weights)
 
 
 def _attention(sizes: _Sizes, device: torch.device) -> Run:
@@ -150,7 +155,7 @@ def _attention(sizes: _Sizes, device: torch.device) -> Run:
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _others(sizes: _Sizes, device: torch.device) -> Run:
+def _other_operators(sizes: _Sizes, device: torch.device) -> Run:
     x = _floats(sizes.rows, sizes.width, device=device)
 
     def run() -> None:
@@ -162,23 +167,23 @@ def _others(sizes: _Sizes, device: torch.device) -> Run:
     return run
 
 
-def _without(seconds: float, launch: float) -> float:
-    """The time of operators without their launches, but no less than a tenth of it."""
+def _without_launches(seconds: float, launch: float) -> float:
+    """``seconds`` of operators less the time of their launches, but at least a tenth of ``seconds``."""
     return max(seconds - launch, seconds / 10)
 
 
-def _fastest(work: Mapping[str, Run], device: torch.device) -> dict[str, float]:
-    """The seconds of one call of each, among calls back to back, whose launches overlap as in a step."""
-    counts = {name: _num_calls(run, device) for name, run in work.items()}
+def _fastest(workloads: Mapping[str, Run], device: torch.device) -> dict[str, float]:
+    """Seconds of one call of each workload. Calls run back to back: their launches overlap as in a step."""
+    counts = {name: _num_calls(run, device) for name, run in workloads.items()}
     repeats = [
-        {name: _repeat_seconds(run, counts[name], device) / counts[name] for name, run in work.items()}
+        {name: _repeat_seconds(run, counts[name], device) / counts[name] for name, run in workloads.items()}
         for _ in range(_REPEATS)
     ]
-    return {name: min(each[name] for each in repeats) for name in work}
+    return {name: min(each[name] for each in repeats) for name in workloads}
 
 
 def _num_calls(run: Run, device: torch.device) -> int:
-    """As many as fill a repeat, also where one of them is interrupted."""
+    """The number of calls that fill a repeat even where no call is interrupted."""
     num_calls = 1
     while min(_repeat_seconds(run, num_calls, device) for _ in range(4)) < _REPEAT_SECONDS:
         num_calls *= 2

@@ -1,7 +1,7 @@
-"""Devices and links as data: the few figures that turn FLOPs and bytes into seconds. No torch.
+"""Devices and links as data: the figures that turn FLOPs and bytes into seconds. No torch.
 
 Peak rates are the vendors' figures for dense arithmetic, without structured sparsity. ``float32`` is the rate
-of full precision, which is torch's default; that of TF32 follows from it. Bandwidths of links are per
+of full precision, torch's default; ``with_tf32`` gives the rate of TF32. Bandwidths of links are per
 direction.
 """
 
@@ -15,7 +15,7 @@ from pipec.ir import HostCost
 
 
 class Arithmetic(StrEnum):
-    """What an operator computes, where devices differ in how fast they are at it."""
+    """Kinds of operators that a device runs at different rates."""
 
     PRODUCT = "product"  # matrix products, convolutions, recurrent layers
     ATTENTION = "attention"
@@ -39,18 +39,19 @@ PCIE_3, PCIE_4, PCIE_5 = (LinkModel(rate, _GPU_LATENCY_SECONDS) for rate in (16e
 """Sixteen lanes, per direction (PCI Express Base Specifications: 8, 16 and 32 GT/s a lane)."""
 
 
-_NOTHING = HostCost()
+_NO_HOST_COST = HostCost()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
     """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
 
-    ``flops_per_second`` maps names of dtypes to peak rates; the rate of ``float32`` serves for dtypes that it
-    lacks. Attention reaches the share ``attention_efficiency`` of them, and what is no product does at most
-    ``other_flops_per_second``. Every operator takes at least ``launch_seconds``, and ``host`` is what the
-    host takes besides operators. ``link`` joins the device to its peers in one host, and ``host_link`` to the
-    memory of the host. ``source`` says where the figures come from.
+    ``flops_per_second`` maps names of dtypes to peak rates; dtypes that it lacks have the rate of
+    ``float32``. Attention reaches the fraction ``attention_efficiency`` of these rates. Operators that are
+    neither products nor attention reach at most ``other_flops_per_second``. Every operator takes at least
+    ``launch_seconds``, and ``host`` is the host's time besides operators. ``link`` joins the device to its
+    peers in one host, and ``host_link`` to the memory of the host. ``source`` says where the figures come
+    from.
     """
 
     name: str
@@ -61,7 +62,7 @@ class DeviceModel:
     link: LinkModel
     source: str
     host_link: LinkModel = PCIE_4
-    host: HostCost = _NOTHING
+    host: HostCost = _NO_HOST_COST
     attention_efficiency: float = 1.0
     other_flops_per_second: float = math.inf
 
@@ -81,9 +82,9 @@ class DeviceModel:
         return self.launch_seconds + max(flops / rate, bytes_moved / self.memory_bytes_per_second)
 
     def with_tf32(self) -> "DeviceModel":
-        """The device where products of float32 are made as TF32: at half the rate of bfloat16.
+        """The device with products of float32 computed in TF32: at half the rate of bfloat16.
 
-        That is the ratio in NVIDIA's datasheets of all GPUs that have both.
+        NVIDIA's datasheets give this ratio for all GPUs that have both.
         """
         rates = self.flops_per_second
         if "bfloat16" not in rates:
@@ -92,7 +93,7 @@ class DeviceModel:
 
 
 _KERNEL_LAUNCH_SECONDS = 5e-6
-"""Host time of one eager operator on a GPU, which bounds operators too small to fill it."""
+"""Host time of one eager operator on a GPU: the least time of an operator, however small."""
 
 DEVICES: Mapping[str, DeviceModel] = {
     device.name: device
@@ -243,9 +244,9 @@ DEVICES: Mapping[str, DeviceModel] = {
 def find_device(product: str) -> DeviceModel | None:
     """The entry for a product's name, or None.
 
-    It is the one that has the most words, all of them words of the product's name: ``NVIDIA A100-SXM4-40GB``
-    is ``a100-40gb``, and ``NVIDIA A100-SXM4-80GB`` is ``a100``. What a laptop has under the name of a
-    card is another chip.
+    All words of the entry's name occur in the product's name. Of several such entries it is the one with the
+    most words: ``NVIDIA A100-SXM4-40GB`` is ``a100-40gb``, and ``NVIDIA A100-SXM4-80GB`` is ``a100``. A
+    laptop GPU has no entry: it is another chip than the card of the same name.
     """
     words = set(re.split(r"[^a-z0-9]+", product.lower()))
     if "laptop" in words:

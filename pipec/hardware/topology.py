@@ -1,10 +1,10 @@
-"""Devices and the links between them: a hierarchy of equal groups, such as 2 hosts of 4 devices.
+"""A topology: devices and the links between them, in levels of equal groups such as 2 hosts of 4 devices.
 
 A topology file, in TOML or the same keys in JSON, lists devices in order and levels from the inside out::
 
     [[devices]]
     count = 8
-    memory_bytes = 16e9      # without it, as much as is needed
+    memory_bytes = 16e9      # default: no limit
     speed = 1.0              # operators take seconds / speed
 
     [[levels]]               # 4 devices share a host
@@ -32,7 +32,7 @@ from pipec.ir.argument_checks import MOST_RANKS, check_arguments, integer_betwee
 
 @dataclass(frozen=True, slots=True, order=True)
 class Device:
-    """An operator takes its seconds divided by ``speed``; what runs here may hold ``memory_bytes``."""
+    """A device: operators take their seconds divided by ``speed``, and may hold ``memory_bytes``."""
 
     memory_bytes: float = math.inf
     speed: float = 1.0
@@ -40,7 +40,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """``size`` devices, or groups of the level below, joined by links of one bandwidth and latency."""
+    """Groups of ``size`` devices, or of ``size`` groups of the level below, joined by equal links."""
 
     size: int
     bytes_per_second: float
@@ -58,7 +58,7 @@ class Topology:
     The first level groups consecutive devices, the next groups consecutive groups, and so on.
 
     Raises:
-        PlanError: a figure is out of range, or the groups do not hold exactly the devices.
+        PlanError: a figure is out of range, or the levels do not join exactly these devices.
     """
 
     devices: tuple[Device, ...]
@@ -73,13 +73,13 @@ class Topology:
                 )
         for index, level in enumerate(self.levels):
             _check_level(index, level)
-        reached = math.prod(level.size for level in self.levels)
-        if not self.levels or reached != len(self.devices):
+        num_reached = math.prod(level.size for level in self.levels)
+        if not self.levels or num_reached != len(self.devices):
             sizes = " x ".join(str(level.size) for level in self.levels) or "no"
-            lost = f": device {reached} cannot be reached" if reached < len(self.devices) else ""
+            lost = f": device {num_reached} cannot be reached" if num_reached < len(self.devices) else ""
             raise PlanError(
-                f"the topology lists {len(self.devices)} devices, but {sizes} levels join {reached}{lost}. "
-                f"Make the product of the sizes equal to the number of devices"
+                f"the topology lists {len(self.devices)} devices, but {sizes} levels join {num_reached}"
+                f"{lost}. Make the product of the sizes equal to the number of devices"
             )
 
     def link_between(self, first: int, second: int) -> LinkModel:
@@ -93,45 +93,47 @@ class Topology:
 
     def links_among(self, devices: Sequence[int]) -> set[LinkModel]:
         """The links between any two of several devices."""
-        found, groups = set[LinkModel](), {*devices}
+        links, groups = set[LinkModel](), {*devices}
         for level in self.levels:
             members, groups = groups, {member // level.size for member in groups}
             if len(groups) < len(members):
-                found.add(level.link)
-        return found
+                links.add(level.link)
+        return links
 
     @property
     def slowest_link(self) -> LinkModel:
         return min(self.levels, key=lambda level: level.bytes_per_second).link
 
     def with_memory_limit(self, memory_bytes: float) -> "Topology":
-        """The same devices, none of which holds more than ``memory_bytes``."""
+        """The topology with at most ``memory_bytes`` on each device."""
         limited = (
             replace(device, memory_bytes=min(device.memory_bytes, memory_bytes)) for device in self.devices
         )
         return replace(self, devices=tuple(limited))
 
     def with_reserved_memory(self, num_bytes: Sequence[float]) -> "Topology":
-        """The same devices, ``num_bytes[d]`` of device d set aside. At least one byte is left on each."""
+        """The topology with ``num_bytes[d]`` less memory on device d. Each keeps at least one byte."""
         pairs = zip(self.devices, num_bytes, strict=True)
-        smaller = (
-            replace(device, memory_bytes=max(1.0, device.memory_bytes - less)) for device, less in pairs
+        remaining = (
+            replace(device, memory_bytes=max(1.0, device.memory_bytes - reserved))
+            for device, reserved in pairs
         )
-        return replace(self, devices=tuple(smaller))
+        return replace(self, devices=tuple(remaining))
 
     def without_memory_limits(self) -> "Topology":
-        """The same devices with as much memory as is needed."""
+        """The topology with unlimited memory on each device."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
     def single_level(self) -> "Topology":
-        """The same devices on one level, any two of them joined by the slowest link."""
+        """The same devices on one level: any two are joined by the slowest link."""
         slowest = min(self.levels, key=lambda level: level.bytes_per_second)
         return replace(self, levels=(replace(slowest, size=len(self.devices)),))
 
     def grouped(self, members: Sequence[Sequence[int]]) -> "Topology":
-        """A device for each group of these, as good as the worst of its members.
+        """A topology with one device for each group of devices: the least memory and speed of its members.
 
-        The k-th members of all groups exchange messages. The slowest link between any two such joins all.
+        The k-th members of all groups exchange messages with each other. The slowest link between two of them
+        joins all groups.
         """
         devices = [[self.devices[member] for member in group] for group in members]
         links = set[LinkModel]().union(*map(self.links_among, zip(*members, strict=True)))
@@ -145,19 +147,20 @@ class Topology:
         return Topology(tuple(worst), (level,))
 
     def first_devices(self, num_devices: int) -> "Topology":
-        """The first ``num_devices``, in the groups that they fill.
+        """The topology of the first ``num_devices``.
 
-        The slowest link between any of those that fill none joins them, or their groups.
+        Levels stay from the inside out while the devices fill whole groups. Above them, one level joins all
+        groups by the link between the first device and the last.
         """
-        levels, left = list[Level](), num_devices
+        levels, num_groups = list[Level](), num_devices
         for level in self.levels:
-            if left % level.size:
+            if num_groups % level.size:
                 break
             levels.append(level)
-            left //= level.size
-        if left > 1 or not levels:
+            num_groups //= level.size
+        if num_groups > 1 or not levels:
             link = self.link_between(0, num_devices - 1)
-            levels.append(Level(left, link.bytes_per_second, link.latency_seconds))
+            levels.append(Level(num_groups, link.bytes_per_second, link.latency_seconds))
         return Topology(self.devices[:num_devices], tuple(levels))
 
 
@@ -170,11 +173,11 @@ def equal_devices(num_devices: int, link: LinkModel, memory_bytes: float = math.
 def uniform_topology(
     sizes: Sequence[int], bytes_per_second: Sequence[float], device: Device | None = None
 ) -> Topology:
-    """Equal devices in equal groups, from the inside out. Every level needs a bandwidth, or PlanError."""
+    """Equal devices in equal groups, from the inside out. PlanError unless every level has a bandwidth."""
     if len(sizes) != len(bytes_per_second):
         raise PlanError(
-            f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a "
-            f"level, innermost first"
+            f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each "
+            f"per level, innermost first"
         )
     if math.prod(sizes) > MOST_RANKS:
         raise PlanError(f"{math.prod(sizes)} devices are too many to plan for: expected at most {MOST_RANKS}")
@@ -183,7 +186,7 @@ def uniform_topology(
 
 
 def read_topology(path: Path) -> Topology:
-    """The topology in a ``.toml`` or ``.json`` file. PlanError if it is malformed."""
+    """The topology in a file: TOML if its name ends in ``.toml``, else JSON. PlanError if it is malformed."""
     try:
         text = path.read_text(encoding="utf-8")
         return _parse_topology(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
@@ -194,14 +197,14 @@ def read_topology(path: Path) -> Topology:
         ) from error
 
 
-def _parse_topology(facts: Mapping[str, Any]) -> Topology:
+def _parse_topology(document: Mapping[str, Any]) -> Topology:
     devices: list[Device] = []
-    for entry in facts["devices"]:
+    for entry in document["devices"]:
         figures = {key: float(value) for key, value in entry.items() if key != "count"}
         count = entry.get("count", 1)
         check_arguments({"count": integer_between(1, MOST_RANKS)}, locals())
         devices += [Device(**figures)] * count
-    return Topology(tuple(devices), tuple(Level(**entry) for entry in facts["levels"]))
+    return Topology(tuple(devices), tuple(Level(**entry) for entry in document["levels"]))
 
 
 def _check_level(index: int, level: Level) -> None:

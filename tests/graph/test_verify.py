@@ -68,9 +68,9 @@ def drop_stage(graph: TrainingGraph) -> None:
     del node_where(graph, is_forward).meta["stage"]
 
 
-def tear_a_tuple(graph: TrainingGraph) -> None:
-    part = node_where(graph, lambda node: node.target is operator.getitem and not is_forward(node))
-    part.meta["phase"] = Phase.BACKWARD
+def split_a_tuple(graph: TrainingGraph) -> None:
+    item = node_where(graph, lambda node: node.target is operator.getitem and not is_forward(node))
+    item.meta["phase"] = Phase.BACKWARD
 
 
 def forward_goes_back(graph: TrainingGraph) -> None:
@@ -156,15 +156,15 @@ def unsplit(graph: TrainingGraph) -> None:
     node_where(graph, lambda node: not is_forward(node)).meta["phase"] = Phase.BACKWARD
 
 
-def later_part(graph: TrainingGraph) -> None:
+def read_a_later_segment(graph: TrainingGraph) -> None:
     node_where(graph, is_forward).meta["segment"] = 1
 
 
-def join_within_a_part(graph: TrainingGraph) -> None:
+def collective_within_a_segment(graph: TrainingGraph) -> None:
     node_where(graph, lambda node: node.target is torch.ops.aten.tanh.default).target = ops.ALL_REDUCE
 
 
-def join_weight_gradients(graph: TrainingGraph) -> None:
+def collective_in_weight_gradients(graph: TrainingGraph) -> None:
     def ends(node: fx.Node) -> bool:
         read_by = [user.op for user in node.users]
         return node.meta["phase"] is Phase.BACKWARD_WEIGHT and read_by == ["output"]
@@ -178,7 +178,7 @@ BREAKS = {
     drop_operator: "has no 'operator'",
     read_the_backward: "runs in the forward but reads",
     drop_stage: "belongs to no stage",
-    tear_a_tuple: "but runs elsewhere: only tensors are sent or saved",
+    split_a_tuple: "but runs elsewhere: only tensors are sent or saved",
     forward_goes_back: "a forward edge goes back",
     gradient_goes_forward: "a gradient goes forward",
     move_a_changed_buffer: "reads buffer norm.running_mean, which stage 2 changes",
@@ -192,9 +192,9 @@ BREAKS = {
     another_type: r"expects torch.float64\[.*\] but .* carries torch.float32",
     weight_before_input: "is part of the input gradient but reads .* of the weight gradient",
     unsplit: "is neither part of the input gradient nor of the weight gradient",
-    later_part: "runs in segment 0 but reads .* of segment 1",
-    join_within_a_part: "begins no segment: it is in segment 0, and reads",
-    join_weight_gradients: "waits for other replicas in the weight gradient",
+    read_a_later_segment: "runs in segment 0 but reads .* of segment 1",
+    collective_within_a_segment: "begins no segment: it is in segment 0, and reads",
+    collective_in_weight_gradients: "waits for other replicas in the weight gradient",
 }
 
 

@@ -228,7 +228,7 @@ def test_figures_that_make_no_topology_are_refused(
 
 
 def test_equal_groups_need_a_bandwidth_each() -> None:
-    with pytest.raises(PlanError, match="2 levels of devices and 1 bandwidths: give one of each a level"):
+    with pytest.raises(PlanError, match="2 levels of devices and 1 bandwidths: give one of each per level"):
         uniform_topology([2, 2], [FAST])
     assert uniform_topology([2, 2], [FAST, 1e9]).levels == (Level(2, FAST), Level(2, 1e9))
 
@@ -258,7 +258,7 @@ def test_the_same_topology_in_toml_and_json(tmp_path: Path) -> None:
     assert found == Topology((Device(), Device(), Device(speed=3.0)), (Level(3, 1e10),))
 
 
-def test_a_part_is_joined_by_its_slowest_link() -> None:
+def test_the_first_devices_are_joined_by_their_slowest_link() -> None:
     whole = Topology((Device(),) * 8, (Level(2, 3e9), Level(2, 2e9, 1e-6), Level(2, 1e9)))
     assert whole.first_devices(8) == whole
     assert whole.first_devices(2) == Topology((Device(),) * 2, (Level(2, 3e9),))

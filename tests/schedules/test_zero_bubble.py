@@ -110,7 +110,7 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["zb-v", "v-half", "v-min"]), st.integers(1, 4), st.integers(1, 8), costs)
-def test_weight_gradients_fill_the_pauses_of_the_other_cells(
+def test_weight_gradients_fill_the_pauses_of_the_other_tasks(
     name: str, p: int, m: int, each: tuple[int, int, int, int]
 ) -> None:
     """No makespan is below the bound; where pauses fit whole ones, none is above the schedule's own."""

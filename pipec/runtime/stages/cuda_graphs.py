@@ -195,7 +195,7 @@ class StageGraphs:
 
 @dataclass(frozen=True)
 class _CopiedArgument:
-    """Memory for a copy of the argument at ``position``, or of its item at ``index`` if it is a list."""
+    """Memory for a copy of the argument at ``position``, or of its item at ``index``."""
 
     place: Tensor
     position: int
@@ -205,7 +205,7 @@ class _CopiedArgument:
         value = args[self.position] if self.index is None else args[self.position][self.index]
         if value.shape != self.place.shape:
             raise InputError(
-                f"kernels='cudagraphs' has recorded a value of shape {tuple(self.place.shape)}, but this call "
+                f"kernels='cudagraphs' recorded a value of shape {tuple(self.place.shape)}, but this call "
                 f"has {tuple(value.shape)}; pass kernels='source'"
             )
         self.place.copy_(value)
