@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], type[Exception], str]] = {
         contrastive,
         {"microbatches": 3},
         InputError,
-        "2 replicas share 3 microbatches; pass a multiple of 2",
+        "2 replicas share 3; pass a multiple of 2",
     ),
     "uneven rows": (contrastive, {"microbatches": 6}, InputError, "6 microbatches share 16 rows"),
 }

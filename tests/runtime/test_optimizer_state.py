@@ -223,7 +223,7 @@ def spoiled(change: Any) -> dict[str, Any]:
         (lambda s: s["param_groups"].append({"params": []}), r"groups of \[5, 0\] parameters"),
         (lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "other"), "a.weight and 1 other names"),
         (lambda s: s["state"][0].update(exp_avg=torch.zeros(4)), r"exp_avg of a.weight has shape \[4\]"),
-        (lambda s: s["state"].update(extra={}), "state under 'extra'"),
+        (lambda s: s["state"].update(extra={}), "state for parameter 'extra'"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_is_refused(change: Any, message: str) -> None:

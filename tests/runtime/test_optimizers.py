@@ -360,7 +360,7 @@ def test_what_the_program_does_by_itself_is_refused() -> None:
         optimizer.step()
     with pytest.raises(InputError, match="parameter groups cannot be added"):
         optimizer.add_param_group({"params": [FOREIGN]})
-    with pytest.raises(InputError, match=r"clip with clip_grad_norm=..."):
+    with pytest.raises(InputError, match=r"clip, pass clip_grad_norm=..."):
         optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(InputError, match="before you pass it"):
         optimizer.register_load_state_dict_pre_hook(lambda *_: None)
