@@ -49,7 +49,7 @@ def _check_local_batch(options: Options, policy: SchedulePolicy, microbatches: i
 
 
 def _check_asynchronous(options: Options, policy: SchedulePolicy) -> None:
-    """Refuse what needs a flush, with a schedule that may have none."""
+    """Refuse options that need a synchronous schedule, if the schedule may be asynchronous."""
     name = f"schedule {policy.source!r}" + " with asynchronous=True" * policy.asynchronous
     if options.optimizer is None:
         raise InputError(
@@ -58,29 +58,29 @@ def _check_asynchronous(options: Options, policy: SchedulePolicy) -> None:
         )
     if options.shard is not None:
         raise InputError(
-            f"{name} updates a stage while replicas of it still use other versions of its weights, of which "
-            f"shard={options.shard!r} would leave each a share; leave it out, or take schedule='1f1b'"
+            f"{name} updates a stage while its replicas still use other versions of the weights, which "
+            f"shard={options.shard!r} cannot hold; leave shard out, or pass schedule='1f1b'"
         )
     if options.precision == Precision.FP16:
         raise InputError(
-            f"{name} updates a stage before it is known whether gradients of others overflow, for which "
-            "precision='fp16-mixed' leaves out all updates; take precision='bf16-mixed', or "
+            f"{name} updates a stage before it is known whether gradients of other stages overflow, but "
+            "precision='fp16-mixed' must skip all updates then; pass precision='bf16-mixed', or "
             "schedule='1f1b'"
         )
     if options.on_nan == "skip":
         raise InputError(
-            f"{name} begins with mini-batches before it is known whether the one before is to be skipped; "
-            "pass on_nan='raise', which ends the stream with those before it, or take schedule='1f1b'"
+            f"{name} begins mini-batches before it is known whether the previous one is skipped; pass "
+            "on_nan='raise', which ends the stream before it, or schedule='1f1b'"
         )
     if options.on_nan == "raise" and (options.replicas == "auto" or policy.replicas != 1):
         raise InputError(
-            f"{name} updates a stage with replicas once for several mini-batches, so that no update could be "
-            "left out for one whose loss is NaN alone; leave out on_nan, or take schedule='1f1b'"
+            f"{name} updates a stage with replicas once for several mini-batches, so that the update of one "
+            "mini-batch whose loss is NaN cannot be skipped; leave out on_nan, or pass schedule='1f1b'"
         )
     if options.batch != "same":
         raise InputError(
-            f"{name} lets ranks read batches ahead of each other, each its own, but batch is "
-            f"{options.batch!r}; pass the same batches on every rank, or take schedule='1f1b'"
+            f"{name} needs the same batches on every rank, because ranks read them ahead of each other, but "
+            f"batch is {options.batch!r}; pass the same batches on every rank, or schedule='1f1b'"
         )
 
 
@@ -96,12 +96,12 @@ def _check_offload(options: Options, policy: SchedulePolicy, topology: Topology)
         return
     if policy.may_be_asynchronous:
         raise InputError(
-            f"offload is {offload!r}, but without a flush what was saved stays on the device; take a "
-            "schedule with a flush, such as schedule='1f1b', or leave it out"
+            f"offload is {offload!r}, but under an asynchronous schedule saved values stay on the device; "
+            "pass a synchronous schedule, such as schedule='1f1b', or leave offload out"
         )
     if options.recompute == "full":
         raise InputError(
-            f"offload is {offload!r}, but recompute='full' saves nothing that could wait on the host; take "
+            f"offload is {offload!r}, but recompute='full' saves nothing that could be offloaded; pass "
             "recompute='auto', which chooses both together, or 'none'"
         )
     if all(device.memory_bytes == math.inf for device in topology.devices):

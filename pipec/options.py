@@ -195,10 +195,10 @@ class Options:
     on_nan: str = option(
         "ignore",
         one_of("ignore", *map(str, NonFiniteAction)),
-        """what becomes of a step whose loss is NaN, or some gradient of which is not finite.
-        ``"raise"``: all ranks raise NonFiniteError. ``"skip"``: nothing comes of the step, and
-        ``pipe.num_skipped`` counts it. ``"ignore"``: nobody looks. See docs/optimizers.md.""",
-        flag=Flag("What becomes of a step whose loss or gradients are not finite."),
+        """the reaction to a step whose loss is NaN or whose gradients are not all finite. ``"raise"``: all
+        ranks raise NonFiniteError. ``"skip"``: the step updates nothing, and ``pipe.num_skipped`` counts it.
+        ``"ignore"``: values are not checked. See docs/optimizers.md.""",
+        flag=Flag("The reaction to a step whose loss or gradients are not finite."),
     )
     batch: str = option(
         "same",

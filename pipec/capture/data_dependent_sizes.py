@@ -160,7 +160,7 @@ def _require(condition: sympy.Basic, sizes: _Sizes) -> None:
     with last.graph.inserting_after(last):
         checked = _made(last.graph.call_function(require, (None, "")), last, None)
     holds = sizes.formula(condition, checked, True)
-    checked.args = (holds, f"expected {python_expression(condition)} of the sizes that values tell at {line}")
+    checked.args = (holds, f"expected {python_expression(condition)} of the data-dependent sizes at {line}")
 
 
 def _made(node: fx.Node, source: fx.Node, value: Any) -> fx.Node:

@@ -36,19 +36,19 @@ ADVICE = (
     ),
     (
         r"pack_(padded_)?sequence",
-        "How a packed sequence is laid out, values tell. Call the layer with the padded sequences, whose\n"
-        "outputs are the same, and take each row's last state from them with gather. What runs backward\n"
-        "becomes a layer of its own, on rows that are turned around with gather.",
+        "The layout of a packed sequence depends on values. Call the layer with the padded sequences, whose\n"
+        "outputs are the same, and take each row's last state from them with gather. Make the backward\n"
+        "direction a layer of its own, on rows reversed with gather.",
     ),
     (
         "Expected bool, got FakeTensor",
-        "A comparison of lists or tuples asks for the value of a tensor in one of them, such as a size that\n"
-        "values tell. Decide that size outside of the model, or compare without it.",
+        "A comparison of lists or tuples needs the value of a tensor, such as a data-dependent size in one of\n"
+        "them. Decide that size outside of the model, or compare without it.",
     ),
     (
         r"(?m)^for .+ in .+:$",
-        "How often this loop runs, values tell. Loop over all that there may be, such as every expert: one\n"
-        "that no row chose works on no rows.",
+        "The number of iterations of this loop depends on values. Loop over all possible items, such as all\n"
+        "experts: an expert that no row chose then computes on no rows.",
     ),
     (
         "branching",
@@ -57,8 +57,8 @@ ADVICE = (
     ),
     (
         r"item\(\)|tolist|[Dd]ynamic (shape|slicing)|[Dd]ata[- ]dependent",
-        "The value of a tensor becomes a Python number, as with .item() and .tolist(), or a size that\n"
-        "values tell decides what is computed. Keep it a tensor, with torch.where, gather or index_select,\n"
+        "The value of a tensor becomes a Python number, as with .item() and .tolist(), or a data-dependent\n"
+        "size decides what is computed. Keep it a tensor, with torch.where, gather or index_select,\n"
         "and assert what holds of every such size with torch._check.",
     ),
     ("", "Replace the call on that line with tensor operations of torch, or do it outside the model."),

@@ -9,11 +9,11 @@ from pipec.timeline.events import Event, Timeline
 from pipec.timeline.rank_times import RankTime, RankWait, rank_times
 from pipec.viz.labels import format_duration
 
-_MOST_PARTS = 3
-"""So many parts of a sum are told one by one, the largest first. The others are told together."""
+_MAX_PARTS = 3
+"""The number of largest parts of a sum that are listed; the others are added up."""
 
 _NEGLIGIBLE = 5e-4
-"""A part of the makespan below this share is not told."""
+"""Parts below this share of the makespan are not listed."""
 
 
 def bottleneck_lines(timeline: Timeline) -> list[str]:
@@ -69,7 +69,7 @@ def _place(timeline: Timeline, event: Event) -> str:
 def _description(timeline: Timeline, parts: _Parts) -> str:
     """``9 units for rank 1's gradients, 3 units ...``: longest first."""
     counted = [part for part in parts.items() if part[1] > _NEGLIGIBLE * timeline.makespan]
-    told = sorted(counted, key=lambda part: -part[1])
-    if len(told) > _MOST_PARTS + 1:
-        told[_MOST_PARTS:] = [("elsewhere", sum(time for _, time in told[_MOST_PARTS:]))]
-    return ", ".join(f"{format_duration(time, timeline)} {what}" for what, time in told)
+    listed = sorted(counted, key=lambda part: -part[1])
+    if len(listed) > _MAX_PARTS + 1:
+        listed[_MAX_PARTS:] = [("elsewhere", sum(time for _, time in listed[_MAX_PARTS:]))]
+    return ", ".join(f"{format_duration(time, timeline)} {what}" for what, time in listed)

@@ -230,7 +230,7 @@ class _Box:
     op: Op
     stage: int
     label: str = ""
-    told: str = ""
+    tooltip: str = ""
 
 
 def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
@@ -306,7 +306,7 @@ def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
     left, width = layout.x(box.start), (box.end - box.start) * layout.scale
     gap = 1.0 if width >= 2 * _LEAST_WIDTH else 0.0
     drawn = _rect(left, layout.y(rank), width - gap, layout.lane, box.op, 2 if gap else 0, shade)
-    yield f"<g><title>{escape(box.told)}</title>{drawn}</g>" if box.told else drawn
+    yield f"<g><title>{escape(box.tooltip)}</title>{drawn}</g>" if box.tooltip else drawn
     if box.label and layout.lane >= 12:
         yield _text(left + (width - gap) / 2, layout.y(rank) + layout.lane / 2 + 3.7, box.label, "box")
 
@@ -324,13 +324,13 @@ def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
             run = found.between(first, last)
             for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
                 left, width = layout.x(box.start), max((box.end - box.start) * layout.scale, 1.0)
-                told = (
+                tooltip = (
                     f"{NAMES[box.op]}, {payload_description(timeline, run[0])}"
                     if len(run) == 1
                     else NAMES[box.op]
                 )
                 drawn = _rect(left, top, width, height - 1, box.op)
-                yield f"<g><title>{escape(told)}</title>{drawn}</g>"
+                yield f"<g><title>{escape(tooltip)}</title>{drawn}</g>"
                 if box.label and height > 8:
                     yield _text(left + width / 2, top + height / 2 + 3, box.label, "small")
 

@@ -71,7 +71,7 @@ REFUSED = [
         "packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)",
         "the layer with the padded sequences",
     ),
-    (Dispatching, "for expert in (x.sum((0, 1)) > 0).nonzero():", "values tell decides what is computed"),
+    (Dispatching, "for expert in (x.sum((0, 1)) > 0).nonzero():", "size decides what is computed"),
     (Branch, "if x.sum() > 0:", "torch.where"),
     (Number, "return x * x.max().item()", "Keep it a tensor"),
     (BackwardHook, "return self.layer(x)", "with Tensor.register_hook: there it is captured"),

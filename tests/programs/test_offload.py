@@ -297,10 +297,10 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
     ("options", "message"),
     [
         ({}, "moves no more than memory asks for; pass the bytes"),
-        ({"memory_limit": "1GB", "recompute": "full"}, "saves nothing that could wait on the host"),
+        ({"memory_limit": "1GB", "recompute": "full"}, "saves nothing that could be offloaded"),
         (
             {"memory_limit": "1GB", "schedule": "pipedream", "optimizer": torch.optim.SGD},
-            "without a flush what was saved stays on the device",
+            "under an asynchronous schedule saved values stay on the device",
         ),
         (
             {"memory_limit": "1GB", "offload": "weights"},

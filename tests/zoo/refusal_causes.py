@@ -5,7 +5,7 @@ import re
 CAUSES = {
     "a custom backward is lost in export": r"would be lost",
     "a branch on values": r"A Python `if` or `while` asks for the value|Data-dependent size or branch",
-    "a value becomes a number or a size": r"becomes a Python number|a size that\s+values tell",
+    "a value becomes a number or a size": r"becomes a Python number|data-dependent\s+size decides",
     "an attention mask whose values are read": r"looks at the values of an attention mask",
     "a packed sequence": r"pack_(padded_)?sequence",
     "a generator of the model's own": r"seeds every draw",

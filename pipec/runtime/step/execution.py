@@ -153,9 +153,9 @@ class Ranks:
 
 @dataclass(frozen=True)
 class BackgroundRanks:
-    """The processes of a pipeline for one thread of each. Its texts are not those of the steps.
+    """Communication of background threads, one of each process, separate from that of steps.
 
-    ``all_gather_text_no_timeout`` takes a text, and what this process does; it returns the texts of all
+    ``all_gather_text_no_timeout`` takes a text and the activity of this process; it returns the texts of all
     processes. ``check`` raises TransportError if the process of another rank has ended.
     """
 
@@ -226,9 +226,9 @@ class LinkedArtifact(Generic[InterpreterT]):
     def dry_run(
         self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
     ) -> None:
-        """Let the ranks of this process make a dry run of what is new to them, one after the other.
+        """Run a dry run of each rank of this process that needs one, one after another.
 
-        Nobody goes on before all processes have done so, since then a message may wait for another rank.
+        All processes wait for each other here: from then on, a message may wait for another rank.
         """
         needs_dry_run = any(each.needs_dry_run(batch_slice) for each in self._dry_runs)
         try:
@@ -382,13 +382,13 @@ class Execution(LinkedArtifact[Interpreter]):
     def _half_made(self) -> str | None:
         """A note on updates that had begun when the step failed. All living ranks call this."""
         begun = {stage for each in self._interpreters for stage in each.begun_updates}
-        for told in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
-            begun.update(json.loads(told or "[]"))
+        for stages in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
+            begun.update(json.loads(stages or "[]"))
         if not begun:
             return None
-        stages = ", ".join(f"stage {number}" for number in sorted(begun))
+        listed = ", ".join(f"stage {number}" for number in sorted(begun))
         return (
-            f"the step failed when updates had begun, of {stages}: the parameters of the stages do not fit "
+            f"the step failed when updates had begun, of {listed}: the parameters of the stages do not fit "
             "together. Load a checkpoint to train on"
         )
 

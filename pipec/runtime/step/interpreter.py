@@ -102,7 +102,7 @@ class Interpreter:
         """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
-        Nothing comes of a step, either, that has found something ``non_finite``, if its plan looks for that.
+        If the plan checks for non-finite values, a step that finds one updates nothing and keeps no gradient.
 
         Args:
             microbatches: The model's inputs by name, for each microbatch that this rank runs.
@@ -175,7 +175,7 @@ class Interpreter:
 
     @property
     def begun_updates(self) -> set[int]:
-        """The stages whose update in the last step has begun, all of which have made it if nothing failed."""
+        """The stages whose update has begun in the last step; all are complete unless the step failed."""
         return set(self._update_state.begun)
 
     def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
@@ -236,9 +236,9 @@ class Interpreter:
         return found
 
     def _merged_results(self, batch_slice: BatchSlice) -> dict[str, Tensor]:
-        """The results of the batch, from what every replica that made a part of them has.
+        """The results of the batch, merged from those of all replicas.
 
-        Where replicas were given their own parts of the batch, a result with rows has those of this one.
+        If replicas pass their own parts of the batch, a result with rows has this replica's rows.
         """
         plan, merged = self._rank.plan, dict[str, Tensor]()
         for made in self._result_links:

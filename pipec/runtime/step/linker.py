@@ -379,8 +379,8 @@ class Linker:
                 f"stage {stage}, {reader}: the parameters {', '.join(sorted(missing))} are borrowed, but "
                 "no weight link has brought them; add one to the plan, from the stage that owns them"
             )
-        lent = [call for pending in self._tied_weights[stage].values() for call in pending.pop_waits()]
-        return [*lent, *self._sync_linker.unshard_waits(stage)]
+        borrowed = [call for pending in self._tied_weights[stage].values() for call in pending.pop_waits()]
+        return [*borrowed, *self._sync_linker.unshard_waits(stage)]
 
     def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
         """The waits before a microbatch has the buffers of its forward."""

@@ -112,9 +112,9 @@ class PeriodInterpreter:
         self._running = self._run()
 
     def advance(self, batch: float, groups: GroupHyperparameters) -> None:
-        """Run until the results of a mini-batch are known, or everything is done if there is no such.
+        """Run until the results of a mini-batch are known, or the programs end.
 
-        ``groups`` are the hyperparameters of updates of which that mini-batch is the last.
+        ``groups`` are the hyperparameters of the updates whose last mini-batch it is.
 
         Raises:
             ExecutionError, TransportError: as ``Interpreter.run``.
@@ -126,12 +126,12 @@ class PeriodInterpreter:
 
     @property
     def first_nan(self) -> float:
-        """The first microbatch whose loss is NaN; nothing comes of its mini-batch, and of those behind it."""
+        """The first microbatch whose loss is NaN; its mini-batch and all later ones are not updated."""
         return self._stream_results.first_nan
 
     @property
     def held(self) -> dict[int, set[int]]:
-        """The numbers of mini-batches after which weights of each stage are held."""
+        """The weight versions that each stage holds, by the number of mini-batches before them."""
         held = {}
         for index, stage in self._stages.items():
             per_version = self._batches_per_version(index)
@@ -164,7 +164,7 @@ class PeriodInterpreter:
 
     @contextlib.contextmanager
     def _running_alone(self) -> Iterator[None]:
-        """Run instructions inside a ``with``, on their device; what fails is told to the other ranks."""
+        """Run instructions in a ``with`` block, on their device; failures are reported to the other ranks."""
         with (
             reporting_failures(self._rank.transport, self._describe),
             current_device(self._device),

@@ -123,8 +123,8 @@ def require_no_accumulation(accumulates: bool) -> None:
     """Raise InputError if gradients of several mini-batches are to be added up."""
     if accumulates:
         raise InputError(
-            "a pipeline without a flush updates after every mini-batch, so that it accumulates no gradients; "
-            "leave out accumulate(), or take schedule='1f1b'"
+            "an asynchronous schedule updates after every mini-batch, so that it accumulates no gradients; "
+            "leave out accumulate(), or pass schedule='1f1b'"
         )
 
 
@@ -132,7 +132,7 @@ def require_no_recording(recorded: list[RecordedStep] | None) -> None:
     """Raise InputError if the times of a stream are to be recorded, which has no end to note them at."""
     if recorded is not None:
         raise InputError(
-            "a pipeline without a flush cannot be recorded or traced: its programs have no end. Look at "
+            "an asynchronous schedule cannot be recorded or traced, because its programs do not end; use "
             "simulate() and visualize(...), or record schedule='1f1b'"
         )
 
@@ -141,6 +141,6 @@ def require_no_measuring(measured: list[RankMemory] | None) -> None:
     """Raise InputError if the memory of a stream is to be measured, which has no end to note it at."""
     if measured is not None:
         raise InputError(
-            "the memory of a pipeline without a flush cannot be measured: its programs have no end. Look at "
+            "the memory of an asynchronous schedule cannot be measured, because its programs do not end; use "
             "memory(), or measure schedule='1f1b'"
         )

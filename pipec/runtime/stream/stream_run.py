@@ -1,9 +1,8 @@
 """One run of periodic programs on the ranks of this process, from an empty pipeline to an empty one.
 
-The script asks for the results of one mini-batch after the other. By asking for those of mini-batch i it says
-with which hyperparameters every rank is to make the update of which i is the last mini-batch, and lets it
-work ahead. So schedulers of learning rates step by mini-batch, on whatever stage and whenever an update is
-made.
+The script requests the results of one mini-batch after another. The request for mini-batch i carries the
+hyperparameters of the update after it, and lets ranks work ahead. So learning-rate schedulers step by
+mini-batch, whichever stage updates, and whenever it does.
 """
 
 import functools
@@ -58,9 +57,9 @@ class StreamRun(ABC):
         """
 
     def drain(self, groups: GroupHyperparameters) -> None:
-        """Complete all mini-batches in flight. The run is over then.
+        """Complete all mini-batches in flight, and end the run.
 
-        ``groups`` are the hyperparameters of updates of which the last mini-batch has not been asked for.
+        ``groups`` are the hyperparameters of the updates whose last mini-batch was not requested.
         """
         self._last = groups
         self._drain_at_once()

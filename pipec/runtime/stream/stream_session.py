@@ -35,10 +35,10 @@ class CompiledStream:
 
 
 class StreamSession:
-    """A run of the batches of ``ahead`` from the number ``first`` on, as long as they are ``compiled`` alike.
+    """A run of the batches of ``ahead`` from number ``first`` on, as long as ``compiled`` is valid for them.
 
-    Where ranks are processes, they ``announce`` each batch some time before they use it. One that some ranks
-    do not have ends the run on all of them alike.
+    If ranks are processes, they ``announce`` each batch before they use it. A batch that some ranks do not
+    have ends the run on all ranks.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class StreamSession:
         return self._found[1] if self._found and self._found[0] == number - self._first else None
 
     def drain(self, groups: GroupHyperparameters) -> list[BatchResult]:
-        """Complete what was begun, unless the process ends; returns the results that nobody has requested.
+        """Complete the mini-batches in flight, unless the process ends; returns the unrequested results.
 
-        They are those that come next, and leave the list then. One of which nothing came is not among them.
-        Their updates have the hyperparameters of now, which are ``groups``.
+        These are the next results, without those of skipped steps; the caller removes them from the list as
+        they are requested. Their updates use the present hyperparameters, ``groups``.
         """
         if not self._over and self._leaving.alive:
             self._over = True
@@ -114,7 +114,7 @@ class StreamSession:
         return self._left
 
     def _take_left(self) -> None:
-        """Keep the results that nobody has requested, without those of skipped steps."""
+        """Store the unrequested results, without those of skipped steps."""
         left = [self._batch_result(results) for results in self._run.left]
         self._found = self._execution.found()
         num_finite = max(self._found[0] - self._num_given, 0) if self._found else len(left)
