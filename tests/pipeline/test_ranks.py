@@ -109,7 +109,7 @@ def test_a_rank_whose_script_ends_earlier_is_named_at_once(tmp_path: Path) -> No
         """,
     )
     assert first.startswith("TransportError: another rank failed while this one was calling step, after 1 st")
-    assert "\n  rank 1: its script ended, or let go of its pipeline, before this call" in first
+    assert "\n  rank 1: its script ended, or freed its pipeline, before this call" in first
     assert second == ""
 
 

@@ -107,7 +107,7 @@ def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[StepRes
     for outcome in outcomes["hang"][1:]:
         assert outcome["seconds"] < HANG_SECONDS
     assert "another rank failed while this one was" in hung["text"]
-    assert "rank 0 lives, but waits for no other rank" in waiting["text"]
+    assert "rank 0 is alive, but waits for no other rank" in waiting["text"]
 
 
 def test_a_rank_that_dies_is_noticed_by_all(outcomes: dict[str, list[StepResult]]) -> None:

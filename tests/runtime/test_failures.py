@@ -71,9 +71,9 @@ def test_whichever_rank_is_killed_or_stopped_the_others_end_in_time_and_name_it(
     for blow in blows:
         for rank in {*range(NUM_RANKS)} - {blow.victim}:
             told = blow.told(rank).read_text()
-            what = "is stopped|no sign of life|did not come"
+            what = "is stopped|no sign of life|did not connect"
             if blow.signal is signal.SIGKILL:
-                what = "died|is gone"
+                what = "died|ended"
             assert re.search(rf"rank {blow.victim}\b.*({what})", told), (blow, rank, told)
 
 

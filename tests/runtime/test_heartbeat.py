@@ -73,7 +73,7 @@ def test_the_others_end_by_themselves_if_no_message_is_cut_off(
     three: list[HeartbeatConnections], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a rank which waits for one that lives, and waits for the dead one, is set free."""
-    monkeypatch.setattr("pipec.runtime.processes.heartbeat._NOTICED_OTHERWISE", 0.3)
+    monkeypatch.setattr("pipec.runtime.processes.heartbeat._DEATH_SECONDS", 0.3)
     failed = threading.Event()
     three[2].on_failure = failed.set
     cut(three[0])
@@ -83,7 +83,7 @@ def test_the_others_end_by_themselves_if_no_message_is_cut_off(
 
 def test_a_rank_that_says_farewell_ends_no_messages(three: list[HeartbeatConnections]) -> None:
     three[0].close()
-    with pytest.raises(TransportError, match="rank 0: its script ended, or let go of its pipeline"):
+    with pytest.raises(TransportError, match="rank 0: its script ended, or freed its pipeline"):
         three[1].receive_text(0, "waiting")
     assert three[2].reason(within=2.0) == three[1].reason()  # it was told by rank 1
 
@@ -118,7 +118,9 @@ def test_who_does_not_answer_is_named_with_what_it_does(three: list[HeartbeatCon
     with three[2].waiting("receiving hidden_1 from rank 1", 1):
         time.sleep(3 * three[2]._interval)
         assert (
-            three[0].waits_for(2).startswith("rank 2 is receiving hidden_1 from rank 1; rank 1 lives, but ")
+            three[0]
+            .waits_for(2)
+            .startswith("rank 2 is receiving hidden_1 from rank 1; rank 1 is alive, but ")
         )
         with pytest.raises(
             TransportError, match=r"rank 0 waited 1 s for ranks 1, 2; every rank must run the"
@@ -130,7 +132,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     store, lines = HashStore(), [HeartbeatConnections(rank, 3, TIMEOUT) for rank in (0, 2)]
     started = time.monotonic()
     found = together([partial(error_of, each, store) for each in lines])
-    assert all("waited 1 s for rank 1, which did not come" in text for text in found)
+    assert all("waited 1 s for rank 1, which did not connect" in text for text in found)
     assert time.monotonic() - started < TIMEOUT + 1
 
 
@@ -154,7 +156,7 @@ def test_a_stranger_is_not_let_in(three: list[HeartbeatConnections]) -> None:
 
 def test_an_address_with_another_listener_is_passed_over(three: list[HeartbeatConnections]) -> None:
     address = three[0].address
-    with pytest.raises(OSError, match="is another process"):
+    with pytest.raises(OSError, match="another process listens"):
         asyncio.run(address.connect(b"\x00" + (20).to_bytes(8) + bytes(20), b"welcome"))
 
 
@@ -262,8 +264,8 @@ def test_a_wait_that_takes_long_is_told_and_so_is_its_end(
     time.sleep(0.4)
     first, *others = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"pipec: rank 0 has waited \d s, comparing calls with all ranks; rank 1 has not arrived: it lives "
-        r"and is elsewhere, and its last wait was comparing calls with all ranks",
+        r"pipec: rank 0 has waited \d s, comparing calls with all ranks; rank 1 has not arrived: it is alive "
+        r"and elsewhere in its script, and its last wait was comparing calls with all ranks",
         first,
     )
     assert re.fullmatch(r"pipec: rank 0 goes on after \d s: all have arrived", others[-1])
@@ -290,7 +292,7 @@ def test_a_rank_that_is_stopped_while_it_waits_has_not_arrived() -> None:
     assert str(peers.late()).startswith("rank 0 has not arrived: it gives no sign of life")
     peers[2].activity, peers[2].last_activity = "", "calling step, after 6 steps"
     assert str(peers.late()).endswith(
-        "it lives and is elsewhere, and its last wait was " + peers[2].last_activity
+        "it is alive and elsewhere in its script, and its last wait was " + peers[2].last_activity
     )
 
 

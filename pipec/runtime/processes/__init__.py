@@ -1,1 +1,1 @@
-"""How processes find each other, and know which are alive, waiting or failed."""
+"""Processes find each other, and know which of them are alive, waiting or failed."""

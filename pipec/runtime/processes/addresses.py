@@ -1,4 +1,4 @@
-"""The addresses of a process, for its own machine and for others, and the secret to show there."""
+"""The addresses of a process, on its own machine and from others, and the secret that opens a connection."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True)
 class Address:
-    """A port of a machine, which has this name and these addresses; ``secret`` must be shown there."""
+    """A port of ``machine``, which is reached at ``hosts``; a connection must begin with ``secret``."""
 
     machine: str
     hosts: tuple[str, ...]
@@ -32,7 +32,7 @@ class Address:
         return cls(machine, tuple(hosts), port, bytes.fromhex(secret))
 
     async def connect(self, greeting: bytes, answer: bytes) -> Streams:
-        """Connect to the first address where ``greeting`` gets this ``answer``. Raises OSError if none is."""
+        """Connect to the first host that answers ``greeting`` with ``answer``. Raises OSError without one."""
         here = (_LOOPBACK,) if self.machine == socket.gethostname() else ()
         error: OSError = ConnectionRefusedError("it has no address")
         for host in (*here, *self.hosts):
@@ -51,7 +51,7 @@ class Address:
         except EOFError:
             pass
         writer.close()
-        raise ConnectionRefusedError(f"who listens at {host}:{self.port} is another process")
+        raise ConnectionRefusedError(f"another process listens at {host}:{self.port}")
 
 
 def listen() -> tuple[socket.socket, Address]:
@@ -66,13 +66,13 @@ def listen() -> tuple[socket.socket, Address]:
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """From which addresses packets to the first machine, and to any other one, would leave."""
-    found = [_source_towards(os.environ.get("MASTER_ADDR", "")), _source_towards(_ANY_OTHER)]
-    return tuple(dict.fromkeys(host for host in found if host and not host.startswith("127.")))
+    """The addresses from which packets leave to rank 0's machine and to the default route."""
+    sources = [_source_towards(os.environ.get("MASTER_ADDR", "")), _source_towards(_ANY_OTHER)]
+    return tuple(dict.fromkeys(host for host in sources if host and not host.startswith("127.")))
 
 
 def _source_towards(target: str) -> str | None:
-    """The address that this machine has towards ``target``. Nothing is sent: a datagram only gets a route."""
+    """The source address of packets to ``target``. Nothing is sent: connecting UDP only picks a route."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(target or None, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
@@ -83,6 +83,6 @@ def _source_towards(target: str) -> str | None:
 
 _LOOPBACK = "127.0.0.1"
 _ANY_OTHER = "192.0.2.1"
-"""An address that documentation uses (RFC 5737) and no machine has: packets to it take the default route."""
+"""An address reserved for documentation (RFC 5737): packets to it take the default route."""
 
 _CONNECT_SECONDS = 5.0

@@ -1,14 +1,14 @@
-"""Connections between every two ranks, over which each learns who is alive, who failed, and who waits.
+"""Heartbeat connections between all pairs of ranks tell each rank who is alive, who failed, and who waits.
 
-They carry no tensors. A thread in each process writes heartbeats into them, and reads those of the others:
+They carry no tensors. A thread in each process sends heartbeats, and reads the other ranks' packets:
 
-* A process that dies closes its connections. The others know at once that it died, and which one it was.
-* A process that is stopped, or whose machine is gone, sends no heartbeats. The others know after the timeout.
-* A rank that fails says why. One whose script ends, or that lets go of its pipeline, says so.
-* A rank that waits says for whom, so that those who wait for it can name the one that keeps all waiting.
+* If a process dies, its connections close. The others know at once which one died.
+* If a process is stopped, or its machine is lost, its heartbeats stop. The others know after the timeout.
+* A rank that fails sends the reason. A rank whose script ends, or that frees its pipeline, sends CLEAN_CLOSE.
+* A rank that waits sends the rank it waits for, so that an error can name the rank at the end of the chain.
 
-The texts that ranks exchange outside of steps travel here too. So the store of torch, which is in the process
-of rank 0, is asked for nothing but the addresses of the ranks.
+Ranks also exchange texts here outside of steps. Torch's store, which is in the process of rank 0, is used for
+the ranks' addresses alone.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from pipec.runtime.processes.stall_reports import CurrentWait, StallReporter, Wa
 
 
 class HeartbeatConnections:
-    """One rank's connections. ``on_failure`` is called, on another thread, once the pipeline cannot go on.
+    """The connections of one rank. Another thread calls ``on_failure`` once the pipeline cannot go on.
 
-    Give ``address`` to the ranks above this one, and ``connect`` to those below it; then ``wait_for_all``.
+    Give ``address`` to all higher ranks and ``connect`` to all lower ranks; then call ``wait_for_all``.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -54,10 +54,10 @@ class HeartbeatConnections:
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="pipec heartbeats", daemon=True)
         self._thread.start()
-        _OF_THIS_PROCESS.add(self)
+        _OPEN_CONNECTIONS.add(self)
 
     def connect(self, peer: int, address: Address) -> None:
-        """Connect to a rank below this one. Raises TransportError if nobody is there any more."""
+        """Connect to a lower rank. Raises TransportError if its process cannot be reached."""
         connecting = asyncio.run_coroutine_threadsafe(self._connect(peer, address), self._loop)
         try:
             connecting.result(self._timeout)
@@ -70,12 +70,12 @@ class HeartbeatConnections:
             ) from None
 
     def wait_for_all(self) -> None:
-        """Wait until every rank is connected. Raises TransportError; it names who did not come."""
+        """Wait until every rank is connected. Raises TransportError, which names the missing ranks."""
         peers = self._peers
         self._wait(lambda: all(peer.writer for peer in peers.values()), peers.not_connected, self._timeout)
 
     def all_gather_text(self, text: bytes) -> list[bytes]:
-        """The text of each rank, on every rank. Raises TransportError; it names who did not answer."""
+        """The texts of all ranks, by rank. Raises TransportError, which names the missing ranks."""
         self.send_text(text)
         with self.waiting("comparing calls with all ranks"):
             missing = functools.partial(self._peers.unanswered, self._waits.now.activity)
@@ -86,66 +86,66 @@ class HeartbeatConnections:
         ]
 
     def send_text(self, text: bytes) -> None:
-        """Send a text to every other rank, which calls ``receive_text`` or ``all_gather_text`` for it."""
+        """Send a text to every other rank, which gets it by ``receive_text`` or ``all_gather_text``."""
         self._send(PacketKind.TEXT, text)
 
     def receive_text(self, peer: int, activity: str, expected: bool = False) -> bytes:
-        """The next text of a rank, however long that takes while all ranks live. Raises TransportError.
+        """The next text of a rank; waits without a limit while all ranks are alive. Raises TransportError.
 
-        Nothing is said on the console of a wait that is ``expected`` to take long.
+        A wait that is ``expected`` to take long is not reported on the console.
         """
         with self.waiting(activity, peer, expected):
             self._wait(lambda: bool(self._peers[peer].texts), lambda: "", None)
         return self._peers[peer].texts.popleft()
 
     def exchange_final_status(self, text: str, within: float) -> dict[int, str | None]:
-        """Exchange final statuses when the pipeline cannot go on; returns those of living ranks.
+        """The final statuses of living ranks, exchanged when the pipeline cannot go on.
 
-        None stands for a rank that lives and said nothing in so many seconds.
+        None for a living rank that sent nothing ``within`` so many seconds.
         """
         self._send(PacketKind.FINAL_STATUS, text.encode())
         with self._changed:
             self._changed.wait_for(lambda: not self._peers.without_final_status(), within)
             silent = dict.fromkeys(self._peers.without_final_status())
-            told = {rank: peer.final_status for rank, peer in self._peers.items()}
-            return silent | {rank: words for rank, words in told.items() if words is not None}
+            statuses = {rank: peer.final_status for rank, peer in self._peers.items()}
+            return silent | {rank: status for rank, status in statuses.items() if status is not None}
 
     def all_gather_text_in_background(self, text: bytes) -> list[bytes]:
-        """The text of each rank, on every rank, for a thread beside the one that steps.
+        """The texts of all ranks, by rank, for a background thread.
 
-        However long they take, and even if a step fails meanwhile. Raises TransportError if a process ends.
+        Waits without a limit, even if a step fails meanwhile. Raises TransportError if a process ends.
         """
         self._send(PacketKind.BACKGROUND_TEXT, text)
         with self._changed:
             while not all(peer.background_texts for peer in self._peers.values()):
                 self.check_processes()
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
         return [
             self._peers[rank].background_texts.popleft() if rank in self._peers else text
             for rank in range(len(self._peers) + 1)
         ]
 
     def check_processes(self) -> None:
-        """Raise TransportError if the process of a rank has ended, or is stopped."""
-        if reason := self._peers.ended(self._peers, _STILL_ARRIVING) or (self._failure and self.silent()):
-            raise TransportError(f"another rank is gone:\n{textwrap.indent(reason, '  ')}")
+        """Raise TransportError if the process of a rank ended or is stopped."""
+        if reason := self._peers.ended(self._peers, _ARRIVAL_SECONDS) or (self._failure and self.silent()):
+            raise TransportError(f"the process of another rank ended:\n{textwrap.indent(reason, '  ')}")
 
     @contextlib.contextmanager
     def interrupted_by_failures(self) -> Iterator[None]:
-        """Let the failure of another rank end what the main thread does inside a ``with``, as Ctrl-C would.
+        """Inside a ``with``, the failure of another rank interrupts the main thread as Ctrl-C would.
 
-        The error is a TransportError then. On another thread, or if the program handles Ctrl-C itself, the
-        failure is found by the next wait instead. Where Ctrl-C is ignored, as in a shell's jobs in the
-        background, it stays ignored.
+        Raises TransportError then. On another thread, or if the program handles Ctrl-C itself, the next wait
+        finds the failure instead. Where Ctrl-C is ignored, as in a shell's background jobs, it stays ignored.
         """
-        mine, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
-        is_ignored = mine and handler is signal.SIG_IGN
-        self._interrupting = is_ignored or (mine and handler is signal.default_int_handler)
+        is_main = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGINT)
+        is_ignored = is_main and handler is signal.SIG_IGN
+        self._interrupting = is_ignored or (is_main and handler is signal.default_int_handler)
         try:
             try:
                 if is_ignored:
-                    signal.signal(signal.SIGINT, self._heed_failures)
-                self.check()  # what happened before would interrupt nothing
+                    signal.signal(signal.SIGINT, self._on_interrupt)
+                self.check()  # an earlier failure interrupts nothing
                 yield
             finally:
                 if is_ignored:
@@ -157,7 +157,7 @@ class HeartbeatConnections:
             raise
 
     def fail(self, reason: str) -> None:
-        """Tell every rank why this one cannot go on, unless another one could not before."""
+        """Send every rank the reason why this one cannot go on, unless a failure is known already."""
         reason = reason if reason.startswith("rank ") else f"rank {self.rank}: {reason}"
         with self._changed:
             first, self._failure = self._failure is None, self._failure or reason
@@ -170,29 +170,29 @@ class HeartbeatConnections:
     def check(self) -> None:
         """Raise TransportError if the ranks cannot all go on."""
         if reason := self.reason():
-            raise self._given_up(reason)
+            raise self._failure_error(reason)
 
     def reason(self, within: float = 0.0) -> str | None:
-        """The reason why the ranks cannot go on, if it is known within so many seconds."""
+        """The reason why the ranks cannot go on; None if it is not known ``within`` so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, within)
             return self._failure or self._peers.ended(self._peers)
 
     def silent(self) -> str | None:
-        """The ranks that seem dead before the timeout, in words; None if there are none."""
+        """A description of the ranks that seem dead before the timeout; None without one."""
         return self._peers.silent()
 
     def waits_for(self, peer: int | None) -> str:
-        """The chain of waits from a rank on, in words; see ``Peers.waits_for``."""
+        """A description of the chain of waits that begins at ``peer``; see ``Peers.waits_for``."""
         return self._peers.waits_for(peer, self._waits.now.activity)
 
     def waiting(self, activity: str, peer: int | None = None, expected: bool = False) -> WaitScope:
-        """Tell the others this rank's activity inside a ``with``, and the rank that it waits for."""
+        """Inside a ``with``, heartbeats carry this rank's activity and the rank that it waits for."""
         return WaitScope(self._waits, activity, peer, expected)
 
     def close(self) -> None:
         """Send CLEAN_CLOSE, and end the thread."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        with contextlib.suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(self._closing.set)
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
@@ -200,36 +200,36 @@ class HeartbeatConnections:
     def close_in_child(self) -> None:
         """Close a forked process's copies of the connections, which would outlive this process.
 
-        A closed file descriptor keeps its number, so that nobody closes another file under it.
+        Each file descriptor then refers to /dev/null, so that closing its number again closes no other file.
         """
         writers = [peer.writer for peer in self._peers.values() if peer.writer is not None]
         with open(os.devnull, "rb") as nothing:
-            for held in (self._server, *(writer.get_extra_info("socket") for writer in writers)):
-                if held.fileno() >= 0:
-                    os.dup2(nothing.fileno(), held.fileno(), inheritable=False)
+            for copy in (self._server, *(writer.get_extra_info("socket") for writer in writers)):
+                if copy.fileno() >= 0:
+                    os.dup2(nothing.fileno(), copy.fileno(), inheritable=False)
 
-    # What the calling thread waits for.
+    # Run on the calling thread.
 
     def _wait(self, reached: Callable[[], bool], missing: Callable[[], str], limit: float | None) -> None:
-        """Wait until ``reached``. Raises TransportError if a rank failed, or ended a moment ago."""
+        """Wait for ``reached()``. Raises TransportError after ``limit`` seconds, or if a rank failed or ended."""
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
             while not reached():
-                if reason := self._failure or self._peers.ended(self._peers, _STILL_ARRIVING):
-                    raise self._given_up(reason)
+                if reason := self._failure or self._peers.ended(self._peers, _ARRIVAL_SECONDS):
+                    raise self._failure_error(reason)
                 if deadline is not None and time.monotonic() > deadline:
                     if silent := self._peers.silent():
-                        raise self._given_up(silent)
+                        raise self._failure_error(silent)
                     self.fail(missing())
                     raise TransportError(missing())
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
 
-    def _given_up(self, reason: str) -> TransportError:
-        """The error to raise for what happened to another rank. The others are told of it."""
+    def _failure_error(self, reason: str) -> TransportError:
+        """The error for the failure of another rank, after sending it to all ranks."""
         self.fail(reason)
         return TransportError(f"another rank failed:\n{textwrap.indent(reason, '  ')}")
 
-    # What the thread does.
+    # Run on the heartbeat thread.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -266,7 +266,7 @@ class HeartbeatConnections:
             (peer,) = struct.unpack("!I", hello[:4])
             known = self._peers.get(peer)
             if known is None or known.writer or not hmac.compare_digest(hello[4:], self.address.secret):
-                raise ConnectionError("a stranger")
+                raise ConnectionError("not a rank of this pipeline")
         except (OSError, EOFError, ValueError, struct.error, TimeoutError):
             writer.close()
             return
@@ -299,13 +299,13 @@ class HeartbeatConnections:
                         peer.final_status = payload.decode()
                     self._changed.notify_all()
                 if kind is PacketKind.FAILURE:
-                    self._note_failure(payload.decode())
+                    self._set_failure(payload.decode())
         with self._changed:
             peer.ended_at = time.monotonic()
             self._changed.notify_all()
 
     async def _beat(self) -> None:
-        """Send heartbeats, and count missing ones. Intervals that this process slept through do not count."""
+        """Send heartbeats, and count missing ones. Time in which this process was suspended does not count."""
         while True:
             await asyncio.sleep(self._interval)
             living = [rank for rank in self._peers.living if self._peers[rank].writer]
@@ -318,16 +318,15 @@ class HeartbeatConnections:
             for rank in living:
                 self._peers[rank].missed_heartbeats += 1
             if silent := [rank for rank in living if self._peers.silence(rank) >= self._timeout]:
-                self._note_failure(silence := self._peers.silent_since(silent))
-                self._write_all(
-                    PacketKind.FAILURE, silence.encode()
-                )  # some may not be connected with that one yet
+                self._set_failure(silence := self._peers.silent_since(silent))
+                # Ranks that are not connected with the silent ones yet cannot notice.
+                self._write_all(PacketKind.FAILURE, silence.encode())
             died = [rank for rank, peer in self._peers.items() if not peer.closed_cleanly]
-            if reason := self._peers.ended(died, _NOTICED_OTHERWISE):
-                self._note_failure(reason)
+            if reason := self._peers.ended(died, _DEATH_SECONDS):
+                self._set_failure(reason)
             self._interrupt_if_failed()
 
-    def _note_failure(self, reason: str) -> None:
+    def _set_failure(self, reason: str) -> None:
         with self._changed:
             first, self._failure = self._failure is None, self._failure or reason
             self._changed.notify_all()
@@ -336,12 +335,12 @@ class HeartbeatConnections:
 
     def _interrupt_if_failed(self) -> None:
         with self._changed:
-            if self._interrupting and (self._failure or self._peers.ended(self._peers, _STILL_ARRIVING)):
+            if self._interrupting and (self._failure or self._peers.ended(self._peers, _ARRIVAL_SECONDS)):
                 self._interrupting = False
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def _heed_failures(self, number: int, frame: object) -> None:
-        """Handle a SIGINT that only ``_interrupt_if_failed`` may send."""
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        """Handle SIGINT where Ctrl-C is ignored: only ``_interrupt_if_failed`` interrupts."""
         if not self._interrupting:
             raise KeyboardInterrupt
 
@@ -356,26 +355,26 @@ class HeartbeatConnections:
 
 
 _LONGEST_INTERVAL = 1.0
-"""Seconds between two heartbeats, at most."""
+"""Maximum seconds between two heartbeats."""
 
-_LOOK_SECONDS = 0.1
-"""How often a wait looks whether the time is up."""
+_POLL_SECONDS = 0.1
+"""Seconds between two checks of a deadline."""
 
-_STILL_ARRIVING = 1.0
-"""For so many seconds after a rank has ended, what others sent before may still be on its way."""
+_ARRIVAL_SECONDS = 1.0
+"""Seconds after the end of a rank in which earlier packets of other ranks may still arrive."""
 
-_NOTICED_OTHERWISE = 5.0
-"""Seconds until the death of a rank ends all messages. Those to and from that rank end by themselves."""
+_DEATH_SECONDS = 5.0
+"""Seconds from the death of a rank until all messages fail. Messages with that rank fail by themselves."""
 
 _JOIN_SECONDS = 2.0
 
-_OF_THIS_PROCESS: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
+_OPEN_CONNECTIONS: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for heartbeats in list(_OF_THIS_PROCESS):
+    for heartbeats in list(_OPEN_CONNECTIONS):
         heartbeats.close_in_child()
-    _OF_THIS_PROCESS.clear()
+    _OPEN_CONNECTIONS.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

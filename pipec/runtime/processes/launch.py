@@ -14,12 +14,12 @@ import torch.distributed as dist
 from pipec.errors import InputError
 
 Devices = int | Sequence[str | torch.device]
-"""How many devices, or which: entry r is the device of rank r."""
+"""The number of devices, or a list whose entry r is the device of rank r."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process, the ``rank``-th of ``size`` that were started together."""
+    """The number of this process, and how many processes were started together."""
 
     rank: int
     size: int
@@ -33,14 +33,14 @@ SINGLE_PROCESS = World(0, 1)
 
 
 def world() -> World:
-    """Ask the default process group if there is one, else the environment that ``torchrun`` sets."""
+    """This process in the default process group, else in the environment that ``torchrun`` sets."""
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     return World(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def default_num_ranks(world: World) -> int:
-    """As many ranks as there are processes; of a process alone, as many as it has GPUs, or one."""
+    """The number of processes; for a single process, the number of its GPUs, at least 1."""
     return world.size if world.is_distributed else max(1, torch.cuda.device_count())
 
 
@@ -49,18 +49,19 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
 
     A number of devices means GPUs where CUDA is available, and the CPU elsewhere. If one process runs all
     ranks and has fewer GPUs, the ranks share them round robin. If there are several processes, each takes the
-    GPU ``LOCAL_RANK``. Give a list, such as ``["cpu"] * 4``, to choose otherwise. In it, ``"cuda"`` without
-    an index stands for the GPU that the rank would have with a number of devices.
+    GPU ``LOCAL_RANK``. A list, such as ``["cpu"] * 4``, sets each device; in it, ``"cuda"`` without an index
+    is the GPU that the rank would have with a number of devices.
 
     Raises:
-        InputError: there is not one for each process, one is meta, or this process has no GPU.
+        InputError: the count differs from the number of processes, a device is meta, or this process has no
+            GPU.
     """
     count = devices if isinstance(devices, int) else len(devices)
     if world.is_distributed and count != world.size:
         raise InputError(
             f"devices asks for {count} ranks, but {world.size} processes were started and each runs one "
             f"rank; start {count} processes (torchrun --nproc-per-node {count}), pass devices={world.size}, "
-            "or leave devices out, for as many as there are"
+            "or leave devices out, for one rank per process"
         )
     if isinstance(devices, int):
         devices = ["cuda" if torch.cuda.is_available() else "cpu"] * count
@@ -68,20 +69,20 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     for rank, device in enumerate(chosen):
         if device.type == "meta":
             raise InputError(
-                f"entry {rank} of devices is 'meta', which computes nothing; let it be 'cpu' or a GPU. A "
-                "model on meta gets its memory on these by pipe.to_empty(device=...)"
+                f"entry {rank} of devices is 'meta', which computes nothing; pass 'cpu' or a GPU. A model "
+                "on meta gets its memory on the devices by pipe.to_empty(device=...)"
             )
     local_ranks = [world.rank] if world.is_distributed else range(count)
     return {rank: _indexed(chosen[rank], rank, world) for rank in local_ranks}
 
 
 def _indexed(device: torch.device, rank: int, world: World) -> torch.device:
-    """The device, with the index of a GPU if it is ``cuda`` and has none."""
+    """The device; ``cuda`` without an index gets the index of the rank's GPU."""
     return torch.device("cuda", _gpu(rank, world)) if str(device) == "cuda" else device
 
 
 def _gpu(rank: int, world: World) -> int:
-    """The GPU of a rank of this process. NCCL needs each process to have a GPU of its own."""
+    """The GPU index of a rank of this process. NCCL needs one GPU for each process."""
     num_gpus = torch.cuda.device_count()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     if world.is_distributed and local_rank >= num_gpus:
@@ -92,7 +93,7 @@ def _gpu(rank: int, world: World) -> int:
         )
     if num_gpus == 0:
         raise InputError(
-            f"rank {rank} asks for a GPU, but torch finds none on this machine; run it where there is one, "
-            f"or let entry {rank} of devices be 'cpu'"
+            f"rank {rank} asks for a GPU, but torch finds none on this machine; run it on a machine "
+            f"with a GPU, or set entry {rank} of devices to 'cpu'"
         )
     return local_rank if world.is_distributed else rank % num_gpus

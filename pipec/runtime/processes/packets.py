@@ -1,4 +1,4 @@
-"""The packets of a heartbeat connection, each with a kind and a payload of bytes."""
+"""Packets of a heartbeat connection: a kind and a payload of bytes."""
 
 import asyncio
 import struct
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class PacketKind(IntEnum):
-    """``HELLO`` opens a connection; ``CLEAN_CLOSE`` says that its end is no failure.
+    """``HELLO`` opens a connection; ``CLEAN_CLOSE`` ends it without a failure.
 
     ``FINAL_STATUS`` is a rank's final status, sent when the pipeline cannot go on; ``BACKGROUND_TEXT`` is a
     text for a background thread.
@@ -29,7 +29,7 @@ async def read_packet(reader: asyncio.StreamReader, longest: int | None = None) 
     """The next packet. Raises EOFError at the end, ValueError for a malformed or too long one."""
     kind, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     if longest is not None and size > longest:
-        raise ValueError(f"a packet of {size} bytes, where {longest} are the most")
+        raise ValueError(f"a packet of {size} bytes, expected at most {longest}")
     return PacketKind(kind), await reader.readexactly(size)
 
 

@@ -1,4 +1,4 @@
-"""A rank's knowledge of the others: which are alive, which have ended, what each waits for, in words."""
+"""The state of the other ranks as one rank knows it, and descriptions of it for messages."""
 
 import asyncio
 import time
@@ -11,10 +11,10 @@ from pipec.runtime.processes.stall_reports import describe_absent_rank, describe
 
 @dataclass
 class Peer:
-    """The state of another rank. ``missed_heartbeats`` counts this rank's own heartbeats since its last.
+    """The state of another rank.
 
-    ``activity`` is what it does while it waits for the rank ``waiting_for``, and ``last_activity`` what it
-    did when it waited last. ``final_status`` is what it sent when the pipeline could not go on.
+    ``missed_heartbeats`` counts this rank's own heartbeats since the last packet of the other. ``activity``
+    describes its current wait, for the rank ``waiting_for``; ``last_activity`` its last finished wait.
     """
 
     writer: asyncio.StreamWriter | None = None
@@ -31,7 +31,7 @@ class Peer:
 
 
 class Peers(dict[int, Peer]):
-    """The other ranks as ``rank`` sees them, which sends a beat every ``interval`` seconds."""
+    """The other ranks by number, as ``rank`` sees them. It sends a heartbeat every ``interval`` seconds."""
 
     def __init__(self, rank: int, num_ranks: int, timeout: float, interval: float) -> None:
         super().__init__({peer: Peer() for peer in range(num_ranks) if peer != rank})
@@ -43,11 +43,11 @@ class Peers(dict[int, Peer]):
         return [rank for rank, peer in self.items() if peer.ended_at is None]
 
     def silence(self, rank: int) -> float:
-        """For how many seconds a rank has shown no sign of life."""
+        """Seconds since the last packet of a rank."""
         return self[rank].missed_heartbeats * self._interval
 
     def silent(self) -> str | None:
-        """The ranks that seem dead before the timeout, in words; None if there are none."""
+        """A description of the ranks that seem dead before the timeout; None without one."""
         ranks = [rank for rank in self.living if self._seems_dead(rank)]
         return self.silent_since(ranks) if ranks else None
 
@@ -55,7 +55,7 @@ class Peers(dict[int, Peer]):
         return self.silence(rank) > self._timeout / 2
 
     def without_final_status(self) -> list[int]:
-        """The ranks that live and have not said what they have now that the pipeline cannot go on."""
+        """The living ranks that have not sent a final status."""
         living = (rank for rank in self.living if not self._seems_dead(rank))
         return [rank for rank in living if self[rank].final_status is None]
 
@@ -67,23 +67,24 @@ class Peers(dict[int, Peer]):
         )
 
     def ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
-        """How the connection that ended first, at least so many seconds ago, came to its end.
+        """A description of the first of these ranks that ended, if at least ``ago`` seconds ago; else None.
 
-        A script that ends while a rank shows no sign of life has given up on that one.
+        A script that ends while a rank seems dead has given up on that rank, which is described instead.
         """
         ended = [(at, rank) for rank in ranks if (at := self[rank].ended_at) is not None]
         if not ended or time.monotonic() - min(ended)[0] < ago:
             return None
         rank = min(ended)[1]
         if self[rank].closed_cleanly:
-            ended_script = f"rank {rank}: its script ended, or let go of its pipeline, before this call"
-            return self.silent() or ended_script
+            return self.silent() or (
+                f"rank {rank}: its script ended, or freed its pipeline, before this call"
+            )
         return f"rank {rank}: its process died; its own output may say why"
 
     def waits_for(self, peer: int | None, activity: str) -> str:
-        """The chain of waits from a rank on, in words: what each rank does, and which one it waits for.
+        """A description of the chain of waits that begins at ``peer``: each rank and its activity.
 
-        ``peer`` None: from the first rank with another activity than this one's ``activity``.
+        If ``peer`` is None, it begins at the first rank whose activity differs from ``activity``.
         """
         if peer is None:
             peer = next((rank for rank, known in self.items() if known.activity != activity), None)
@@ -96,26 +97,24 @@ class Peers(dict[int, Peer]):
         return "; ".join(links) or "all ranks do the same"
 
     def late(self) -> str | None:
-        """Who has not come where others wait, in words; None if a lower rank says so, or nobody knows."""
+        """A description of the ranks that others wait for; None if a lower rank reports them."""
         away = [rank for rank in self.living if not self[rank].activity or self._is_silent(rank)]
         if any(rank < self._rank and rank not in away for rank in self.living):
             return None
-        return (
-            "; ".join(
-                describe_absent_rank(rank, self[rank].last_activity, self._is_silent(rank)) for rank in away
-            )
-            or None
+        descriptions = (
+            describe_absent_rank(rank, self[rank].last_activity, self._is_silent(rank)) for rank in away
         )
+        return "; ".join(descriptions) or None
 
     def _is_silent(self, rank: int) -> bool:
-        """Whether so many heartbeats are missing that a machine with much to do is no reason."""
+        """Whether more heartbeats are missing than a busy machine explains."""
         return self[rank].missed_heartbeats >= 3
 
     def not_connected(self) -> str:
         missing = [rank for rank, peer in self.items() if peer.writer is None]
         return (
-            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}, which did not come: "
-            "that process was not started, died or hangs before it makes its pipeline"
+            f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}, which did not "
+            "connect: that process was not started, died or hangs before it makes its pipeline"
         )
 
     def unanswered(self, activity: str) -> str:

@@ -1,4 +1,4 @@
-"""How the processes of a pipeline find each other, through torch's store."""
+"""Connects the processes of a pipeline, which find each other through torch's store."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-# The store that the ranks of the process group share; the public API does not hand it out.
+# The store that the ranks of the process group share; the public API does not return it.
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from pipec.errors import InputError, TransportError
@@ -26,32 +26,33 @@ T = TypeVar("T")
 
 
 def connect_ranks(world: World, number: int, timeout: float) -> tuple[HeartbeatConnections, Store]:
-    """Connect with all other ranks, and give the store that process groups are made with.
+    """The connections with all other ranks, and a store to make process groups with.
 
-    It is a new part of that of the default process group. If there is none, it is made from the environment
-    that ``torchrun`` sets, as torch would. ``number`` means the same pipeline on every rank.
+    The store is a new prefix in the default process group's store. Without one, it is made from the
+    environment that ``torchrun`` sets, as torch would. ``number`` names the same pipeline on every rank.
 
     Raises:
-        TransportError: a rank did not come within ``timeout`` seconds, or died; it is named.
-        InputError: the environment does not say where the ranks meet.
+        TransportError: a rank did not connect within ``timeout`` seconds, or died; the message names it.
+        InputError: the environment has no address of the store.
     """
     store = _get_default_store() if dist.is_initialized() else _store_of_environment(world, timeout)
     heartbeats = HeartbeatConnections(world.rank, world.size, timeout)
     try:
         _connect(heartbeats, PrefixStore(f"pipec/{number}", store), timeout)
-        part = heartbeats.all_gather_text(secrets.token_bytes(8))[0].hex()
+        prefix = heartbeats.all_gather_text(secrets.token_bytes(8))[0].hex()
     except TransportError as error:
         heartbeats.fail(str(error))
         heartbeats.close()
         raise
-    return heartbeats, PrefixStore(f"pipec/{part}", store)
+    return heartbeats, PrefixStore(f"pipec/{prefix}", store)
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
-    """Call on another thread, and leave that thread behind after so many seconds, with a TimeoutError.
+    """The result of ``call`` on another thread. Raises TimeoutError after so many seconds.
 
-    Once the process that holds torch's store is stopped, most calls of the store, and whatever makes a
-    process group, wait for ever, whatever their timeout is (torch 2.13). ``check`` is called meanwhile.
+    The thread is then abandoned. Once the process of torch's store is stopped, most calls of the store, and
+    functions that make a process group, wait for ever whatever their timeout is (torch 2.13). ``check`` is
+    called meanwhile.
     """
     outcome: Future[T] = Future()
 
@@ -63,7 +64,7 @@ def call_with_timeout(call: Callable[[], T], seconds: float, check: Callable[[],
 
     threading.Thread(target=run, name="pipec rendezvous", daemon=True).start()
     deadline = time.monotonic() + seconds
-    while not wait([outcome], _LOOK_SECONDS).done:
+    while not wait([outcome], _POLL_SECONDS).done:
         check()
         if time.monotonic() > deadline:
             raise TimeoutError
@@ -77,81 +78,84 @@ def _store_of_environment(world: World, timeout: float) -> Store:
             f"{world.size} processes were started, but MASTER_ADDR is {host!r} and MASTER_PORT {port!r}; "
             "start them with torchrun, or set both"
         )
-    holds = world.rank == 0 and not _agent_holds_store()
+    is_server = world.rank == 0 and not _agent_has_store()
     make = functools.partial(
         dist.TCPStore,
         host,
         int(port),
         world.size,
-        holds,
+        is_server,
         timedelta(seconds=timeout),
         wait_for_workers=False,
-        multi_tenant=holds,
+        multi_tenant=is_server,
     )
     try:
-        if not holds:
+        if not is_server:
             _wait_for_listener(host, int(port), timeout)
         return call_with_timeout(make, timeout)
     except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
-        if holds:
+        if is_server:
             raise TransportError(
                 f"rank 0 cannot listen at {host}:{port}: {_first_line(error)}; set another MASTER_PORT"
             ) from None
         raise TransportError(
-            f"rank {world.rank} waited {timeout:g} s for {_holder()} at {host}:{port}, which did not come: "
-            f"that process was not started, died or hangs, or the address is wrong ({_first_line(error)})"
+            f"rank {world.rank} waited {timeout:g} s for {_store_owner()} at {host}:{port}, which did not "
+            "connect: that process was not started, died or hangs, or the address is wrong "
+            f"({_first_line(error)})"
         ) from None
 
 
 def _wait_for_listener(host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens there. Torch's store would fill the terminal with its attempts."""
+    """Wait until a process listens there. Torch's store would print each of its attempts."""
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, port), max(deadline - time.monotonic(), _LOOK_SECONDS)).close()
+            socket.create_connection((host, port), max(deadline - time.monotonic(), _POLL_SECONDS)).close()
             return
         except OSError:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _connect(heartbeats: HeartbeatConnections, store: Store, timeout: float) -> None:
-    """Publish the own address, and connect to the ranks below; the ranks above connect to this one.
+    """Publish this rank's address and connect to all lower ranks; higher ranks connect to this one.
 
-    The address is taken back in the end: ``torchrun`` may keep the store for ranks that it starts later, and
-    no number of theirs tells these on all hosts, for each host counts the restarts of its own.
+    The address is deleted in the end. ``torchrun`` may keep the store for ranks that it restarts, and no
+    restart count identifies a start on all hosts, since each host counts its own restarts.
     """
     rank = heartbeats.rank
-    addresses = _Addresses(store, functools.partial(_query_store, timeout=timeout, heartbeats=heartbeats))
+    addresses = _AddressTable(store, functools.partial(_query_store, timeout=timeout, heartbeats=heartbeats))
     addresses.publish(rank, heartbeats.address.to_text())
     for peer in range(rank):
-        _reach(peer, heartbeats, addresses, timeout)
+        _connect_to(peer, heartbeats, addresses, timeout)
     try:
         heartbeats.wait_for_all()
     except TransportError as error:
-        heartbeats.fail(str(error))  # to those who wait a moment longer, and would else miss this rank
+        heartbeats.fail(str(error))  # to ranks that still wait, and would name this rank as missing
         raise
-    addresses.take_back(rank)
+    addresses.delete(rank)
 
 
-def _reach(peer: int, heartbeats: HeartbeatConnections, addresses: "_Addresses", timeout: float) -> None:
-    """Connect to a rank below, which comes within ``timeout`` seconds.
+def _connect_to(
+    peer: int, heartbeats: HeartbeatConnections, addresses: "_AddressTable", timeout: float
+) -> None:
+    """Connect to a lower rank, which publishes its address within ``timeout`` seconds.
 
-    Where ranks that ``torchrun`` started before died while they met, the store has their addresses until
-    those of today come.
+    If ranks of an earlier start died while they connected, the store has their addresses until ranks of this
+    start replace them.
     """
     address = addresses.find(peer, within=timeout)
     if address is None:
         raise TransportError(
-            f"rank {heartbeats.rank} waited {timeout:g} s for rank {peer}, which did not come: that process "
-            "was not started, died or hangs before it makes its pipeline"
+            f"rank {heartbeats.rank} waited {timeout:g} s for rank {peer}, which did not connect: that "
+            "process was not started, died or hangs before it makes its pipeline"
         )
     while True:
         try:
             return heartbeats.connect(peer, Address.parse(address))
         except TransportError:
-            within = _RENEWED_WITHIN if _agent_holds_store() else 0.0
+            within = _RESTART_SECONDS if _agent_has_store() else 0.0
             newer = addresses.find(peer, within, other_than=address)
             if newer is None:
                 raise
@@ -159,61 +163,63 @@ def _reach(peer: int, heartbeats: HeartbeatConnections, addresses: "_Addresses",
 
 
 @dataclass(frozen=True)
-class _Addresses:
-    """The ranks' addresses in the store; ``ask`` calls the store."""
+class _AddressTable:
+    """The ranks' addresses in the store; ``query`` runs a call of the store."""
 
     store: Store
-    ask: Callable[[Callable[[], Any]], Any]
+    query: Callable[[Callable[[], Any]], Any]
 
     def publish(self, rank: int, address: str) -> None:
-        self.ask(lambda: self.store.set(f"address/{rank}", address))
+        self.query(lambda: self.store.set(f"address/{rank}", address))
 
-    def take_back(self, rank: int) -> None:
-        self.ask(lambda: self.store.delete_key(f"address/{rank}"))
+    def delete(self, rank: int) -> None:
+        self.query(lambda: self.store.delete_key(f"address/{rank}"))
 
     def find(self, rank: int, within: float, other_than: str = "") -> str | None:
-        """The address of a rank, ``other_than`` one; None if it has none after so many seconds."""
+        """The address of a rank, if not ``other_than``; None without one ``within`` so many seconds."""
         deadline, key = time.monotonic() + within, f"address/{rank}"
         while True:
-            if self.ask(lambda: self.store.check([key])):
-                found = str(self.ask(lambda: self.store.get(key)).decode())
-                if found != other_than:
-                    return found
+            if self.query(lambda: self.store.check([key])):
+                address = str(self.query(lambda: self.store.get(key)).decode())
+                if address != other_than:
+                    return address
             if time.monotonic() > deadline:
                 return None
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
-def _query_store(question: Callable[[], T], timeout: float, heartbeats: HeartbeatConnections) -> T:
-    """The store's answer. Raises TransportError if there is none."""
+def _query_store(call: Callable[[], T], timeout: float, heartbeats: HeartbeatConnections) -> T:
+    """The result of a call of the store. Raises TransportError if the store does not answer."""
     try:
-        return call_with_timeout(question, timeout, heartbeats.check)
+        return call_with_timeout(call, timeout, heartbeats.check)
     except TimeoutError:
         raise TransportError(
-            f"{_holder()} holds the ranks' store, and has not answered rank {heartbeats.rank} for "
+            f"{_store_owner()} has the ranks' store, and has not answered rank {heartbeats.rank} for "
             f"{timeout:g} s: that process is stopped, or its machine cannot be reached"
         ) from None
     except RuntimeError:
-        known = heartbeats.reason(_REASON_COMES_WITHIN)
-        gone = f"{_holder()}, which held the ranks' store, is gone: its own output may say why"
-        raise TransportError(f"another rank failed:\n  {known}" if known else gone) from None
+        if reason := heartbeats.reason(_REASON_SECONDS):
+            raise TransportError(f"another rank failed:\n  {reason}") from None
+        raise TransportError(
+            f"{_store_owner()}, which had the ranks' store, ended: its own output may say why"
+        ) from None
 
 
-def _agent_holds_store() -> bool:
-    """Whether ``torchrun`` holds the store in a process of its own, as torch asks too."""
+def _agent_has_store() -> bool:
+    """Whether the store is in ``torchrun``'s own process; torch reads the same variable."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _holder() -> str:
-    return "torchrun" if _agent_holds_store() else "rank 0"
+def _store_owner() -> str:
+    return "torchrun" if _agent_has_store() else "rank 0"
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-_LOOK_SECONDS = 0.05
-_RENEWED_WITHIN = 30.0
-"""Seconds in which ranks of a later start come, after the first that finds an address of an earlier one."""
+_POLL_SECONDS = 0.05
+_RESTART_SECONDS = 30.0
+"""Seconds in which a rank of this start replaces an address of an earlier start."""
 
-_REASON_COMES_WITHIN = 0.5
+_REASON_SECONDS = 0.5

@@ -1,4 +1,4 @@
-"""Reports of long waits on the console, and descriptions of what ranks wait for."""
+"""Reports of long waits on the console, and descriptions of waiting ranks for messages."""
 
 import sys
 import time
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 STALL_SECONDS = 10.0
-"""Seconds, or a quarter of the timeout: a longer wait is reported, and again each time it doubles."""
+"""A wait of so many seconds, or a quarter of the timeout, is reported, and again each time it doubles."""
 
 
 class WaitStatus(NamedTuple):
-    """A wait: the ``activity`` of a rank that waits for ``peer``, or for any other rank.
+    """A wait: the ``activity`` of a rank that waits for ``peer``, or for any rank.
 
-    One that is ``expected`` to take long, as while rank 0 compiles, is not reported. Each wait is its own
-    object.
+    A wait that is ``expected`` to take long, as while rank 0 compiles, is not reported. Waits are compared by
+    identity.
     """
 
     activity: str = ""
@@ -27,14 +27,14 @@ NOT_WAITING = WaitStatus()
 
 @dataclass(slots=True)
 class CurrentWait:
-    """The wait of a rank ``now``, and the ``last_activity`` that waited."""
+    """The current wait of a rank, and the activity of its last finished wait."""
 
     now: WaitStatus = NOT_WAITING
     last_activity: str = ""
 
 
 class WaitScope:
-    """A ``with`` inside which a rank waits. It can be entered again, and is a wait of its own each time."""
+    """A reusable context manager in which a rank waits. Each entry is a new wait."""
 
     __slots__ = ("_before", "_wait", "_waits")
 
@@ -50,50 +50,49 @@ class WaitScope:
 
 
 class StallReporter:
-    """Looks at the waits of a rank from time to time. A wait that is over between two looks costs nothing."""
+    """Reports long waits of a rank, which it polls: a wait that ends between two polls costs nothing."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank, self._first = rank, min(STALL_SECONDS, timeout / 4)
-        self._told, self._next = False, self._first
-        self._follow(NOT_WAITING)
+        self._is_reported, self._next = False, self._first
+        self._watch(NOT_WAITING)
 
     def check(self, wait: WaitStatus, late: Callable[[], str | None], has_failed: bool) -> None:
-        """Say whom this wait is for if it has taken long, or that a reported one is over.
+        """Print who is late if this wait is long, or that a reported wait is over.
 
-        ``late`` says who has not come and what they do; None if another rank tells it.
+        ``late`` returns a description of the late ranks, or None if another rank reports them.
         """
         now = time.monotonic()
         if wait is not self._wait:
-            if self._told and not has_failed:
-                _say(f"rank {self._rank} goes on after {now - self._since:.0f} s: all have arrived")
-            self._follow(wait)
-        elif self._is_long(now) and (what := late()):
-            self._told, self._next = True, 2 * self._next
-            _say(f"rank {self._rank} has waited {now - self._since:.0f} s, {wait.activity}; {what}")
+            if self._is_reported and not has_failed:
+                _report(f"rank {self._rank} goes on after {now - self._since:.0f} s: all have arrived")
+            self._watch(wait)
+        elif self._is_long(now) and (ranks := late()):
+            self._is_reported, self._next = True, 2 * self._next
+            _report(f"rank {self._rank} has waited {now - self._since:.0f} s, {wait.activity}; {ranks}")
 
     def _is_long(self, now: float) -> bool:
         return bool(self._wait.activity) and not self._wait.expected and now - self._since >= self._next
 
-    def _follow(self, wait: WaitStatus) -> None:
+    def _watch(self, wait: WaitStatus) -> None:
         self._wait, self._since = wait, time.monotonic()
-        self._next, self._told = self._first, False
+        self._next, self._is_reported = self._first, False
 
 
-def _say(what: str) -> None:
-    print(f"pipec: {what}", file=sys.stderr, flush=True)
+def _report(text: str) -> None:
+    print(f"pipec: {text}", file=sys.stderr, flush=True)
 
 
 def describe_absent_rank(rank: int, last_activity: str, is_silent: bool) -> str:
-    """The description of an absent rank: whether it is alive, and its last wait."""
-    state = "gives no sign of life" if is_silent else "lives and is elsewhere"
+    state = "gives no sign of life" if is_silent else "is alive and elsewhere in its script"
     return f"rank {rank} has not arrived: it {state}, and its last wait was {last_activity or 'none'}"
 
 
 def describe_busy_rank(rank: int) -> str:
     return (
-        f"rank {rank} lives, but waits for no other rank: it hangs, computes that long, or is elsewhere. All "
-        "ranks make the same calls in the same order: see that no `if rank == ...`, exception or shorter "
-        "loop keeps that rank from this one"
+        f"rank {rank} is alive, but waits for no other rank: it hangs, computes for long, or is elsewhere in "
+        "its script. All ranks make the same calls in the same order: check that no `if rank == ...`, "
+        "exception or shorter loop keeps that rank from this call"
     )
 
 

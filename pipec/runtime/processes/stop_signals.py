@@ -1,7 +1,7 @@
-"""Signals that ask a script to end: noted when they come, and followed by all ranks at the same step.
+"""SIGINT and SIGTERM end all ranks after the same step.
 
-Ctrl-C and the SIGTERM of a scheduler reach some rank in the middle of something. It notes them here, and says
-so in what ranks exchange before their next step or mini-batch anyway. Then all of them end there.
+Ctrl-C and the SIGTERM of a scheduler may reach one rank in the middle of a step. It records the signal, and
+sends it with the call digest before the next step or mini-batch. Then all ranks exit there.
 """
 
 import contextlib
@@ -16,70 +16,72 @@ from pipec.console import log
 from pipec.runtime.processes.launch import world
 
 FORCED_EXIT_SECONDS = 1.0
-"""A second signal ends the process at once if so many seconds are between it and the first one.
+"""A second signal ends the process at once if it comes so many seconds after the first.
 
-Launchers and schedulers may both send the same signal.
+An earlier one is ignored: launcher and scheduler may both send the same signal.
 """
 
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-"""The handlers in whose place those of this module are put. A handler of the script's own stays."""
+"""The handlers that this module replaces. A handler that the script installed stays."""
 
 
 class StopSignals:
-    """The signals that this process has been sent. There is one such object, ``STOP_SIGNALS``.
+    """The pending stop signal of this process, and the handlers that record it; see ``STOP_SIGNALS``.
 
-    Only the main thread can put handlers in place; on another one, signals do what they did before.
+    Only the main thread can install handlers; on another thread, ``install`` does nothing.
     """
 
     def __init__(self) -> None:
-        self._asked = 0
-        self._at = 0.0
+        self._pending = 0
+        self._first_at = 0.0
         self._replaced: dict[int, Any] = {}
 
     @property
     def pending(self) -> int:
-        """The number of the signal that has come and that nobody has followed yet, or 0."""
-        return self._asked
+        """The number of the pending signal, or 0."""
+        return self._pending
 
     def install(self) -> None:
-        """Note signals from now on: SIGTERM, and where ranks are processes, SIGINT, too."""
+        """Record SIGTERM from now on, and SIGINT where each rank is a process."""
         if self._replaced or threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM) if world().is_distributed else (signal.SIGTERM,):
             if signal.getsignal(number) is _DEFAULTS[number]:
-                self._replaced[number] = signal.signal(number, self._note)
+                self._replaced[number] = signal.signal(number, self._record)
 
     def uninstall(self) -> None:
-        """Let signals do what they did before, and forget those that were noted."""
-        self._asked = 0
+        """Restore the previous handlers, and drop the pending signal."""
+        self._pending = 0
         replaced, self._replaced = self._replaced, {}
         for number, handler in replaced.items():
             signal.signal(number, handler)
 
     @contextlib.contextmanager
     def uninstalled(self) -> Iterator[None]:
-        """Let signals do inside a ``with`` what they did before, as where no step comes for minutes.
+        """The previous handlers inside a ``with``, for work of minutes between two steps.
 
-        If it fails, so they do from then on, until ``listen`` is called again.
+        If it raises, they stay until ``install`` is called again.
         """
-        listened, asked = bool(self._replaced), self._asked
+        was_installed, pending = bool(self._replaced), self._pending
         self.uninstall()
         try:
             yield
         finally:
-            self._asked = asked
-        if listened:
+            self._pending = pending
+        if was_installed:
             self.install()
 
-    def _note(self, number: int, frame: object) -> None:
-        if self._asked and time.monotonic() - self._at > FORCED_EXIT_SECONDS:
+    def _record(self, number: int, frame: object) -> None:
+        if self._pending and time.monotonic() - self._first_at > FORCED_EXIT_SECONDS:
             raise _exit_error(number, f"{signal.Signals(number).name} came twice")
-        if not self._asked:
-            self._at = time.monotonic()
+        if not self._pending:
+            self._first_at = time.monotonic()
             once_more = "once more ends this process at once"
-            told = f"pipec: {signal.Signals(number).name}: all ranks end before the next step; {once_more}\n"
-            os.write(2, told.encode())  # a signal may come in the middle of a print
-        self._asked = max(self._asked, number)
+            notice = (
+                f"pipec: {signal.Signals(number).name}: all ranks end before the next step; {once_more}\n"
+            )
+            os.write(2, notice.encode())  # a signal may come in the middle of a print
+        self._pending = max(self._pending, number)
 
 
 STOP_SIGNALS = StopSignals()
@@ -87,16 +89,18 @@ STOP_SIGNALS = StopSignals()
 os.register_at_fork(after_in_child=STOP_SIGNALS.uninstall)
 
 
-def exit_all_ranks(asked: Sequence[int], num_steps: int, before: Sequence[Callable[[], object]]) -> NoReturn:
-    """End on every rank, after ``before`` was called. ``asked`` has the signal of each rank, or 0.
+def exit_all_ranks(
+    signals: Sequence[int], num_steps: int, before: Sequence[Callable[[], object]]
+) -> NoReturn:
+    """Exit on every rank, after the calls in ``before``. ``signals`` has each rank's pending signal, or 0.
 
     Raises:
         KeyboardInterrupt: the signal was SIGINT.
-        SystemExit: it was SIGTERM; the status is 143, as if that had ended the process.
+        SystemExit: the signal was SIGTERM; the status is 143, as of a process that it ended.
     """
-    number = max(asked)
+    number = max(signals)
     STOP_SIGNALS.uninstall()
-    what = f"rank {asked.index(number)} was sent {signal.Signals(number).name}"
+    what = f"rank {signals.index(number)} was sent {signal.Signals(number).name}"
     log(f"pipec: {what}: all ranks end after step {num_steps}")
     for call in before:
         call()

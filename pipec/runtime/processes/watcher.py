@@ -1,4 +1,4 @@
-"""A thread that looks after an object at regular intervals, for as long as others hold it."""
+"""A thread that checks an object at regular intervals, until it is garbage-collected."""
 
 import threading
 import weakref
@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Watcher(Generic[T]):
     """Calls ``check(watched)`` every ``interval`` seconds until it returns True.
 
-    The thread does not keep ``watched`` alive. It ends when that is garbage-collected, and when the process
+    The thread does not keep ``watched`` alive. It ends when ``watched`` is garbage-collected or the process
     exits.
     """
 
@@ -23,7 +23,7 @@ class Watcher(Generic[T]):
         self._stop = weakref.finalize(watched, _end, self._stopped, thread)
 
     def stop(self) -> None:
-        """Look no more. Returns without waiting for a check that is under way."""
+        """Stop checking. Returns without waiting for a check that runs."""
         self._stopped.set()
 
 

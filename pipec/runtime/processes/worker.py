@@ -1,4 +1,4 @@
-"""A thread that runs the jobs it is given, one after the other."""
+"""A thread that runs jobs one after the other."""
 
 import threading
 import weakref
