@@ -42,8 +42,8 @@ ADVICE = (
     ),
     (
         "Expected bool, got FakeTensor",
-        "A comparison of lists or tuples needs the value of a tensor, such as a data-dependent size in one of\n"
-        "them. Decide that size outside of the model, or compare without it.",
+        "A comparison of lists or tuples needs the value of a tensor in one of them, as of a data-dependent\n"
+        "size. Decide that size outside of the model, or compare without it.",
     ),
     (
         r"(?m)^for .+ in .+:$",

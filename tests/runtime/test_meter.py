@@ -125,7 +125,7 @@ def test_a_measured_step_is_a_step() -> None:
 
 def test_a_stream_has_no_end_to_be_measured_at() -> None:
     x, y = batch()
-    with pytest.raises(InputError, match="cannot be measured: its programs have no end"):
+    with pytest.raises(InputError, match="cannot be measured, because its programs do not end"):
         trained(2, schedule="pipedream-2bw").measure_memory(x, target=y)
 
 

@@ -161,7 +161,7 @@ def test_a_value_that_is_not_the_one_of_the_plan_is_not_sent(pair: Pair) -> None
         side.send([torch.ones(2, 3, dtype=torch.float64)], {"b": 2})
     side.receivers[0].post({"b": 3})
     side.send([torch.ones(2, 3)], {"b": 2})
-    with pytest.raises(TransportError, match="a message of 24 bytes came where the plan has one of 36"):
+    with pytest.raises(TransportError, match="a message of 24 bytes, but the plan expects 36"):
         side.receivers[0].wait()
 
 

@@ -1,1 +1,1 @@
-"""The memory of tensors: who uses it, how much there is, and how the allocator manages it."""
+"""The memory of tensors: sharing, measuring, caching, and the settings of the allocator."""

@@ -23,15 +23,15 @@ _SETTINGS = {
 
 @functools.cache
 def retain_freed_memory() -> bool:
-    """Make glibc keep freed blocks of up to 32 MiB, and 1 GiB in total. Return whether it does.
+    """Make glibc keep freed blocks of up to 32 MiB, and 1 GiB in total. Returns whether it does.
 
-    A user's own settings are left alone: the environment variables ``MALLOC_...`` and ``GLIBC_TUNABLES``.
+    The user's settings take precedence: the environment variables ``MALLOC_...`` and ``GLIBC_TUNABLES``.
     """
     is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if is_set or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    taken = [mallopt(number, size) == 1 for number, size in _SETTINGS.values()]
-    kept = all(taken)
-    log.debug("glibc's allocator %s freed memory", "keeps" if kept else "does not keep")
-    return kept
+    succeeded = [mallopt(number, size) == 1 for number, size in _SETTINGS.values()]
+    retains = all(succeeded)
+    log.debug("glibc's allocator %s freed memory", "keeps" if retains else "does not keep")
+    return retains

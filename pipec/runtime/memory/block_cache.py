@@ -30,7 +30,7 @@ _cache = _Cache()
 def empty_cached(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor, in cached memory of this thread if possible.
 
-    Memory is free when no other tensor is in it: what was saved, sent or returned is not, under any name.
+    Memory is free when no other tensor uses it; saved, sent and returned values do.
     """
     if torch.compiler.is_compiling() or device.type != "cpu":
         return torch.empty(sizes, dtype=dtype, device=device)
@@ -38,10 +38,10 @@ def empty_cached(sizes: Sequence[int], dtype: torch.dtype, device: torch.device)
     for block in _cache.blocks:
         if block.numel() == num_bytes and is_exclusive(block):
             return block.view(dtype).view(sizes)
-    made = torch.empty(num_bytes, dtype=torch.uint8)
+    block = torch.empty(num_bytes, dtype=torch.uint8)
     if sum(map(torch.numel, _cache.blocks)) + num_bytes <= MAX_CACHED_BYTES:
-        _cache.blocks.append(made)
-    return made.view(dtype).view(sizes)
+        _cache.blocks.append(block)
+    return block.view(dtype).view(sizes)
 
 
 def clear_block_cache() -> None:

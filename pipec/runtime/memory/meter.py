@@ -107,8 +107,8 @@ class CudaMemoryMeter:
 class TensorMemoryMeter(TorchDispatchMode):
     """Counts the memory of the tensors that this thread's operators make, while it is referenced.
 
-    A view has no memory of its own, and keeps its base's. Memory used inside kernels is not counted.
-    ``kept`` is let go of when the measurement is over.
+    A view has no memory of its own, and keeps its base's alive. Memory used inside kernels is not counted.
+    ``kept`` holds objects alive until the measurement ends.
     """
 
     def __init__(self) -> None:
@@ -133,10 +133,10 @@ class TensorMemoryMeter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self._is_paused:
             return result
-        given = {id(storage) for tensor in tensors_in((args, kwargs)) for storage in _storages(tensor)}
+        passed = {id(storage) for tensor in tensors_in((args, kwargs)) for storage in _storages(tensor)}
         for tensor in tensors_in(result):
             for storage in _storages(tensor):
-                if id(storage) not in given or id(storage) in self._known:
+                if id(storage) not in passed or id(storage) in self._known:
                     self._count(storage)
         return result
 

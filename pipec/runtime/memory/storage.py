@@ -21,12 +21,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def is_exclusive(tensor: Tensor) -> bool:
-    """Whether no other tensor shares the memory of ``tensor``: no view, no alias, no transfer under way."""
+    """Whether nothing else uses the memory of ``tensor``: no view, no alias, no transfer in transit."""
     return num_aliases(tensor) == 1
 
 
 def num_aliases(tensor: Tensor) -> int:
-    """How many tensors share the memory of ``tensor``. The handle created for the query counts as well."""
+    """The number of tensors that share the memory of ``tensor``."""
     return storage_use_count(tensor.untyped_storage()) - 1
 
 
@@ -43,7 +43,7 @@ def fills_storage(tensor: Tensor) -> bool:
 def compact(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it would keep more memory alive than it needs.
 
-    That may also be an operator's: on CPUs ``mse_loss`` makes its scalar in the memory of all differences.
+    This also concerns operators: on CPUs, the scalar of ``mse_loss`` is in the memory of all differences.
     """
     is_small = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
     return tensor if is_small else tensor.clone()

@@ -1,4 +1,4 @@
-"""Exchanges besides the messages of programs: the ranks compare calls, and send whole tensors.
+"""Exchanges besides the messages of programs: ranks compare their calls, and broadcast tensors.
 
 All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
 digest of the arguments, and some numbers, such as rank 0's seed. Only if digests differ do they also
@@ -40,7 +40,7 @@ MismatchMessage = Callable[[Sequence[CallDescription]], str]
 
 
 class CallRole(IntEnum):
-    """What a rank says of a call: all ranks make it, or those that have joined need not; or that it has."""
+    """Whether all ranks make a call, or ranks that have joined need not; or that this rank has joined."""
 
     REQUIRED = 0
     OPTIONAL = 1
@@ -49,9 +49,10 @@ class CallRole(IntEnum):
 
 @dataclass(frozen=True)
 class RankReply:
-    """What a rank sends the others with the digest of its call.
+    """A rank's message to the others with the digest of its call.
 
-    Whether it has joined, the signal that asks it to stop, and five ``reply_values``; 0 stands for none.
+    ``joined`` says whether the rank has joined, ``stop`` is the pending stop signal, 0 for none, and
+    ``reply_values`` are five numbers, 0 for none.
     """
 
     joined: bool
@@ -70,7 +71,7 @@ class Agreement:
         self._other_hosts = [peer for peer in self._peers if peer not in self._same_host]
         self._gloo = (
             transport.gloo_connections()
-            if transport.device.type == "cuda"  # whose connections carry no CPU tensors
+            if transport.device.type == "cuda"  # NCCL carries no CPU tensors
             else None
         )
 
@@ -87,14 +88,14 @@ class Agreement:
         The description of a rank that has joined differs, and matches if the other ranks can do without it.
 
         Raises:
-            InputError: they differ. Every rank raises it, and may go on.
+            InputError: the descriptions differ. Every rank raises it, and stays usable.
             TransportError: some rank does not call this.
         """
         padding = [0] * (_MAX_REPLY_VALUES - len(reply_values))
         own = _ROW.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *reply_values, *padding)
         rows = [[*_ROW.unpack(row)] for row in self._all_gather_bytes(activity, own)]
-        strict = any(row[2] == CallRole.REQUIRED for row in rows)
-        compared = [row[:2] for row in rows if strict or row[2] != CallRole.JOINED]
+        is_required = any(row[2] == CallRole.REQUIRED for row in rows)
+        compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
         if any(each != compared[0] for each in compared):
             self.raise_mismatch(call_description, mismatch_message)
         return [RankReply(row[2] == CallRole.JOINED, row[3], row[4:]) for row in rows]
@@ -102,7 +103,7 @@ class Agreement:
     def raise_mismatch(
         self, call_description: CallDescription, mismatch_message: MismatchMessage
     ) -> NoReturn:
-        """Raise InputError on every rank, all of which call this. It says how their descriptions differ."""
+        """Raise InputError, which says how the descriptions differ, on every rank. All ranks call this."""
         raise InputError(
             mismatch_message(
                 [json.loads(text) for text in self._transport.all_gather_text(json.dumps(call_description))]
@@ -119,7 +120,7 @@ class Agreement:
 
     def _all_gather_bytes(self, activity: str, own: bytes) -> list[bytes]:
         """A few bytes of each rank, on every rank."""
-        found = {self._transport.rank: own}
+        received = {self._transport.rank: own}
         for peer, socket in self._same_host.items():
             try:
                 socket.send(own)
@@ -129,9 +130,9 @@ class Agreement:
         wait = self._start_all_gather_bytes(activity, own) if self._other_hosts else dict
         for peer, socket in self._same_host.items():
             with self._together_with(peer, activity):
-                found[peer] = socket.receive(len(own))
-        found |= wait()
-        return [found[rank] for rank in range(len(found))]
+                received[peer] = socket.receive(len(own))
+        received |= wait()
+        return [received[rank] for rank in range(len(received))]
 
     def _start_all_gather_bytes(self, activity: str, own: bytes) -> Callable[[], dict[int, bytes]]:
         """Start to exchange bytes with ranks that share no memory with this one."""
@@ -146,29 +147,29 @@ class Agreement:
     def start_comparison(
         self, activity: str, number: int, call_description: CallDescription
     ) -> Callable[[], bool]:
-        """Send ``call_description`` without waiting; returns what waits for the others' and says if all go
-        on.
+        """Send ``call_description`` asynchronously; returns a function that says whether all ranks continue.
 
-        They do if all descriptions are equal, and no rank had been sent a signal that asks it to stop.
-        ``number`` counts announcements. Some ranks may be as many ahead of others as there are tags.
+        The function waits for the other descriptions. Ranks continue if all descriptions are equal, and no
+        rank has a pending stop signal. ``number`` counts announcements; ranks may be ahead of others by as
+        many as there are tags.
         """
         own = torch.tensor([*_digest(call_description), STOP_SIGNALS.pending])
-        going_on = torch.tensor([*_digest(call_description), 0])
+        expected = torch.tensor([*_digest(call_description), 0])
         wait = self.start_all_gather(activity, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
-        return lambda: all(torch.equal(each, going_on) for each in wait())
+        return lambda: all(torch.equal(each, expected) for each in wait())
 
     def start_all_gather(
         self, activity: str, own: Tensor, tag: int = _TAG, to: Sequence[int] | None = None
     ) -> Callable[[], list[Tensor]]:
-        """Start to exchange tensors, ``to`` these ranks or all; returns what waits for theirs."""
+        """Start to exchange tensors with the ranks ``to``, or all; returns a function that waits for them."""
         rank = self._transport.rank
-        found = [
+        received = [
             own if other == rank else torch.empty_like(own) for other in range(self._transport.num_ranks)
         ]
         waits = []
         for peer in self._peers if to is None else to:
             with self._together_with(peer, activity) as via:
-                waits.append((peer, via.receive(found[peer], peer, tag)))
+                waits.append((peer, via.receive(received[peer], peer, tag)))
                 via.send([own], peer, tag)
 
         def wait() -> list[Tensor]:
@@ -176,7 +177,7 @@ class Agreement:
                 with self._together_with(peer, activity) as via:
                     via.wait(work)
             waits.clear()
-            return found
+            return received
 
         return wait
 
@@ -220,13 +221,13 @@ class Agreement:
         return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
 
     def broadcast_from_rank_0(self, tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
-        """Give every rank the values of rank 0; returns, by rank, the names of tensors that differed."""
-        mine = [full_digest(tensor) for tensor in tensors.values()]
-        every = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(mine))]
+        """Copy rank 0's values to every rank; returns, by rank, the names of tensors that differed."""
+        own = [full_digest(tensor) for tensor in tensors.values()]
+        gathered = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
         differing: dict[int, list[str]] = defaultdict(list)
-        for (name, tensor), digests in zip(tensors.items(), zip(*every, strict=True), strict=True):
+        for (name, tensor), digests in zip(tensors.items(), zip(*gathered, strict=True), strict=True):
             others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-            if not others or "" in digests:  # of a tensor without values
+            if not others or "" in digests:  # the digest of a tensor without values
                 continue
             sent = self.broadcast_tensor(0, f"taking over {name}", tensor, others)
             if self._transport.rank in others:
@@ -237,7 +238,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def _together_with(self, peer: int, activity: str) -> Iterator[Connections]:
-        """Yields the connections; an error names the peer and is sent to the other ranks."""
+        """Yield the connections; an error names the peer and is sent to the other ranks."""
         try:
             together = f"{activity}, together with rank {peer}"
             with self._transport.error_context(together, peer) as connections:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 CallDescription = dict[str, str]
-"""One rank's arguments and settings, by a name for a person."""
+"""One rank's arguments and settings as text, by readable names."""
 
 
 def describe_leaf(leaf: object, values: bool = True) -> str:
@@ -64,14 +64,14 @@ def _module(module: nn.Module) -> str:
         for name, value in vars(part).items()
         if isinstance(value, int | float | str)
     ]
-    held = [f"{name} {describe_leaf(tensor)}" for name, tensor in module.state_dict().items()]
-    return _short(" ".join([repr(module), *plain, *held]))
+    tensors = [f"{name} {describe_leaf(tensor)}" for name, tensor in module.state_dict().items()]
+    return _short(" ".join([repr(module), *plain, *tensors]))
 
 
 def _function(function: types.FunctionType, depth: int) -> str:
-    """Its name, and a digest of its code and of the numbers, tensors and functions that the code reads.
+    """A function's name, and a digest of its code and of the numbers, tensors and functions that it reads.
 
-    Other objects that it reads, such as a device, may differ between processes.
+    Other objects that it reads, such as a device, are ignored: they may differ between processes.
     """
     code = function.__code__
     found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -100,32 +100,32 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _short(text: str) -> str:
     """The text itself; if it is long, its beginning and a digest of the whole."""
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    return f"{text[:_MAX_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
-_MOST_CHARACTERS = 80
+_MAX_CHARACTERS = 80
 
 
-def describe_differences(every: Sequence[CallDescription], ranks: Sequence[int] | None = None) -> str:
+def describe_differences(descriptions: Sequence[CallDescription], ranks: Sequence[int] | None = None) -> str:
     """A line for each entry that differs between ranks: ``x: float32[8] on rank 0; float32[4] on rank 1``.
 
-    The descriptions are those of ``ranks``, if they are not of all.
+    ``ranks`` are the ranks of the descriptions, by default all.
     """
     lines = []
-    for name in dict.fromkeys(name for call_description in every for name in call_description):
-        holders: dict[str, list[int]] = defaultdict(list)
-        for rank, call_description in zip(ranks or range(len(every)), every, strict=True):
-            holders[call_description.get(name, "absent")].append(rank)
-        if len(holders) > 1:
-            held = "; ".join(f"{fact} on {format_ranks(who)}" for fact, who in holders.items())
-            lines.append(f"  {name}: {held}")
-    rest = len(lines) - _MOST_LINES
-    return "\n".join(lines[:_MOST_LINES] + ([f"  and {rest} more"] if rest > 0 else []))
+    for name in dict.fromkeys(name for description in descriptions for name in description):
+        ranks_by_value: dict[str, list[int]] = defaultdict(list)
+        for rank, description in zip(ranks or range(len(descriptions)), descriptions, strict=True):
+            ranks_by_value[description.get(name, "absent")].append(rank)
+        if len(ranks_by_value) > 1:
+            values = "; ".join(f"{value} on {format_ranks(own)}" for value, own in ranks_by_value.items())
+            lines.append(f"  {name}: {values}")
+    rest = len(lines) - _MAX_LINES
+    return "\n".join(lines[:_MAX_LINES] + ([f"  and {rest} more"] if rest > 0 else []))
 
 
-_MOST_LINES = 8
+_MAX_LINES = 8
 
 
 def format_names(names: Sequence[str]) -> str:
@@ -137,10 +137,10 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def sampled_digest(tensor: Tensor) -> str:
-    """A digest of a tensor's values: of all of them up to 64 kB, else of 4,096 at even distances in memory.
+    """A digest of a tensor's values: of all values up to 64 kB, else of 4,096 at even distances in memory.
 
-    Two large tensors that differ in a few elements alone may therefore have the same. Of a tensor on a GPU,
-    the host waits for these few values.
+    Two large tensors that differ in a few elements may therefore have equal digests. For a tensor on a GPU,
+    the host waits for the sampled values.
     """
     if tensor.is_meta:
         return "none"
@@ -175,7 +175,7 @@ def _samples(count: int, device: torch.device) -> Tensor:
 
 
 def full_digest(tensor: Tensor) -> str:
-    """As ``sampled_digest``, with the sum over all of the memory: every change of one element shows."""
+    """``sampled_digest`` with the sum over all of the memory: a change of any one element changes it."""
     if tensor.is_meta:
         return ""
     flat = flat_memory(tensor)

@@ -14,7 +14,7 @@ CollectiveWait = Callable[[], None]
 
 
 class CollectiveGroup(Protocol):
-    """Some ranks as one of them, the ``index``-th of ``size``, sees them.
+    """A group of ranks, seen from its ``index``-th of ``size`` members.
 
     All ranks start the same collectives in the same order. A rank waits for the others when it calls the
     function that a collective returns. Until then, the tensors must not be used.
@@ -57,10 +57,10 @@ class InProcessCollectives:
         if complete:
             with uncounted():
                 finish([collective.inputs[each] for each in range(self.size)])
-            collective.over.set()
+            collective.done.set()
 
         def wait() -> None:
-            collective.over.wait()
+            collective.done.wait()
             self._check()
 
         return wait
@@ -69,7 +69,7 @@ class InProcessCollectives:
         """Wake waiting threads, so that they notice that the ranks have stopped."""
         with self._lock:
             for collective in self._in_process_collectives.values():
-                collective.over.set()
+                collective.done.set()
 
     def clear(self) -> None:
         with self._lock:
@@ -83,7 +83,7 @@ CollectiveFunction = Callable[[Sequence[Sequence[Tensor]]], None]
 class _Collective:
     def __init__(self) -> None:
         self.inputs: dict[int, Sequence[Tensor]] = {}
-        self.over = threading.Event()
+        self.done = threading.Event()
 
 
 class InProcessGroup:

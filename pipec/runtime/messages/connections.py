@@ -1,8 +1,7 @@
 """Point-to-point connections between the ranks of a process group; over gloo, for CPU tensors.
 
-``pipec.runtime.messages.nccl`` has those of NCCL, for CUDA tensors. Both raise the same errors:
-``TimeoutError`` when a message takes too long, and ``ConnectionError`` when the other side is gone or has
-closed.
+``pipec.runtime.messages.nccl`` has the connections over NCCL, for CUDA tensors. Both raise ``TimeoutError``
+if a message takes too long, and ``ConnectionError`` if the other side has died or closed.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
 
 MAX_IN_TRANSIT = 2
-"""How many messages to one peer with one tag are sent at a time: the peer reads one, and the next follows."""
+"""The most messages to one peer with one tag that are in transit at a time."""
 
 Collective = Callable[[dist.ProcessGroup], dist.Work | None]
 """Starts a collective of the ranks of a process group."""
@@ -82,8 +81,8 @@ class GlooConnections:
     The group's CPU backend is called directly. ``isend`` and ``irecv`` do the same after checks of the group
     and a dispatch to the device, which take a third of the time.
 
-    gloo reports the end of a send only to a wait. Before a message is sent, the last but one to the same peer
-    with the same tag is therefore waited for. It has ended already, unless the peer is far behind.
+    gloo reports the end of a send only to a wait. Each send therefore waits for the last but one message to
+    the same peer with the same tag, which has ended already unless the peer is far behind.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -107,13 +106,13 @@ class GlooConnections:
                 _wait(in_transit.popleft())
             in_transit.append([(send([tensor], peer, tag), tensor) for tensor in tensors])
         except RuntimeError as error:
-            raise _kind_of(error) from None
+            raise _classified(error) from None
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         try:
             return require_work(self._backend.recv([tensor], peer, tag))
         except RuntimeError as error:
-            raise _kind_of(error) from None
+            raise _classified(error) from None
 
     def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         self.send(tensors, peer, tag)
@@ -149,7 +148,7 @@ class GlooConnections:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _kind_of(error) from None
+            raise _classified(error) from None
 
     def drain(self) -> None:
         with _gloo_errors():
@@ -187,10 +186,10 @@ def _gloo_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _kind_of(error) from None
+        raise _classified(error) from None
 
 
-def _kind_of(error: RuntimeError) -> TimeoutError | ConnectionError:
+def _classified(error: RuntimeError) -> TimeoutError | ConnectionError:
     """The error to raise for a gloo message; gloo has one class for all errors."""
     return (TimeoutError if "Timed out" in str(error) else ConnectionError)(str(error))
 

@@ -24,9 +24,9 @@ def current_device(device: torch.device) -> Iterator[None]:
 
 
 class CallerStreams:
-    """The current streams of ``devices`` on the creating thread, for other threads to compute on.
+    """The current streams of ``devices`` on the creating thread, for use by other threads.
 
-    A script's work before and after a step is then in order with the step, on any stream.
+    So a step is ordered with the script's work before and after it, whatever stream the script uses.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -43,7 +43,7 @@ class CallerStreams:
 
 
 class PeerToPeerCopies:
-    """Copies from one GPU of this process to another, on streams of their own.
+    """Copies from one GPU of this process to another, on separate streams.
 
     A copy begins when its values are computed, and delays neither GPU. At most ``MAX_IN_TRANSIT`` are in
     transit: until they end, the memory of both ends is in use, and the host may be far ahead.
@@ -55,20 +55,20 @@ class PeerToPeerCopies:
         self._in_transit: deque[torch.cuda.Event] = deque()
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Copy tensors of the source's current stream; returns what passes the copies to the target's."""
+        """Start to copy tensors; returns a function that makes the copies usable on the target's stream."""
         if len(self._in_transit) == MAX_IN_TRANSIT:
             self._in_transit.popleft().synchronize()
         self._leaving.wait_stream(torch.cuda.current_stream(self._source))
         with torch.cuda.stream(self._leaving), torch.cuda.stream(self._arriving):
             copies = [tensor.to(self._target, non_blocking=True) for tensor in tensors]
-            over = self._arriving.record_event()
+            done = self._arriving.record_event()
         for tensor in tensors:
             tensor.record_stream(self._leaving)
-        self._in_transit.append(over)
+        self._in_transit.append(done)
 
         def take() -> Sequence[Tensor]:
             reader = torch.cuda.current_stream(self._target)
-            reader.wait_event(over)
+            reader.wait_event(done)
             for copy in copies:
                 copy.record_stream(reader)
             return copies
@@ -90,11 +90,11 @@ class CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
-            over = self._stream.record_event()
+            done = self._stream.record_event()
 
         def wait() -> None:
             reader = torch.cuda.current_stream(self._device)
-            reader.wait_event(over)
+            reader.wait_event(done)
 
         return wait
 
@@ -107,8 +107,8 @@ class CopyStream:
 class CudaGraphRecorder:
     """Records CUDA graphs on a GPU. They share a memory pool, so no two of them may run at a time.
 
-    A first call on the stream that records lets libraries load what they need, and take their workspaces.
-    Meanwhile other threads of the process may use CUDA. (PyTorch documentation, CUDA semantics: CUDA Graphs.)
+    A first call on the recording stream lets libraries load kernels and allocate workspaces. While a graph is
+    recorded, other threads may use CUDA. (PyTorch documentation, CUDA semantics: CUDA Graphs.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,16 +129,16 @@ class CudaGraphRecorder:
         for generator in generators:
             graph.register_generator_state(generator)
         with (
-            torch.cuda.stream(self._stream),  # torch leaves it only after a recording
+            torch.cuda.stream(self._stream),
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
         ):
-            made = call()
-        return made, graph.replay
+            results = call()
+        return results, graph.replay
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host in pinned memory, which GPUs read while the host goes on.
+    """A copy in pinned host memory, from which GPUs copy asynchronously.
 
-    The script's tensor might be pinned as well, and be overwritten with the next batch meanwhile.
+    Even a pinned tensor is copied: the script might overwrite it with the next batch meanwhile.
     """
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

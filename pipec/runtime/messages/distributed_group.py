@@ -10,22 +10,22 @@ from torch import Tensor
 from pipec.runtime.messages.collective_group import CollectiveWait
 from pipec.runtime.messages.connections import Collective, Connections, GlooConnections
 
-# Their names since torch 2.13, and before.
+# The names since torch 2.13, and before.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 ErrorContextFactory = Callable[[], AbstractContextManager[Connections]]
-"""Gives the connections, and explains their errors."""
+"""Makes a context with the connections, which turns their errors into TransportError."""
 
 
 class DistributedGroup:
-    """Ranks of several processes, of which this one is the ``index``-th.
+    """A group of ranks in several processes; this process has its ``index``-th rank.
 
-    gloo's own reduce-scatter and all-gather take two to three times as long as it takes to send every part to
-    whom it belongs, which is therefore what is done over gloo; sums are then in the order of the ranks.
+    Over gloo, reduce-scatter and all-gather are point-to-point messages, because gloo's own collectives take
+    two to three times as long. Sums are in the order of the ranks.
 
-    torch sorts the ranks of a group, and gives the k-th part to the k-th of these. Where ``ranks`` are in
-    another order, parts are put into torch's order before, and back behind a collective.
+    torch sorts the ranks of a group, and the k-th part belongs to the k-th sorted rank. If ``ranks`` are in
+    another order, parts are permuted before and after a collective.
     """
 
     def __init__(self, index: int, ranks: tuple[int, ...], error_context: ErrorContextFactory) -> None:
@@ -40,8 +40,8 @@ class DistributedGroup:
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
         with self._error_context() as connections:
             if not isinstance(connections, GlooConnections):
-                given = tensor if self._is_sorted else tensor.view(self.size, -1)[self._sorted].view(-1)
-                return self._start(lambda group: _reduce_scatter(output, given, group=group, async_op=True))
+                parts = tensor if self._is_sorted else tensor.view(self.size, -1)[self._sorted].view(-1)
+                return self._start(lambda group: _reduce_scatter(output, parts, group=group, async_op=True))
             outgoing = list(tensor.view(self.size, -1))
             incoming = [torch.empty_like(output) for _ in outgoing]
             swap = self._swap(connections, outgoing, incoming)
@@ -65,12 +65,12 @@ class DistributedGroup:
             return self._swap(connections, [tensor] * self.size, parts)
 
     def _all_gather_sorted(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
-        found = output if self._is_sorted else torch.empty_like(output)
-        wait = self._start(lambda group: _all_gather(found, tensor, group=group, async_op=True))
+        gathered = output if self._is_sorted else torch.empty_like(output)
+        wait = self._start(lambda group: _all_gather(gathered, tensor, group=group, async_op=True))
 
         def wait_and_order() -> None:
             wait()
-            output.view(self.size, -1)[self._sorted] = found.view(self.size, -1)
+            output.view(self.size, -1)[self._sorted] = gathered.view(self.size, -1)
 
         return wait if self._is_sorted else wait_and_order
 

@@ -2,12 +2,12 @@
 
 CPU ranks on one host exchange activations and gradients through shared memory.
 
-The transport makes connections of its own. It uses only the members and the store of the default process
-group, so closing the connections leaves that group open.
+The transport makes its own connections. It uses only the members and the store of the default process group,
+so closing the connections leaves that group open.
 
-A rank that fails sends the reason over the heartbeat connections, and then closes its connections. The others
-notice at once, wherever they wait, and report what the heartbeats know: which rank failed and why, or which
-one died or is stopped.
+A rank that fails sends the reason over the heartbeat connections, and then closes its connections. The other
+ranks notice immediately, wherever they wait, and report which rank failed and why, or which one died or
+hangs.
 """
 
 import functools
@@ -57,18 +57,18 @@ from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 T = TypeVar("T")
 
 _transport_numbers = itertools.count()
-"""Numbers the transports of a process, so that each has its own part of the store.
+"""Numbers the transports of a process, so that each has its own keys in the store.
 
-The number means the same transport on every rank, because all ranks make theirs in the same order.
+A number identifies the same transport on every rank, because all ranks make transports in the same order.
 """
 
 
 class DistributedTransport:
-    """The transport of this process's rank. All ranks make theirs, and call ``connect``, in the same order.
+    """The transport of one rank. All ranks make transports, and call ``connect``, in the same order.
 
-    It uses the default process group; if there is none, it makes one from the environment that ``torchrun``
-    sets. A wait of more than ``timeout`` seconds is an error. After an error the transport stays closed,
-    while the process group stays usable.
+    It uses the default process group, or makes one from the environment that ``torchrun`` sets. A wait of
+    more than ``timeout`` seconds is an error. After an error the transport stays closed, while the process
+    group stays usable.
     """
 
     def __init__(self, device: torch.device, timeout: float = 300.0) -> None:
@@ -101,18 +101,18 @@ class DistributedTransport:
         self._heartbeats.on_failure = self._close
 
     def gloo_connections(self) -> GlooConnections:
-        """Connections of CPU tensors. All ranks make theirs in the same order."""
+        """Connections for CPU tensors. All ranks call this in the same order."""
         make = functools.partial(GlooConnections, self.rank, self.num_ranks, self._timeout)
         return self.call_on_all_ranks("the gloo connections", make)
 
     def connect_same_host(self) -> Mapping[int, MessageSocket]:
-        """A socket to each rank of this host. Every rank calls this once."""
-        found = connect_all(self.rank, self.num_ranks, self._timeout, self.all_gather_text)
-        self._same_host = {peer: MessageSocket(each) for peer, each in found.items()}
+        """A socket to each other rank of this host. Every rank calls this once."""
+        sockets = connect_all(self.rank, self.num_ranks, self._timeout, self.all_gather_text)
+        self._same_host = {peer: MessageSocket(each) for peer, each in sockets.items()}
         return self._same_host
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
-        """What ``make`` returns, which all ranks call together. Each of its segments may take the timeout.
+        """The result of ``make``, which all ranks call together. Each of its segments may take the timeout.
 
         Raises:
             TransportError: some rank did not take part, or died.
@@ -169,16 +169,15 @@ class DistributedTransport:
         return [part.decode() for part in self._heartbeats.all_gather_text(text.encode())]
 
     def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
-        """The text of each rank, on every rank, however long they take while all of them live."""
+        """The text of each rank, on every rank. Waits without a timeout while all ranks live."""
         self._heartbeats.send_text(text.encode())
-        every = range(self.num_ranks)
         return [
             text if rank == self.rank else self._heartbeats.receive_text(rank, activity).decode()
-            for rank in every
+            for rank in range(self.num_ranks)
         ]
 
     def exchange_final_status(self, text: str) -> dict[int, str | None]:
-        """The text of each other rank that lives when the pipeline cannot go on; None if it tells none."""
+        """The text of each other living rank, after a failure of the pipeline; None if it sends none."""
         return self._heartbeats.exchange_final_status(text, _FINAL_STATUS_SECONDS)
 
     def all_gather_text_in_background(self, text: str) -> list[str]:
@@ -245,7 +244,7 @@ class DistributedTransport:
         return [memory for each in buffers for memory in each.held()] + self._shared.held()
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
-        """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""
+        """The group of these ranks, which include this one. NCCL itself knows which ranks share a host."""
         members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
         activity = f"meeting {format_ranks(others)} in a collective"
         index, error_context = members.index(self.rank), functools.partial(self.error_context, activity)
@@ -263,7 +262,7 @@ class DistributedTransport:
             connections.check()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks the reason, unless one of them failed before; then close."""
+        """Send the other ranks the reason, unless one of them failed first; then close."""
         known = self._heartbeats.reason() if isinstance(error, TransportError) else None
         self._heartbeats.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
         self._close()

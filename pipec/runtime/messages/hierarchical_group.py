@@ -1,4 +1,4 @@
-"""Collectives of ranks on several hosts over gloo: within each host, and between the hosts one part each."""
+"""Hierarchical collectives over gloo: within each host, then between hosts."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -15,14 +15,15 @@ _INSIDE, _ACROSS = 1, 2
 
 
 class HierarchicalGroup:
-    """The ``index``-th of ``ranks``, of which as many after one another are on each of ``num_hosts``.
+    """The ``index``-th rank of a group on ``num_hosts``, with equally many consecutive ranks on each.
 
-    To sum, the members of a host exchange parts first, and then each sums its part with its fellows on the
-    other hosts; to gather goes the other way round. So the link of a host carries every byte once, instead of
-    once for each member. Sums are in the order of the ranks of a host, and then of the hosts.
+    To reduce, the members of a host reduce-scatter first; then each reduces its part with the corresponding
+    members of the other hosts. To gather, it is the other way round. So the link of a host carries every byte
+    once, instead of once for each member. Sums are in the order of the ranks of a host, and then of the
+    hosts.
 
-    A collective has steps that wait for each other. They run on ``background``, one collective after the
-    other, in the order in which this process starts them.
+    The steps of a collective wait for each other. They run on ``background``, one collective after another,
+    in the order in which this process starts them.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class HierarchicalGroup:
         return wait
 
     def _all_reduce(self, tensor: Tensor) -> None:
-        """Sum parts, then gather them. What does not divide into equal parts is padded."""
+        """Reduce parts, then gather them. The tensor is padded to equal parts."""
         width = -(-tensor.numel() // self.size)
         whole = tensor.view(-1)
         if len(whole) < width * self.size:
@@ -83,7 +84,7 @@ class HierarchicalGroup:
         torch.stack(inside, 1, out=output.view(self._hosts, self._members, -1))
 
     def _swap(self, indices: Sequence[int], outgoing: Sequence[Tensor], tag: int) -> list[Tensor]:
-        """Send the k-th tensor to the k-th of these ranks; what each of them sends to this one."""
+        """Send the k-th tensor to the k-th of these ranks; returns the tensors that they send to this one."""
         sent = [tensor.contiguous() for tensor in outgoing]
         incoming = [
             own if k == self.index else torch.empty_like(own) for k, own in zip(indices, sent, strict=True)

@@ -1,4 +1,4 @@
-"""Sockets between processes that can share memory, and how ranks find out which of them can."""
+"""Sockets between processes that share a host's memory, and the handshake that proves that they do."""
 
 import contextlib
 import hmac
@@ -23,10 +23,10 @@ _HELLO = struct.Struct("=q32s")
 def connect(
     rank: int, directions: Collection[Direction], timeout: float, all_gather_text: AllGatherText
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """Sockets to the ranks that this one sends to, and from those that it receives from.
+    """Sockets to the ranks that this one sends to, and from the ranks that it receives from.
 
-    There is one for each direction whose processes have shown that they can share memory; hosts, containers
-    and what the kernel allows need not be known. Every rank calls this with the same directions. An operation
+    A direction has a socket if its processes have proved that they share memory: hosts, containers and
+    permissions of the kernel need not be known. Every rank calls this with the same directions. An operation
     on a socket that takes ``timeout`` seconds raises BlockingIOError.
     """
     sources = {source for source, target in directions if target == rank}
@@ -37,13 +37,11 @@ def connect(
         for source, target in sorted(directions)
         if source == rank and addresses[target]
     }
-    reached = all_gather_text(json.dumps([target for target, found in tried.items() if found]))
+    reached = all_gather_text(json.dumps([target for target, each in tried.items() if each]))
     coming = [source for source in sources if rank in json.loads(reached[source])]
     incoming = listener.accept(coming) if listener else {}
     proved = all_gather_text(json.dumps([*incoming]))
-    outgoing = {
-        target: found for target, found in tried.items() if found and rank in json.loads(proved[target])
-    }
+    outgoing = {target: each for target, each in tried.items() if each and rank in json.loads(proved[target])}
     for each in (*outgoing.values(), *incoming.values()):
         _set_timeout(each, timeout)
         _OF_THIS_PROCESS.add(each)
@@ -61,7 +59,7 @@ def connect_all(
 
 
 def shared_file(num_bytes: int) -> int:
-    """The descriptor of a file in memory. It has no name, so that it is gone when nobody has it open."""
+    """The descriptor of an anonymous file in memory, which is freed when the last process closes it."""
     file = os.memfd_create("pipec", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, num_bytes)  # an error now, rather than a signal at the first access
@@ -72,46 +70,46 @@ def shared_file(num_bytes: int) -> int:
 
 
 def _is_possible() -> bool:
-    """Whether this process has what only Linux has: files in memory, and sockets whose names are no files."""
+    """Whether this process can use Linux's memory files and abstract socket names."""
     if sys.platform != "linux":
         return False
     try:
         os.close(shared_file(1))
-    except OSError:  # as where a sandbox forbids it
+    except OSError:  # for example, forbidden by a sandbox
         return False
     return True
 
 
 class _Listener:
-    """Where the ranks that send to this one show that they share memory with it."""
+    """The socket where sending ranks prove that they share memory with this one."""
 
     def __init__(self, most: int) -> None:
         self._name, self._secret = f"\0pipec-{secrets.token_hex(16)}", secrets.token_bytes(32)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(self._name)
         self._socket.listen(most + _STRANGERS)
-        self._socket.settimeout(_ANSWERED_WITHIN)
+        self._socket.settimeout(_HANDSHAKE_SECONDS)
 
     @property
     def address(self) -> str:
         return json.dumps([self._name, self._secret.hex()])
 
     def accept(self, coming: Collection[int]) -> dict[int, socket.socket]:
-        """The sockets of ranks that have connected already, and proved that they share memory."""
-        found: dict[int, socket.socket] = {}
+        """The sockets of the ranks that have connected and proved that they share memory."""
+        accepted: dict[int, socket.socket] = {}
         with self._socket, contextlib.suppress(OSError):
             for _ in range(len(coming) + _STRANGERS):
-                if len(found) == len(coming):
+                if len(accepted) == len(coming):
                     break
                 connection, _ = self._socket.accept()
-                source = self._proved(connection)
+                source = self._proved_rank(connection)
                 if source in coming:
-                    found[source] = connection
-        return found
+                    accepted[source] = connection
+        return accepted
 
-    def _proved(self, connection: socket.socket) -> int:
-        """The rank at the other end; -1 if it has not put the secret into memory that this process sees."""
-        connection.settimeout(_ANSWERED_WITHIN)
+    def _proved_rank(self, connection: socket.socket) -> int:
+        """The rank at the other end; -1 if it has not put the secret into memory that both can read."""
+        connection.settimeout(_HANDSHAKE_SECONDS)
         try:
             hello, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
             source, shown = _HELLO.unpack(hello)
@@ -124,7 +122,7 @@ class _Listener:
 
 
 def _reach(address: str, rank: int) -> socket.socket | None:
-    """A socket to the rank that listens there, to which memory with its secret has been sent."""
+    """A socket to the rank at ``address``, after sending it memory with its secret."""
     name, secret = json.loads(address)
     if not _is_possible():
         return None
@@ -143,7 +141,7 @@ def _reach(address: str, rank: int) -> socket.socket | None:
 
 
 def _set_timeout(connection: socket.socket, timeout: float) -> None:
-    """Let the kernel count the time: a timeout of Python's is a system call more for each operation."""
+    """Set the kernel's timeout: Python's own costs another system call for each operation."""
     connection.setblocking(True)
     seconds, fraction = divmod(timeout, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -153,20 +151,20 @@ def _set_timeout(connection: socket.socket, timeout: float) -> None:
 
 
 _STRANGERS = 8
-"""Connections of other processes of the host, which may try any name, that keep none of the ranks out."""
+"""The connections of other processes of the host that are tolerated: they may connect to any name."""
 
-_ANSWERED_WITHIN = 1.0
-"""Seconds. Ranks that connect have sent what they show before anybody looks for it."""
+_HANDSHAKE_SECONDS = 1.0
+"""The timeout of the handshake. Ranks have sent their proof before the listener reads it."""
 
 _OF_THIS_PROCESS: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Let go of a forked process's copies: they would keep sockets open whose process has died."""
+    """Close a forked process's copies, which would keep sockets open after their process has died."""
     with open(os.devnull, "rb") as nothing:
-        for held in _OF_THIS_PROCESS:
-            if held.fileno() >= 0:
-                os.dup2(nothing.fileno(), held.fileno(), inheritable=False)
+        for each in _OF_THIS_PROCESS:
+            if each.fileno() >= 0:
+                os.dup2(nothing.fileno(), each.fileno(), inheritable=False)
     _OF_THIS_PROCESS.clear()
 
 

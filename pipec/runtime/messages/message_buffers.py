@@ -13,35 +13,35 @@ from pipec.runtime.messages.message_layout import MessageLayout
 
 
 class MessageMemory:
-    """Memory for a message of as many bytes as ``whole`` has, or of fewer.
+    """Memory for messages of up to the bytes of ``whole``.
 
-    Its tensors are made once: while computes use the cache, making one takes half as long as sending it.
+    Its tensors are made once: with a cold cache, making one takes half as long as sending it.
     """
 
     def __init__(self, whole: Tensor) -> None:
         self.num_bytes = whole.numel()
         self.whole = whole
         self._views = {torch.uint8: whole}
-        self._asked, self._message = (torch.uint8, 0), whole[:0]
+        self._message_key, self._message = (torch.uint8, 0), whole[:0]
         self._prepared: tuple[MessageLayout, list[Tensor]] | None = None
         self._storage = whole.untyped_storage()
-        self._alone = self._count()
+        self._own_count = self._count()
 
     @property
     def is_free(self) -> bool:
         """Whether no value uses it, and no transfer is in progress."""
-        return self._count() == self._alone
+        return self._count() == self._own_count
 
     def message(self, message_layout: MessageLayout) -> Tensor:
-        """What is sent, or received."""
-        asked = message_layout.dtype, message_layout.num_bytes
-        if asked != self._asked:
-            dtype, num_bytes = self._asked = asked
+        """The tensor that is sent or received."""
+        key = message_layout.dtype, message_layout.num_bytes
+        if key != self._message_key:
+            dtype, num_bytes = self._message_key = key
             self._message = self._viewed(dtype)[: num_bytes // dtype.itemsize]
         return self._message
 
     def prepare(self, message_layout: MessageLayout) -> None:
-        """Make the values of a message that may come into this memory; they count as held."""
+        """Make the tensors of an expected message in advance; until then the memory counts as in use."""
         if self.num_bytes >= message_layout.num_bytes and (
             self._prepared is None or self._prepared[0] is not message_layout
         ):
@@ -62,7 +62,7 @@ class MessageMemory:
         if dtype not in self._views:
             whole_numbers = self.num_bytes // dtype.itemsize * dtype.itemsize
             self._views[dtype] = self.whole[:whole_numbers].view(dtype)
-            self._alone += 1
+            self._own_count += 1
         return self._views[dtype]
 
     def _count(self) -> int:
@@ -70,10 +70,10 @@ class MessageMemory:
 
 
 class ReceiveBuffer:
-    """Memory for one message. It is reused once no value of the previous message is in use.
+    """Memory for one message, reused once no value of the previous message is in use.
 
-    Unless it ``stays``, it is nobody's but the values', as for results. ``pending`` is the message that
-    fills it. Once that was waited for, on the device, it is ``unsynchronized``.
+    Unless it ``stays``, the values alone own the memory, as for results. ``pending`` is the message that
+    fills it; after the device has waited for the message, it is ``unsynchronized`` until the host has too.
     """
 
     def __init__(self, device: torch.device, stays: bool) -> None:
@@ -83,17 +83,17 @@ class ReceiveBuffer:
         self.unsynchronized: Work | None = None
 
     def held(self) -> list[Tensor]:
-        """The memory that is kept."""
+        """The memory that stays."""
         return [self._memory.whole] if self._memory else []
 
     def synchronize(self, connections: Connections) -> None:
-        """Let nothing but this hold the memory, as far as messages do."""
+        """Wait until no message uses the memory."""
         if self.unsynchronized is not None:
             connections.synchronize(self.unsynchronized)
             self.unsynchronized = None
 
     def memory(self, num_bytes: int) -> MessageMemory:
-        """Memory of so many bytes, with undefined contents."""
+        """Memory of at least ``num_bytes``, with undefined contents."""
         memory = self._memory
         if memory is None or memory.num_bytes < num_bytes or not memory.is_free:
             memory = MessageMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
@@ -103,7 +103,7 @@ class ReceiveBuffer:
 
 
 def make_receive_buffers(instruction: Instruction, device: torch.device) -> list[ReceiveBuffer]:
-    """A buffer for each message that an instruction may receive."""
+    """A buffer for each message that a receive instruction may have."""
     assert instruction.link is not None
     stays = instruction.slot >= 0 or instruction.link.payload is Payload.WEIGHT
     return [ReceiveBuffer(device, stays) for _ in instruction.link.values]
@@ -111,9 +111,9 @@ def make_receive_buffers(instruction: Instruction, device: torch.device) -> list
 
 def link_values(messages: Sequence[tuple[MessageLayout, MessageMemory]]) -> list[Tensor]:
     """The values of a link in its order, from the memory of its messages."""
-    found = [
+    numbered = [
         (place.number, value)
         for message_layout, memory in messages
         for place, value in zip(message_layout.values, memory.values(message_layout), strict=True)
     ]
-    return [value for _, value in sorted(found, key=itemgetter(0))]
+    return [value for _, value in sorted(numbered, key=itemgetter(0))]

@@ -1,8 +1,8 @@
-"""How the values of a link travel: small ones together in one message, each large one in its own.
+"""The layout of a link's messages: small values share one message, each large value has its own.
 
 Both ranks derive the same layouts from the link and the sizes in its shapes. Activations and gradients are
-sent this way. Weights and results have messages of their own: they live longer than their message, and any of
-them would keep the memory of all.
+sent this way. Each weight and result has its own message: it lives longer than its message, and would keep
+the memory of the others alive.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from pipec.ir import Link, Sizes, Value
 from pipec.ir.text_format import evaluate_dim
 
 MAX_COALESCED_BYTES = 1 << 14
-"""A value of more bytes has a message of its own.
+"""A value of more bytes has its own message.
 
-Over gloo, two ranks take as much processor time to copy two values of 16 to 64 KiB as for a second message.
+Over gloo, copying two values of 16 to 64 KiB takes two ranks as much processor time as a second message.
 """
 
 ALIGNMENT = 16
-"""Values begin at multiples of so many bytes, since GPUs read several numbers at once."""
+"""Values begin at multiples of this number of bytes: GPUs read several numbers at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ValueLayout:
         return tensor.shape == self.shape and tensor.dtype is self.dtype
 
     def at(self, start: int) -> "ValueLayout":
-        """The same at a number of bytes from the beginning."""
+        """This value at ``start`` bytes from the beginning."""
         return replace(self, start=start // self.dtype.itemsize)
 
 
@@ -71,29 +71,31 @@ class MessageLayouts:
     """The layouts of a link, cached for the last few sizes."""
 
     def __init__(self, link: Link, max_coalesced_bytes: float = MAX_COALESCED_BYTES) -> None:
-        self._link, self._most_together = link, max_coalesced_bytes
-        self._found: dict[int, tuple[Sizes, Sequence[MessageLayout]]] = {}
+        self._link, self._max_coalesced_bytes = link, max_coalesced_bytes
+        self._cache: dict[int, tuple[Sizes, Sequence[MessageLayout]]] = {}
 
     def of(self, sizes: Sizes) -> Sequence[MessageLayout]:
-        """The layouts for ``sizes``, which nobody changes afterwards."""
-        found = self._found.get(id(sizes))
-        if found is None:
-            if len(self._found) == _MOST_SIZES:
-                self._found.clear()
-            found = self._found[id(sizes)] = sizes, message_layouts(self._link, sizes, self._most_together)
-        return found[1]
+        """The layouts for ``sizes``, which must not change afterwards."""
+        cached = self._cache.get(id(sizes))
+        if cached is None:
+            if len(self._cache) == _MAX_SIZES:
+                self._cache.clear()
+            cached = sizes, message_layouts(self._link, sizes, self._max_coalesced_bytes)
+            self._cache[id(sizes)] = cached
+        return cached[1]
 
 
-_MOST_SIZES = 4
-"""Microbatches of a batch have two at most."""
+_MAX_SIZES = 4
+"""The most cached sizes. The microbatches of a batch have at most two."""
 
 
 def message_layouts(
     link: Link, sizes: Sizes, max_coalesced_bytes: float = MAX_COALESCED_BYTES
 ) -> list[MessageLayout]:
-    """The messages of a link in the order in which they are sent, for shapes whose names stand for ``sizes``.
+    """The messages of a link in the order in which they are sent, for shapes evaluated with ``sizes``.
 
-    Values of more than ``max_coalesced_bytes`` bytes have messages of their own. Of 12, 4 and 200,000 bytes::
+    Values of more than ``max_coalesced_bytes`` have their own messages. For values of 12, 4 and 200,000
+    bytes::
 
         message 0 (20 bytes): value 0 at 0, value 1 at 16
         message 1 (200,000 bytes): value 2
@@ -105,7 +107,7 @@ def message_layouts(
     if len(small) < 2:
         small = []
     large = [MessageLayout((place,), place.num_bytes) for place in places if place not in small]
-    return [_together(small), *large] if small else large
+    return [_coalesced(small), *large] if small else large
 
 
 def _place(number: int, value: Value, sizes: Sizes) -> ValueLayout:
@@ -115,7 +117,7 @@ def _place(number: int, value: Value, sizes: Sizes) -> ValueLayout:
     return ValueLayout(number, getattr(torch, value.dtype), shape, strides)
 
 
-def _together(places: Sequence[ValueLayout]) -> MessageLayout:
+def _coalesced(places: Sequence[ValueLayout]) -> MessageLayout:
     starts, end = [], 0
     for place in places:
         starts.append(-(-end // ALIGNMENT) * ALIGNMENT)

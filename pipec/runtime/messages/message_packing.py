@@ -1,4 +1,4 @@
-"""Makes the messages of a link: checks the values against the plan, and packs small ones together."""
+"""Packs the values of a link into messages, after checking them against the plan."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pipec.runtime.messages.message_layout import MessageLayout, MessageLayouts
 
 
 class MessagePacker:
-    """The messages of a link to a peer, of which at most ``MAX_IN_TRANSIT`` leave at a time."""
+    """Packs the messages of a link to a peer; at most ``MAX_IN_TRANSIT`` may be in transit."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._message_layouts, self._device = link, MessageLayouts(link), device
@@ -26,7 +26,7 @@ class MessagePacker:
         return [pack_buffer.memory.whole for pack_buffer in self._pack_buffers]
 
     def messages(self, tensors: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
-        """The messages of the link, with ``sizes`` for the names in the shapes.
+        """The messages of the link, with shapes evaluated with ``sizes``.
 
         Raises:
             ExecutionError: a value has another dtype or shape than the receiver expects.
@@ -40,7 +40,7 @@ class MessagePacker:
         ]
 
     def _message(self, message_layout: MessageLayout, tensors: Sequence[Tensor]) -> Tensor:
-        """A tensor that torch marked as the conjugate, or the negative, of its memory is written out."""
+        """One message. Lazily conjugated or negated tensors are materialized."""
         if message_layout.is_single_value:
             return tensors[message_layout.values[0].number].resolve_conj().resolve_neg().contiguous()
         pack_buffer = self._pack_buffers.popleft()
@@ -55,14 +55,14 @@ class MessagePacker:
 
 
 class PackBuffer:
-    """Memory in which values of a link are packed, again for each message."""
+    """Memory in which the values of a message are packed, reused by later messages."""
 
     def __init__(self, memory: MessageMemory) -> None:
         self.memory, self._message_layout = memory, MessageLayout((), 0)
         self._values: Sequence[Tensor] = ()
 
     def pack(self, message_layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
-        """Copy the values of a message here."""
+        """Copy the values of a message into the memory."""
         if message_layout is not self._message_layout:
             self._message_layout, self._values = message_layout, self.memory.values(message_layout)
         for place, value in zip(message_layout.values, self._values, strict=True):
@@ -70,10 +70,10 @@ class PackBuffer:
 
 
 def check_values(link: Link, message_layouts: Sequence[MessageLayout], tensors: Sequence[Tensor]) -> None:
-    """Check that the values of a link are what its receiver has prepared memory for.
+    """Check that the values of a link have the dtypes and shapes that its receiver expects.
 
     Raises:
-        ExecutionError: one is not.
+        ExecutionError: a value differs.
     """
     for message_layout in message_layouts:
         for place in message_layout.values:
@@ -81,6 +81,6 @@ def check_values(link: Link, message_layouts: Sequence[MessageLayout], tensors: 
                 raise ExecutionError(
                     f"{format_link(link)}: {link.values[place.number].name} is a tensor of "
                     f"{tensor.dtype} with shape {tuple(tensor.shape)}, but the plan has {place.dtype} "
-                    f"with shape {place.shape}: an operator makes something else than when the model was "
-                    "captured; see what the fake implementations of custom operators return"
+                    f"with shape {place.shape}: an operator returns another result than when the model was "
+                    "captured; check the fake implementations of custom operators"
                 )

@@ -1,4 +1,4 @@
-"""Whole messages over a socket between two processes of one host, waited for in the kernel."""
+"""Whole messages over a socket between two processes of one host, with blocking waits."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ from pipec.errors import TransportError
 
 
 class MessageSocket:
-    """Whole messages, with errors as those of other connections. It is used by one thread at a time."""
+    """Sends and receives whole messages; raises the errors of other connections. Not thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -22,7 +22,7 @@ class MessageSocket:
                 passed = socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(file)
                 self._connection.sendmsg([message], [passed], _NO_SIGNAL)
         except BlockingIOError:
-            raise TimeoutError("the other rank does not read what it was told") from None
+            raise TimeoutError("the other rank does not read its messages") from None
 
     def receive(self, num_bytes: int) -> bytes:
         """The next message."""
@@ -32,9 +32,9 @@ class MessageSocket:
             raise TimeoutError("nothing came from the other rank") from None
 
     def receive_nowait(self, num_bytes: int) -> bytes | None:
-        """The next message, if it is there."""
+        """The next message, if it has arrived."""
         try:
-            return _whole(self._connection.recv(num_bytes, _AT_ONCE))
+            return _whole(self._connection.recv(num_bytes, _DONT_WAIT))
         except BlockingIOError:
             return None
 
@@ -46,14 +46,14 @@ class MessageSocket:
             raise TimeoutError("nothing came from the other rank") from None
         if flags & _IS_CUT_OFF:
             raise TransportError(
-                "this process cannot open another file, and needs one for memory that it shares with another "
-                "rank; raise its limit of open files (ulimit -n)"
+                "this process cannot open another file for memory shared with another rank; raise its "
+                "limit of open files (ulimit -n)"
             )
         return _whole(message), _passed(ancillary) if ancillary else None
 
     def close(self) -> None:
-        """Let nobody send or receive any more. The descriptor stays, so that it is no other file's."""
-        with contextlib.suppress(OSError):  # the other end was closed before
+        """Stop sending and receiving. The descriptor stays open, so that no other file gets its number."""
+        with contextlib.suppress(OSError):  # the other end is closed already
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -73,7 +73,7 @@ _DESCRIPTOR = struct.Struct("@i")
 _FILE_SPACE = socket.CMSG_SPACE(_DESCRIPTOR.size)
 
 _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
-_AT_ONCE = int(getattr(socket, "MSG_DONTWAIT", 0))
+_DONT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _CLOSED_BY_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _IS_CUT_OFF = int(socket.MSG_CTRUNC)
-"""Numbers: socket's own are an enum, whose arithmetic takes as long as a system call."""
+"""Plain integers: arithmetic with socket's own enum takes as long as a system call."""

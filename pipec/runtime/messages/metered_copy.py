@@ -35,7 +35,7 @@ class Mailbox(Protocol):
 
 
 def metered_send(send: Send, key: object) -> Send:
-    """``send``, which keeps what it has sent of a link to a peer if that is measured."""
+    """``send``, which also keeps sent messages alive while memory is measured, as gloo does."""
 
     def metered(tensors: Sequence[Tensor], sizes: Sizes) -> None:
         if meter := current_memory_meter():
@@ -49,7 +49,7 @@ def metered_send(send: Send, key: object) -> Send:
 
 
 class MeteredReceiver:
-    """A receive instruction, whose messages arrive in ``mailbox``."""
+    """A receive instruction whose messages arrive in ``mailbox``."""
 
     def __init__(self, mailbox: Mailbox, instruction: Instruction, device: torch.device) -> None:
         assert instruction.link is not None
@@ -61,7 +61,7 @@ class MeteredReceiver:
         self._sizes: Sizes | None = None
 
     def held(self) -> list[Tensor]:
-        """The memory that would have stayed since the last message, while a meter counts."""
+        """The buffers that a process would hold since the last message, while a meter counts."""
         if self._sizes is None or not current_memory_meter():
             return []
         with uncounted():

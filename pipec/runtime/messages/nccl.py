@@ -19,30 +19,29 @@ from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Collective, Direc
 from pipec.runtime.processes.watcher import Watcher
 
 _Message = tuple[Sequence[dist.Work], Sequence[Tensor]]
-"""What was started at one time, with the memory that it uses."""
+"""Works that were started together, with the memory that they use."""
 
 _Messages = deque[_Message]
 """The messages of one direction that are in transit, oldest first."""
 
 
 class NcclConnections:
-    """A group of two ranks for every direction, and one of all for what is read last.
+    """A group of two ranks for every direction, and one of all ranks for results.
 
-    NCCL has no tags and matches the messages of a group in order. With a group of its own, a direction's
-    messages wait for each other alone, and both ranks have them in the same order. What is read last, such as
-    results, goes from some ranks to all: it is sent and received as one, so that no order matters.
+    NCCL has no tags and matches the messages of a group in order. Each direction has its own group, so that
+    its messages wait only for each other, and both ranks have them in the same order. Results go from some
+    ranks to all: they are sent and received as one batch, so that their order does not matter.
 
-    torch runs a group on one stream of a pool, and groups that share one would wait for each other. Ours are
-    streams of high priority: those that a script makes for itself are of another pool, and what waits for
-    messages is launched as soon as they are there.
+    torch runs each group on a stream of a pool, and groups that share a stream would wait for each other.
+    These groups use the pool of high priority, which a script's own streams do not use; kernels that wait for
+    a message are launched as soon as it arrives.
 
-    At most ``MAX_IN_TRANSIT`` messages of a direction are sent at a time. That also bounds how far the host
-    is ahead of the GPU, and how much memory the messages hold meanwhile.
+    At most ``MAX_IN_TRANSIT`` messages of a direction are in transit. This also bounds how far the host is
+    ahead of the GPU, and the memory of messages.
 
-    A wait for a message happens on the GPU's stream, and so does the wait for a message that never comes. The
-    host may then be stuck in any call that waits for the GPU. A thread therefore asks ``is_failed`` all the
-    time whether another rank has failed; if so, it aborts all messages, which sets the host free. Whatever is
-    called afterwards raises ConnectionError.
+    Messages are waited for on the GPU's stream, even those that never arrive; the host may then hang in any
+    call that waits for the GPU. A thread therefore polls ``is_failed``; if another rank has failed, it aborts
+    all messages, which unblocks the host. All later calls raise ConnectionError.
     """
 
     def __init__(
@@ -63,11 +62,12 @@ class NcclConnections:
         self._watcher = Watcher(self, NcclConnections.abort_if_failed, _CHECK_SECONDS)
 
     def open(self, directions: Iterable[Direction]) -> None:
-        """Make the groups, and send a first message over each: the first use of a group blocks.
+        """Make the groups, and send a first message over each, because the first use of a group blocks.
 
-        All ranks do so in the same order, so that none blocks on a group that the other comes to later. Every
-        rank takes part in making every group. torch gives a number instead of a group to those outside it.
-        First messages follow in colors, so that pairs of ranks do not wait for each other.
+        All ranks use groups in the same order, so that none blocks on a group that its peer uses later. Every
+        rank takes part in making every group; torch returns a number instead of a group to non-members. First
+        messages are sent in the order of an edge coloring, so that disjoint pairs of ranks do not wait for
+        each other.
         """
         new = sorted(set(directions) - self._opened)
         self._check_streams(new)
@@ -80,7 +80,7 @@ class NcclConnections:
         self.open_groups([self._everyone])
 
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups, and sum a number over each. Groups of two ranks are not those of a direction."""
+        """Make the groups, and reduce a number over each. They are distinct from the groups of directions."""
         new = sorted({(*ranks, -1) for ranks in groups} - self._opened)
         self._check_streams(new)
         for ranks in new:
@@ -123,18 +123,18 @@ class NcclConnections:
             work.wait()
 
     def synchronize(self, work: Work) -> None:
-        """Wait for a message whose memory is to be used again.
+        """Wait for a message whose memory will be reused.
 
-        Whatever reads it was launched before. The host is then at most as far ahead as there are buffers.
+        Its readers were launched before. So the host is ahead by at most the number of buffers.
         """
         self._wait_until(work.is_completed)
         self._reap_all()
 
     def drain(self) -> None:
-        """Wait until every message is over.
+        """Wait until every message is complete.
 
-        Nobody may use what a step made before that is known: a message that was cut off leaves no trace in
-        the memory it should have filled.
+        The results of a step may not be used before: an aborted message leaves no trace in the memory that it
+        should have filled.
         """
         self._start_last()
         self._wait_until(lambda: not self._reap_all())
@@ -151,15 +151,15 @@ class NcclConnections:
         self._pending.clear()
 
     def abort_if_failed(self) -> bool:
-        """What the watcher does; returns whether there is nothing left to watch."""
+        """Abort all messages if another rank failed; returns whether they were aborted. The watcher's job."""
         if self._is_failed():
             self._abort()
         return self._aborted
 
     def _abort(self) -> None:
-        """Abort all messages, from whatever thread.
+        """Abort all messages, from any thread.
 
-        First it says so: an aborted message counts as one that is over, without an error.
+        Sets ``_aborted`` first, because an aborted message counts as complete, without an error.
         """
         with self._aborting:
             first, self._aborted = not self._aborted, True
@@ -192,22 +192,22 @@ class NcclConnections:
         self.drain()
 
     def _check_streams(self, new: Collection[tuple[int, ...]]) -> None:
-        """Refuse groups of which two would share a stream on some rank. Every rank raises the same error."""
+        """Refuse groups if two would share a stream on some rank. Every rank raises the same error."""
         groups = self._opened.union(new)
         for rank in self._everyone:
             count = sum(rank in ranks for ranks in groups)
             if count > _STREAMS_OF_POOL:
                 raise InputError(
                     f"rank {rank} would exchange messages over {count} NCCL groups, but torch has "
-                    f"{_STREAMS_OF_POOL} streams for them on a GPU, and groups that share one could wait for "
-                    "each other for ever; use fewer stages, or let values cross fewer of them"
+                    f"{_STREAMS_OF_POOL} streams for them on a GPU, and groups that share a stream could "
+                    "deadlock; use fewer stages, or let values cross fewer of them"
                 )
 
     def _last_message(self, op: Callable[..., object], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(op, nccl_compatible(tensor), peer, self._groups[*self._everyone, -1])
 
     def _start_last(self) -> Sequence[dist.Work]:
-        """Start what is read last, unless that was done. Returns what to wait for."""
+        """Start the messages of results, unless they were started. Returns the works to wait for."""
         if messages := self._last:
             self._last = []
             with self._nccl_errors():
@@ -224,27 +224,27 @@ class NcclConnections:
         messages.append((works, tensors))
 
     def _in_transit(self, direction: tuple[int, ...]) -> int:
-        """How many messages of a direction are not over."""
+        """The number of incomplete messages of a direction."""
         with self._nccl_errors():
             _reap(self._pending[direction])
         return len(self._pending[direction])
 
-    def _wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Wait on the host. It takes too long when no message ends for the time of the timeout."""
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait on the host. Raises TimeoutError if no message completes within the timeout."""
         fewest, deadline = math.inf, 0.0
-        while not is_over():
+        while not is_done():
             left, now = self._reap_all(), time.monotonic()
             if left < fewest:
                 fewest, deadline = left, now + self._timeout
             elif now > deadline:
                 raise TimeoutError(
-                    f"{left} NCCL messages are still under way after {self._timeout} s in which none ended"
+                    f"{left} NCCL messages are in transit, and none completed in {self._timeout} s"
                 )
             time.sleep(_POLL_SECONDS)
         self.check()
 
     def _reap_all(self) -> int:
-        """Let go of the messages that are over. Returns how many are left."""
+        """Drop complete messages. Returns the number of incomplete ones."""
         with self._nccl_errors():
             for messages in self._pending.values():
                 _reap(messages)
@@ -252,7 +252,7 @@ class NcclConnections:
 
     @contextlib.contextmanager
     def _nccl_errors(self) -> Iterator[None]:
-        """Tell errors of the connection, which another rank causes, from those of this rank's own doing."""
+        """Turn torch's errors of connections into TimeoutError or ConnectionError."""
         self.check()
         try:
             yield
@@ -266,22 +266,22 @@ _POLL_SECONDS = 50e-6
 _CHECK_SECONDS = 1.0
 
 _STREAMS_OF_POOL = 32
-"""torch has so many streams of each priority on a device, and gives them out in turn (CUDAStream.h)."""
+"""torch's streams of each priority on a device, assigned round robin (CUDAStream.h)."""
 
-_MOST_CTAS = 4
-"""Blocks of threads that a message between two ranks keeps busy, also while it waits for the other rank."""
+_MAX_CTAS = 4
+"""The thread blocks that a message between two ranks occupies, also while it waits for the other rank."""
 
 
 def _options(timeout: timedelta, is_direction: bool) -> "dist.ProcessGroupNCCL.Options":
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if is_direction:
-        options.config.max_ctas = _MOST_CTAS
+        options.config.max_ctas = _MAX_CTAS
     return options
 
 
 def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
-    """The directions, those first that have no rank in common: every rank is in at most one of a round.
+    """The directions by the colors of a greedy edge coloring: those of one color have no rank in common.
 
     A chain of any length takes four colors::
 
@@ -296,7 +296,7 @@ def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
 
 @dataclass(frozen=True)
 class _AllOf:
-    """What ``start`` starts, as one."""
+    """The works that ``start`` returns, as one."""
 
     start: Callable[[], Sequence[dist.Work]]
 
@@ -309,10 +309,9 @@ class _AllOf:
 
 
 def _reap(messages: _Messages) -> None:
-    """Let go of the messages that are over, oldest first. A message that failed is over, too.
+    """Drop complete messages, oldest first. Raises ConnectionError for a failed message.
 
-    ``wait`` would raise the error as well. But before that it aborts the message's communicator alone; see
-    ``_abort_together``.
+    ``wait`` would raise too, but it first aborts the message's communicator alone; see ``_abort_together``.
     """
     while messages and all(work.is_completed() for work in messages[0][0]):
         works, _ = messages.popleft()
@@ -322,12 +321,12 @@ def _reap(messages: _Messages) -> None:
 
 
 def _abort_together(groups: Collection[dist.ProcessGroup]) -> None:
-    """Abort the groups at the same time.
+    """Abort the groups concurrently.
 
-    An abort may wait for everything that runs on the GPU, so also for messages of the other groups. Those end
-    when their own aborts begin, which must therefore not stand in line. An NCCL group call around the aborts,
-    as in torch's ``_abort_process_group``, does not help: it holds for the calls of one thread, and torch
-    aborts each process group on a thread of its own (2.11 to 2.13).
+    An abort may wait for everything that runs on the GPU, including messages of other groups, which end only
+    when their own aborts begin. An NCCL group call around the aborts, as in torch's ``_abort_process_group``,
+    does not help: it covers the calls of one thread, and torch aborts each process group on its own thread
+    (2.11 to 2.13).
     """
     threads = [threading.Thread(target=_abort_one, args=(group,), name="pipec abort") for group in groups]
     for thread in threads:
@@ -337,7 +336,7 @@ def _abort_together(groups: Collection[dist.ProcessGroup]) -> None:
 
 
 def _abort_one(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
+    with contextlib.suppress(RuntimeError):  # after the group's timeout
         group.abort()
 
 
@@ -356,5 +355,5 @@ _NCCL_DTYPES = frozenset(
 
 
 def nccl_compatible(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as NCCL takes it. One of a dtype that NCCL lacks is viewed as bytes."""
+    """A contiguous tensor for NCCL; viewed as bytes if NCCL lacks its dtype."""
     return tensor if tensor.dtype in _NCCL_DTYPES else tensor.view(-1).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Messages between ranks of one host, through memory that both processes have.
+"""Messages between ranks of one host, through shared memory.
 
 Each direction has a socket. The sender copies the values of a message into a *slot*, a file in memory, and
-announces it there; the file itself travels with the slot's first announcement. The receiver, which blocks in
-the kernel until something is announced, reads the values where they lie. When it posts the receive of a later
-message, it says so on the same socket, and gives the slot of the message before back::
+announces it on the socket; the slot's first announcement carries the file. The receiver blocks until an
+announcement arrives, and reads the values in place. When it posts a later receive, it sends a post on the
+same socket, which returns the slot of the previous message::
 
     sender                                   receiver
                                         <--  post
@@ -11,8 +11,8 @@ message, it says so on the same socket, and gives the slot of the message before
     copy into slot 1, announce it       <--  post, slot 0 is free
     copy into slot 0, announce it       -->  wait; reads the values in slot 1
 
-A sender waits only if the last two messages of the link have not been posted, as with gloo. So there are two
-slots more than the receiver has for what it holds. Nothing here has a name that could outlive the processes.
+As with gloo, a sender waits only if the last two messages of the link have not been posted. So there are two
+more slots than the receiver holds. No file has a name that could outlive the processes.
 """
 
 import contextlib
@@ -39,49 +39,49 @@ from pipec.runtime.messages.message_packing import PackBuffer, check_values
 from pipec.runtime.messages.message_socket import MessageSocket
 
 _ANNOUNCEMENT = struct.Struct("=qqqq")
-"""The tag, the slot, how many bytes of it are the message, and a slot that is no more; -1 for none."""
+"""The tag, the slot, the message's bytes, and a slot that this one replaces, or -1."""
 
 _POST = struct.Struct("=qq?")
-"""The tag, the slot of an earlier message or -1, and whether that is free or belongs to the receiver now."""
+"""The tag, the slot of an earlier message or -1, and whether it is free; else the receiver keeps it."""
 
 _NO_SLOT = -1
 
 ErrorContext = contextlib.AbstractContextManager[object]
-"""What is around something that waits: it turns errors of connections into a TransportError."""
+"""A context for waits, which turns errors of connections into a TransportError."""
 
 
 class SharedMemory:
-    """One rank's messages through shared memory: where it goes is decided when ``open`` is called."""
+    """One rank's messages through shared memory; ``open`` decides which peers use it."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank, self._timeout = rank, timeout
-        self._asked = set[Direction]()
+        self._opened = set[Direction]()
         self._outgoing: dict[int, OutgoingChannel] = {}
         self._incoming: dict[int, IncomingChannel] = {}
         self._message_layouts: dict[Link, MessageLayouts] = {}
         self._received_slots: dict[tuple[Link, int, int], ReceivedSlot] = {}
 
     def open(self, directions: Collection[Direction], all_gather_text: AllGatherText) -> None:
-        """Find out which ranks share memory. Every rank calls this with the same directions."""
-        if new := {*directions} - self._asked:
-            self._asked |= new
+        """Connect the ranks that share memory. Every rank calls this with the same directions."""
+        if new := {*directions} - self._opened:
+            self._opened |= new
             outgoing, incoming = connect(self._rank, new, self._timeout, all_gather_text)
-            self._outgoing |= {peer: OutgoingChannel(found) for peer, found in outgoing.items()}
-            self._incoming |= {peer: IncomingChannel(found) for peer, found in incoming.items()}
+            self._outgoing |= {peer: OutgoingChannel(each) for peer, each in outgoing.items()}
+            self._incoming |= {peer: IncomingChannel(each) for peer, each in incoming.items()}
 
     def sender(
         self, instruction: Instruction, tag: int, error_context: ErrorContext
     ) -> "SharedSender | None":
-        """A send instruction, if its peer shares memory."""
+        """The sender of an instruction, if its peer shares memory."""
         link, outgoing = instruction.link, self._outgoing.get(instruction.peer)
         if link is None or outgoing is None or not link.payload.feeds_compute:
-            return None  # what lives longer than its microbatch would keep a slot
+            return None  # weights and results outlive their microbatch, and would occupy a slot
         return SharedSender(outgoing, link, self._layouts_of(link), tag, error_context)
 
     def receiver(
         self, instruction: Instruction, tag: int, error_context: ErrorContext
     ) -> "SharedReceiver | None":
-        """A receive instruction, if its peer shares memory."""
+        """The receiver of an instruction, if its peer shares memory."""
         link, incoming = instruction.link, self._incoming.get(instruction.peer)
         if link is None or incoming is None or not link.payload.feeds_compute:
             return None
@@ -91,16 +91,16 @@ class SharedMemory:
         return SharedReceiver(incoming, self._layouts_of(link), tag, received_slot, error_context)
 
     def held(self) -> list[Tensor]:
-        """The memory that stays, counted by the rank that has it for now."""
+        """The memory that stays, counted on the rank that owns it at present."""
         return [memory for each in self._ends() for memory in each.held()]
 
     def close(self) -> None:
-        """End all sockets. What waits at either end of one, on any thread, gets a ConnectionError."""
+        """Close all sockets. Waits at either end, on any thread, raise ConnectionError."""
         for each in self._ends():
             each.socket.close()
 
     def _layouts_of(self, link: Link) -> MessageLayouts:
-        """One for all instructions of a link. As values are copied anyway, all of them travel together."""
+        """The layouts of a link, cached. All values share one message, because all are copied."""
         return self._message_layouts.setdefault(link, MessageLayouts(link, max_coalesced_bytes=math.inf))
 
     def _ends(self) -> "list[OutgoingChannel | IncomingChannel]":
@@ -109,7 +109,7 @@ class SharedMemory:
 
 @dataclass(eq=False)
 class SharedSlot:
-    """Memory of a direction. It belongs to whoever was told of it last."""
+    """A slot of a direction. It belongs to the side that was notified of it last."""
 
     number: int
     memory: MessageMemory
@@ -117,14 +117,14 @@ class SharedSlot:
 
 @dataclass
 class ReceivedSlot:
-    """What has arrived in a buffer slot of the program."""
+    """The slot of the last message in a buffer slot of the program."""
 
     slot: SharedSlot | None = None
 
 
 @dataclass
 class _TagQueue:
-    """The messages of one tag, as their sender sees them: its free slots, and how many are not posted yet."""
+    """The sender's state of one tag: free slots, and the number of messages not posted yet."""
 
     free: list["_SenderSlot"] = field(default_factory=list)
     num_ahead: int = 0
@@ -148,7 +148,7 @@ class OutgoingChannel:
         return (slot.memory.whole for tag_queue in self._tag_queues.values() for slot in tag_queue.free)
 
     def send(self, message_layout: MessageLayout, tensors: Sequence[Tensor], tag: int) -> None:
-        """Copy the values of a message, and announce it. Waits while two were sent that are not posted."""
+        """Copy the values of a message, and announce it. Waits while two sent messages are not posted."""
         tag_queue = self._tag_queues[tag]
         while tag_queue.num_ahead == MAX_IN_TRANSIT:
             self._note(self.socket.receive(_POST.size))
@@ -165,9 +165,9 @@ class OutgoingChannel:
         tag_queue.num_ahead += 1
 
     def _slot(self, tag_queue: _TagQueue, num_bytes: int) -> tuple[_SenderSlot, int, int | None]:
-        """A slot that is large enough, and if it is new, a slot that it stands in for, and its file.
+        """A large enough slot; if it is new, also the number of the slot it replaces, and its file.
 
-        That which was freed last comes first: its memory may be in the cache.
+        Prefers the slot that was freed last: its memory may be in the cache.
         """
         for slot in reversed(tag_queue.free):
             if slot.memory.num_bytes >= num_bytes:
@@ -185,7 +185,7 @@ class OutgoingChannel:
         return _SenderSlot(next(self._numbers), memory, PackBuffer(memory)), retired, file
 
     def _note(self, post: bytes) -> None:
-        """Take in what the receiver says."""
+        """Process a post of the receiver."""
         tag, number, is_free = _POST.unpack(post)
         tag_queue = self._tag_queues[tag]
         tag_queue.num_ahead -= 1
@@ -208,7 +208,7 @@ class IncomingChannel:
         return (slot.memory.whole for slot in self._holding.values())
 
     def post(self, tag: int, before: SharedSlot | None) -> None:
-        """Say that one more message may come, and give back the slot of one ``before`` if it is free."""
+        """Allow one more message, and return the slot of the message ``before`` if it is free."""
         is_free = before is not None and before.memory.is_free
         number = _NO_SLOT
         if before is not None:
@@ -221,7 +221,7 @@ class IncomingChannel:
     def wait(self, tag: int, message_layout: MessageLayout) -> SharedSlot:
         """Wait for the next message of a tag, which has this layout.
 
-        What it may come in is made ready first: the rank has nothing else to do.
+        Meanwhile it prepares the tensors of slots in which the message may arrive.
         """
         arrived = self._arrived[tag]
         if not arrived:
@@ -232,9 +232,9 @@ class IncomingChannel:
         slot, num_bytes = arrived.popleft()
         if num_bytes != message_layout.num_bytes:
             raise TransportError(
-                f"a message of {num_bytes:,} bytes came where the plan has one of "
-                f"{message_layout.num_bytes:,}: the "
-                "ranks were given different batches; pass the same arguments on every rank"
+                f"received a message of {num_bytes:,} bytes, but the plan expects "
+                f"{message_layout.num_bytes:,}: the ranks have different batches; pass the same arguments on "
+                "every rank"
             )
         return slot
 
@@ -259,7 +259,7 @@ def _mapped(file: int) -> MessageMemory:
 
 
 class SharedSender:
-    """One send instruction. What it waits for is told by ``error_context``."""
+    """One send instruction. ``error_context`` describes its waits."""
 
     def __init__(
         self,
@@ -308,16 +308,16 @@ class SharedReceiver:
         try:
             self._incoming.post(self._tag, before)
         except (TimeoutError, ConnectionError):
-            with self._error_context:  # which a post that succeeds need not enter: it waits for nobody
+            with self._error_context:  # entered only on failure, because a post does not wait
                 raise
 
     def wait(self) -> Sequence[Tensor]:
         if not self._message_layout.num_bytes:
-            return _NOTHING.values(self._message_layout)
+            return _EMPTY.values(self._message_layout)
         with self._error_context:
             slot = self._received_slot.slot = self._incoming.wait(self._tag, self._message_layout)
         return slot.memory.values(self._message_layout)
 
 
-_NOTHING = MessageMemory(torch.empty(0, dtype=torch.uint8))
-"""What messages without bytes are in, which are not sent."""
+_EMPTY = MessageMemory(torch.empty(0, dtype=torch.uint8))
+"""The memory of messages without bytes, which are not sent."""

@@ -1,4 +1,4 @@
-"""How ranks exchange tensors: what a transport must do, and the transport between ranks of one process."""
+"""The protocol of transports, and the transport between ranks of one process."""
 
 import contextlib
 import functools
@@ -20,9 +20,9 @@ from pipec.runtime.processes.worker import Worker
 T = TypeVar("T")
 
 Send = Callable[[Sequence[Tensor], Sizes], None]
-"""Starts to send the values of a link, in order, and returns at once. They must not change afterwards.
+"""Starts to send the values of a link, in order, without waiting. They must not change afterwards.
 
-The names in their shapes stand for the sizes.
+Their shapes are evaluated with the sizes.
 """
 
 
@@ -30,7 +30,7 @@ class Receiver(Protocol):
     """One receive instruction, bound to its buffers."""
 
     def post(self, sizes: Sizes) -> None:
-        """Get ready for values in whose shapes the names stand for ``sizes``. Returns at once."""
+        """Prepare to receive values with shapes evaluated with ``sizes``. Does not wait."""
 
     def wait(self) -> Sequence[Tensor]:
         """Wait until the values have arrived, and return them on this rank's device.
@@ -51,26 +51,27 @@ class Transport(Protocol):
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
 
     def held(self) -> Sequence[Tensor]:
-        """The memory that stays from step to step for messages."""
+        """The memory for messages that stays from step to step."""
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
-        """These ranks, of which this one is one, for collectives.
+        """The group of these ranks, which include this one, for collectives.
 
-        If they are seen as on several hosts, as many after one another on each, a host's link is spared.
+        With several hosts, equally many consecutive ranks on each, collectives are hierarchical, which sends
+        less over the links between hosts.
         """
 
     def finish(self) -> None:
-        """Wait until everything that was sent in this step has left. Raises TransportError."""
+        """Wait until all messages of this step are sent. Raises TransportError."""
 
     def check(self) -> None:
-        """Raise TransportError if another rank's failure has cut off messages that this one waits for."""
+        """Raise TransportError if another rank's failure has aborted messages that this one waits for."""
 
     def fail(self, error: BaseException) -> None:
         """Tell every other rank that this one has stopped, and why."""
 
 
 class InProcessTransport:
-    """Runs every rank in this process, each on a worker thread, and hands tensors over by reference.
+    """Runs every rank in this process, each on a worker thread, and passes tensors by reference.
 
     Rank r runs on ``devices[r]``, and a GPU's ranks on the stream of the thread that calls ``run``. The CPU
     ranks share the intra-op threads of the thread that made this object.
@@ -92,10 +93,10 @@ class InProcessTransport:
         return _Endpoint(self, rank)
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Run one job per rank, each on its rank's thread, and return what they return.
+        """Run one job for each rank, on the rank's thread, and return their results.
 
-        The first error of any rank stops the others at their next instruction that sends or receives,
-        and is raised once all have stopped. The transport is then ready for another run.
+        The first error of any rank stops the others at their next send or receive, and is raised once all
+        have stopped. The transport is then ready for another run.
         """
         done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
         results: dict[int, T | None] = {}
@@ -128,7 +129,7 @@ class InProcessTransport:
         with self._failing:
             self._failure = self._failure or error
         self._stopped.set()
-        self._for_all_waits(lambda waited_for: waited_for.wake())
+        self._for_all_waits(lambda each: each.wake())
 
     def mailbox(self, tag: int, source: int, target: int) -> "_Mailbox":
         key = tag, source, target
@@ -138,7 +139,7 @@ class InProcessTransport:
         return self._mailboxes[key]
 
     def _device_copy(self, source: torch.device, target: torch.device) -> "_DeviceCopy":
-        """How tensors come from one device to another. Between CPU and GPU it is the reader who copies."""
+        """The copy of tensors from one device to another. Between CPU and GPU the reader copies."""
         if source == target:
             return lambda tensors: lambda: tensors
         if source.type == target.type == "cuda":
@@ -170,7 +171,7 @@ class InProcessTransport:
         """The failure, once every worker is idle and ready for another run."""
         for worker in self._workers:
             worker.wait_until_idle()
-        self._for_all_waits(lambda waited_for: waited_for.clear())
+        self._for_all_waits(lambda each: each.clear())
         self._stopped.clear()
         failure, self._failure = self._failure, None
         assert failure is not None
@@ -183,9 +184,9 @@ class InProcessTransport:
             do(in_process_collectives)
 
     def _set_up_workers(self) -> None:
-        """Give each worker its share of the intra-op threads, and leave the caller's number as it was.
+        """Give each worker its share of the intra-op threads, and restore the caller's number.
 
-        torch keeps the number per thread, but setting it also sets that of threads started later.
+        torch has a number for each thread, but setting it also sets the default of threads started later.
         """
         num_threads = torch.get_num_threads()
         num_cpu_ranks = sum(device.type == "cpu" for device in self.devices)
@@ -210,7 +211,7 @@ class _Endpoint:
         return self._metered_receivers[-1]
 
     def held(self) -> Sequence[Tensor]:
-        """Nothing, since messages bring their own memory; while a meter counts, what processes would have."""
+        """Empty, as messages own their memory; while a meter counts, the buffers of several processes."""
         return [memory for inbox in self._metered_receivers for memory in inbox.held()]
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
@@ -220,7 +221,7 @@ class _Endpoint:
         """Do nothing: a message left when it was put into its mailbox."""
 
     def check(self) -> None:
-        """Do nothing: no message is cut off while a compute works on it."""
+        """Do nothing: messages are never aborted while a compute reads them."""
 
     def fail(self, error: BaseException) -> None:
         self._ranks.fail(error)
@@ -233,8 +234,8 @@ _DeviceCopy = Callable[[Sequence[Tensor]], _Receive]
 class _Mailbox:
     """The messages of one link for one rank, oldest first.
 
-    ``device_copy`` is called by the sender, and what it returns by the reader. ``check_running`` raises if
-    the ranks have stopped.
+    The sender calls ``device_copy``, and the reader calls the function that it returns. ``check_running``
+    raises if the ranks have stopped.
     """
 
     def __init__(self, device_copy: _DeviceCopy, check_running: Callable[[], None]) -> None:
@@ -247,7 +248,7 @@ class _Mailbox:
         self._queue.put(self._device_copy(tensors))
 
     def post(self, sizes: Sizes) -> None:
-        """Do nothing: the message brings its own memory."""
+        """Do nothing: the message owns its memory."""
 
     def wait(self) -> Sequence[Tensor]:
         take = self._queue.get()
@@ -255,7 +256,7 @@ class _Mailbox:
         return take()
 
     def wake(self) -> None:
-        """Let a waiting reader notice that the ranks have stopped."""
+        """Wake a waiting reader, so that it notices that the ranks have stopped."""
         self._queue.put(tuple)
 
     def clear(self) -> None:
@@ -266,5 +267,5 @@ class _Mailbox:
 
 def _set_up_worker(device: torch.device, num_threads: int) -> None:
     if device.type == "cpu":
-        torch.get_num_threads()  # a thread's first use of torch takes the process-wide count: not after this
+        torch.get_num_threads()  # the first call in a thread sets the process-wide number: call it before
         torch.set_num_threads(num_threads)

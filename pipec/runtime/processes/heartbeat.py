@@ -211,7 +211,7 @@ class HeartbeatConnections:
     # Run on the calling thread.
 
     def _wait(self, reached: Callable[[], bool], missing: Callable[[], str], limit: float | None) -> None:
-        """Wait for ``reached()``. Raises TransportError after ``limit`` seconds, or if a rank failed or ended."""
+        """Wait for ``reached()``. Raises TransportError after ``limit`` seconds, or if a rank failed."""
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
             while not reached():
@@ -305,7 +305,7 @@ class HeartbeatConnections:
             self._changed.notify_all()
 
     async def _beat(self) -> None:
-        """Send heartbeats, and count missing ones. Time in which this process was suspended does not count."""
+        """Send heartbeats, and count missing ones. Time in which this process is suspended is ignored."""
         while True:
             await asyncio.sleep(self._interval)
             living = [rank for rank in self._peers.living if self._peers[rank].writer]
