@@ -18,12 +18,13 @@ from pipec.planner.downsets import Vector
 DeviceCounts = NDArray[np.intp]
 
 _FIRST_STEP = 0.02
-"""The first limit exceeds the work divided at will by this share, as the optimum is rarely far above it. The
-step doubles with every limit that no plan keeps.
+"""The first limit exceeds the perfectly divided work by this share, as the optimum is rarely far above it.
+
+The step doubles with every limit within which there is no plan.
 """
 
 ROUNDING = 1e-12
-"""The share by which sums may differ that add up the same figures in another order."""
+"""The relative difference that sums of the same figures in another order may have."""
 
 
 class Bound(Protocol):
@@ -39,7 +40,7 @@ class Bound(Protocol):
         """A limit in seconds within which there is a plan, if any plan is possible."""
         ...
 
-    def select(self, kept: NDArray[np.intp]) -> Self:
+    def select(self, downsets: NDArray[np.intp]) -> Self:
         """The bound over these downsets alone."""
         ...
 
@@ -49,9 +50,9 @@ class Bound(Protocol):
 
 
 class DevicesNeeded(NamedTuple):
-    """``finish``: the fewest devices for what is after each downset. ``reach``: those for what is in it.
+    """``finish``: the fewest devices for the operators after each downset; ``reach``: for those in it.
 
-    A count is one more than there are devices if these are too few.
+    A count is one more than the number of devices if these are too few.
     """
 
     finish: DeviceCounts
@@ -74,12 +75,12 @@ def lower_bound_seconds(bound: Bound, num_devices: int, closeness: float, guess:
     while high - low > closeness * high:
         if not low < limit < high and not low < (limit := low + (high - low) / 2) < high:
             break
-        around = bound.devices_needed(num_devices, limit)
-        if around is None:
+        needed = bound.devices_needed(num_devices, limit)
+        if needed is None:
             low, step = limit, 2 * step
         else:
             high, is_met = limit, True
-            bound = bound.select(around.usable_downsets(num_devices))
+            bound = bound.select(needed.usable_downsets(num_devices))
         limit = low + min(step, (high - low) / 2)
     return high if is_met or bound.devices_needed(num_devices, high) else math.inf
 
@@ -90,8 +91,8 @@ class DownsetBound:
 
         max(until[m - 1, e] - before[m - 1, d], link[d]) / m
 
-    What is in d need not be in e. ``before`` and ``until`` are equal where downsets are known. Where only
-    windows of them are, ``before`` is the most, and ``until`` the least, that a downset can hold.
+    Downset e need not contain d. ``before`` and ``until`` are equal if downsets are listed. If only windows
+    of their work are known, ``before`` is the most, and ``until`` the least, work of a downset.
     """
 
     before: Vector
@@ -107,11 +108,11 @@ class DownsetBound:
         replicas = np.arange(1, len(self.until) + 1)
         return float(((self.until[:, -1] - self.before[:, 0]) / replicas).min())
 
-    def select(self, kept: NDArray[np.intp]) -> "DownsetBound":
-        return DownsetBound(self.before[:, kept], self.until[:, kept], self.link[kept])
+    def select(self, downsets: NDArray[np.intp]) -> "DownsetBound":
+        return DownsetBound(self.before[:, downsets], self.until[:, downsets], self.link[downsets])
 
     def devices_needed(self, num_devices: int, limit: float) -> DevicesNeeded | None:
-        """Backwards, links are left out."""
+        """As ``Bound.devices_needed``; ``reach`` is computed without links."""
         finish = self._to_finish(num_devices, limit)
         if finish[0] > num_devices:
             return None
@@ -119,7 +120,7 @@ class DownsetBound:
         return DevicesNeeded(finish, backwards._to_finish(num_devices, limit * (1 + ROUNDING))[::-1])
 
     def _to_finish(self, num_devices: int, limit: float) -> DeviceCounts:
-        """The fewest devices for what is after each downset; one too many if these are too few.
+        """The fewest devices for the operators after each downset; ``num_devices + 1`` if too few.
 
         ``nearest[m - 1, k]`` is the nearest end of a stage on m replicas from which k devices finish.
         """

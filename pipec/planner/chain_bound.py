@@ -43,18 +43,18 @@ class ChainBound:
     def feasible_limit(self) -> float:
         return float((self.busy[:, -1] - self.busy[:, 0]).max() + self.link.max())
 
-    def select(self, kept: Indices) -> "ChainBound":
+    def select(self, downsets: Indices) -> "ChainBound":
         return ChainBound(
-            self.busy[:, kept],
-            self.link[kept],
-            self.resident[kept],
-            self.saved[kept],
+            self.busy[:, downsets],
+            self.link[downsets],
+            self.resident[downsets],
+            self.saved[downsets],
             self.memory_bytes,
             self.in_flight,
         )
 
     def devices_needed(self, num_devices: int, limit: float) -> DevicesNeeded | None:
-        """Backwards, links are left out, and no more devices are later than must be."""
+        """As ``Bound.devices_needed``; ``reach`` ignores links, and assumes the fewest later devices."""
         finish = self._fewest(num_devices, limit, None)
         if finish[0] > num_devices:
             return None
@@ -72,9 +72,9 @@ class ChainBound:
         )
 
     def _fewest(self, num_devices: int, limit: float, later: DeviceCounts | None) -> DeviceCounts:
-        """The fewest devices for what is after each downset; one too many if these are too few.
+        """The fewest devices for the operators after each downset; ``num_devices + 1`` if too few.
 
-        ``later[d]`` is the number of devices after a stage from d; None: those of the stages found here.
+        ``later[d]`` is the number of devices after a stage from d; None counts those found here.
         """
         fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
         fewest[-1] = 0
@@ -118,19 +118,19 @@ class ChainBound:
         return able
 
     def _behind(self, begin: Indices, ends: Indices, after: DeviceCounts) -> Indices:
-        """How many of ``ends`` each stage can reach within its memory, with so many devices ``after`` it."""
+        """The number of ``ends`` within the memory of each stage, with ``after`` later devices."""
         behind = np.full(len(begin), len(ends))
         if self.memory_bytes < math.inf:
             for later in np.unique(after).tolist():
                 some = np.flatnonzero(after == later)
-                most = self._held(begin[some], later) + self.memory_bytes * (1 + ROUNDING)
-                behind[some] = np.searchsorted(self._held(ends, later), most, side="right")
+                most = self._bytes_until(begin[some], later) + self.memory_bytes * (1 + ROUNDING)
+                behind[some] = np.searchsorted(self._bytes_until(ends, later), most, side="right")
         return behind
 
-    def _held(self, until: Indices, after: int) -> Vector:
-        """Bytes of everything up to some downsets."""
-        held: Vector = self.resident[until] + self.in_flight(after) * self.saved[until]
-        return held
+    def _bytes_until(self, downsets: Indices, after: int) -> Vector:
+        """The bytes of all operators up to each downset, with ``after`` later devices."""
+        num_bytes: Vector = self.resident[downsets] + self.in_flight(after) * self.saved[downsets]
+        return num_bytes
 
     def plan(self, finish: DeviceCounts, limit: float) -> list[int]:
         """The downsets of a plan within the limit, on the fewest devices."""
@@ -140,7 +140,7 @@ class ChainBound:
         return chosen
 
     def _next_downset(self, finish: DeviceCounts, downset: int, limit: float) -> int:
-        """The last one where a stage on the fewest replicas may end."""
+        """The last downset where a stage on the fewest replicas may end."""
         begin = np.array([downset])
         for replicas in range(1, min(int(finish[downset]), len(self.busy)) + 1):
             later, busy = finish[begin] - replicas, self.busy[replicas - 1]
@@ -149,4 +149,4 @@ class ChainBound:
             for end in ends[::-1]:
                 if self._may_end(begin, np.array([end]), replicas, limit, later)[0]:
                     return int(end)
-        raise AssertionError("finish promised a stage")
+        raise AssertionError("finish counts a stage from each downset")

@@ -1,12 +1,11 @@
 """Cuts of a chain of operators whose stages recompute the values that their memory cannot hold.
 
-A stage takes the seconds of its operators and of what its memory forces it to recompute, so that cuts and
-recompute are chosen together (as in AdaPipe, ASPLOS 2024). How much a range of operators recomputes for how
-many bytes follows from *prices*: at a price of a byte saved, the whole chain has one best choice, whose sums
-over a range are a choice for the range. So a few prices make a curve of every range, and a difference of
-prefix sums is a corner of it. Between corners the curve is a line, because a range may replay some of its
-layers as one corner has it, and the others as the next. The cut is optimal over these curves, by dynamic
-programming.
+A stage takes the seconds of its operators and of the values that its memory forces it to recompute, so that
+cuts and recompute are chosen together (as in AdaPipe, ASPLOS 2024). The trade of seconds for bytes in a range
+of operators follows from *prices*: at a price for each saved byte, the whole chain has one best choice, whose
+sums over a range are a choice for the range. So a few prices give a curve for every range, with differences
+of prefix sums as its corners. Between corners the curve is a line, because a range may recompute some layers
+as at one corner, and the others as at the next. The cut is optimal over these curves, by dynamic programming.
 """
 
 import math
@@ -22,24 +21,26 @@ from pipec.ir.text_format import format_bytes
 Vector = NDArray[np.float64]
 
 _RECEIVED, _SENT = 3, 4
-"""What a stage holds of each boundary besides what is in flight. Of the one behind which it begins: the next
-message, and two gradients on their way back. Of the one at its end: two gradients, and two messages."""
+"""Messages that a stage holds besides those of microbatches in flight.
+
+At its first boundary: the next message, and two gradients in transit. At its last: two gradients and two
+messages."""
 
 _ENDS = 4
-"""A backward ends in the first quarter of the operators of its stage."""
+"""The end of a backward is taken to be the first quarter of its stage's operators."""
 
 _WIDER = 1.5
-"""Cuts are sought among stages that take up to some seconds. If there is none, these grow by this factor."""
+"""The limit on a stage's seconds grows by this factor until there is a cut."""
 
 _ROUNDING = 1e-9
-"""Sums that are added up in another order differ by up to this share."""
+"""The relative difference that sums in another order may have."""
 
 
 @dataclass(frozen=True)
 class RecomputeCurve:
-    """What operators replay of one microbatch: a row for each price, from nothing to what saves least.
+    """The recompute of operators for one microbatch: a row for each price, ascending.
 
-    A stage replays all at once before its backward, or one of so many ``segments`` at a time inside it.
+    A stage recomputes everything before its backward, or one of ``segments`` at a time inside it.
     """
 
     seconds: Vector
@@ -131,19 +132,19 @@ class _Stages:
         at_end, replays = working[np.arange(len(working)) // _ENDS], []
         for curve in self._curves:
             seconds, begins, last, ends = (sums[:, later] - sums[:, [first]] for sums in curve)
-            held = np.maximum(begins + working, np.maximum(last, ends) + at_end)
-            replays.append(_least(rooms, seconds, held))
+            num_bytes = np.maximum(begins + working, np.maximum(last, ends) + at_end)
+            replays.append(_least(rooms, seconds, num_bytes))
         busy = self.busy[later] - self.busy[first]
         seconds = np.maximum(busy + np.min(replays, axis=0), self._entry_seconds[first])
         within: Vector = np.where(seconds <= most, seconds, np.inf)
         return within
 
 
-def _least(rooms: Vector, seconds: Vector, held: Vector) -> Vector:
-    """The least seconds on a curve whose corners are the rows, where no more than ``rooms`` is held."""
-    fits = held <= rooms
+def _least(rooms: Vector, seconds: Vector, num_bytes: Vector) -> Vector:
+    """The least seconds on a curve whose corners are the rows, with at most ``rooms`` bytes."""
+    fits = num_bytes <= rooms
     crosses = ~fits[:-1] & fits[1:]
-    share = (held[:-1] - rooms) / np.where(crosses, held[:-1] - held[1:], 1.0)
+    share = (num_bytes[:-1] - rooms) / np.where(crosses, num_bytes[:-1] - num_bytes[1:], 1.0)
     between = np.where(crosses, seconds[:-1] + share * (seconds[1:] - seconds[:-1]), np.inf)
     least: Vector = np.concatenate([np.where(fits, seconds, np.inf), between]).min(axis=0)
     return least

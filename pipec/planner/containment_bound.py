@@ -34,7 +34,7 @@ class ContainmentBound:
     link: Vector
 
     def finish(self, num_devices: int, limit: float) -> DeviceCounts:
-        """The fewest devices for what is after each downset; one too many if these are too few."""
+        """The fewest devices for the operators after each downset; ``num_devices + 1`` if too few."""
         fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
         fewest[-1] = 0
         for devices in range(1, num_devices + 1):
@@ -52,7 +52,7 @@ class ContainmentBound:
         return chosen
 
     def _reach(self, ends: Mask, waiting: Mask, replicas: int, limit: float) -> Mask:
-        """Where a stage may begin that ends at one of ``ends`` in time. It is told for those that wait."""
+        """Whether a stage from each waiting downset may end at one of ``ends`` in time."""
         busy = self.busy[replicas - 1]
         latest, end = busy + replicas * limit, np.where(ends, busy, np.inf)
         able: Mask = np.minimum.accumulate(end[::-1])[::-1][self._contained_from] <= latest
@@ -64,7 +64,7 @@ class ContainmentBound:
         return able
 
     def _next_downset(self, finish: DeviceCounts, downset: int, limit: float) -> int:
-        """The last one where a stage on the fewest replicas may end."""
+        """The last downset where a stage on the fewest replicas may end."""
         members = self.downsets.membership()
         for replicas in range(1, min(int(finish[downset]), len(self.busy)) + 1):
             busy = self.busy[replicas - 1]
@@ -73,19 +73,20 @@ class ContainmentBound:
             ends = ends[members[:, ends][members[:, downset]].all(axis=0)]
             if len(ends) and self.link[downset] <= replicas * limit:
                 return int(ends[-1])
-        raise AssertionError("finish promised a stage")
+        raise AssertionError("finish counts a stage from each downset")
 
     @cached_property
-    def _alone(self) -> Indices:
+    def _unique_sizes(self) -> Indices:
         """The downsets that are the only ones of their size."""
         _, first, number = np.unique(self.downsets.sizes, return_index=True, return_counts=True)
-        alone: Indices = first[number == 1]
-        return alone
+        unique: Indices = first[number == 1]
+        return unique
 
     @cached_property
     def _contained_from(self) -> Indices:
-        """For each downset, the first one that contains it just as all later ones do."""
-        contained: Indices = self._alone[np.searchsorted(self._alone, np.arange(len(self.link)))]
+        """For each downset, the first one of unique size that contains it, as all later ones do."""
+        unique = self._unique_sizes
+        contained: Indices = unique[np.searchsorted(unique, np.arange(len(self.link)))]
         return contained
 
     @cached_property
@@ -93,7 +94,7 @@ class ContainmentBound:
         of = self.downsets
         members = of.membership()
         blocks = []
-        for first, last in pairwise(self._alone.tolist()):
+        for first, last in pairwise(self._unique_sizes.tolist()):
             if last - first > 1:
                 inside = np.flatnonzero(members[:, first] != members[:, last])
                 place = {op: k for k, op in enumerate(inside.tolist())}
@@ -104,10 +105,10 @@ class ContainmentBound:
 
 @dataclass(frozen=True)
 class _Block:
-    """Downsets ``first`` to ``last``, by size: all that there are between these two.
+    """All downsets between ``first`` and ``last``, by size.
 
     ``members[k, d]`` tells whether a downset has the k-th of the operators in which these two differ.
-    ``before`` has pairs of them: whatever has the second of a pair has the first.
+    ``before`` holds pairs of these operators: a downset with the second of a pair has the first.
     """
 
     first: int

@@ -38,7 +38,7 @@ from pipec.planner.operator_graph import Transfer
 
 
 def one_f_one_b(later_devices: int) -> int:
-    """Microbatches that a replica holds at once under 1F1B.
+    """The number of microbatches in flight on a replica under 1F1B.
 
     ``later_devices`` is the number of devices of later stages for each replica, rounded up. Without
     replication the result is the number of stages from this one on. With it, the result is PipeDream's NOAM
@@ -49,13 +49,13 @@ def one_f_one_b(later_devices: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The figures in which the models above differ.
+    """The parameters in which the models above differ.
 
-    ``overlap``: links work beside the operators. ``full_duplex``: activations and gradients work beside each
+    ``overlap``: communication overlaps compute. ``full_duplex``: activations and gradients overlap each
     other. ``all_reduce_passes``: see above. ``first_shares_links``: the first stage of a group all-reduces
-    over as many links at a time as the level below has members. ``in_flight``: how many microbatches a
-    replica holds at once, as a function of the later devices for each replica; it must not decrease.
-    ``step_microbatches``: how many microbatches share an all-reduce; None: one of each replica.
+    over as many links at a time as the level below has members. ``in_flight``: the microbatches in flight on
+    a replica, a non-decreasing function of the later devices for each replica. ``step_microbatches``: the
+    number of microbatches that share an all-reduce; None: one of each replica.
     """
 
     overlap: bool
@@ -66,7 +66,7 @@ class CostModel:
     step_microbatches: int | None = None
 
     def value_seconds(self, value: Transfer, level: Level) -> float:
-        """How long the activation of a value and its gradient keep a link of ``level`` busy."""
+        """The seconds for which a value's activation and gradient occupy a link of ``level``."""
         sizes = [size for size in (value.forward_bytes, value.backward_bytes) if size]
         messages = [level.latency_seconds + size / level.bytes_per_second for size in sizes]
         return max(messages, default=0.0) if self.full_duplex else sum(messages)
@@ -81,7 +81,7 @@ class CostModel:
         return 2 * (replicas - 1) * level.latency_seconds / (self.step_microbatches or replicas)
 
     def links_of_first(self, levels: Sequence[Level], level: int) -> int:
-        """How many links at a time the first stage of a group all-reduces over."""
+        """The number of links over which the first stage of a group all-reduces at a time."""
         return levels[level - 1].size if self.first_shares_links and level > 0 else 1
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipec.planner.work_windows import WorkWindows
 
 MOST_DOWNSETS = 2_000_000
-"""More than this would not fit in memory."""
+"""The most downsets that are listed; more would not fit in memory."""
 
 Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -66,10 +66,10 @@ class Downsets:
     def __len__(self) -> int:
         return int(self.totals.shape[1])
 
-    def select(self, kept: Indices) -> "Downsets":
-        members = None if self.members is None else self.members[:, kept]
-        totals, cuts = self.totals[:, kept], self.cuts[:, kept]
-        return Downsets(self.order, self.before, self.ends, self.sizes[kept], members, totals, cuts)
+    def select(self, downsets: Indices) -> "Downsets":
+        members = None if self.members is None else self.members[:, downsets]
+        totals, cuts = self.totals[:, downsets], self.cuts[:, downsets]
+        return Downsets(self.order, self.before, self.ends, self.sizes[downsets], members, totals, cuts)
 
     def membership(self) -> Mask:
         """``members``, also in a chain."""
@@ -114,7 +114,7 @@ def is_chain(graph: OperatorGraph, order: Sequence[int]) -> bool:
 
 
 def _cuts_of_chain(ends: Sequence[Sequence[int]], value_seconds: Vector, num_downsets: int) -> Vector:
-    """A value crosses from behind its first end to its last: add it there, take it away behind, sum up."""
+    """A value crosses every downset from after its first end to its last: prefix sums of differences."""
     cuts = np.zeros((len(value_seconds), num_downsets + 1))
     first = np.array([value[0] + 1 for value in ends], dtype=np.intp)
     behind = np.array([value[-1] + 1 for value in ends], dtype=np.intp)

@@ -8,8 +8,8 @@ some downset x. So its seconds are the least, over x and over the members that t
 A group with all its members at work is one device of the level above (PipeDream, Narayanan et al., SOSP 2019,
 section 3.1). A second pass with sums for maxima finds the plan that communicates least among the fast ones.
 
-A stage needs the more memory, the more devices follow it. For this reason stages are chosen from the last to
-the first, and where memory is limited, a group may be asked for a pipeline on only some of its devices.
+The more devices follow a stage, the more memory it needs. Therefore stages are chosen from the last to the
+first, and if memory is limited, a group may be given a pipeline on some of its devices alone.
 """
 
 import functools
@@ -32,11 +32,11 @@ _ROWS = 64
 _CLOSE = 1e-3
 """How close bisection comes to the fastest plan among those that communicate equally little."""
 
-_MOST_REMEMBERED = 1 << 26
-"""As many costs as this are kept. Otherwise they are worked out again for every few downsets."""
+_MAX_CACHED = 1 << 26
+"""The most costs that are cached. Otherwise they are computed again for every few downsets."""
 
 Useful = Callable[[int], Indices]
-"""For a number of devices of the outermost group, the downsets at which a plan may have so many left."""
+"""The downsets at which a plan may have a given number of devices of the outermost group left."""
 
 
 class StageInterval(NamedTuple):
@@ -55,11 +55,11 @@ class StageInterval(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """To find a pipeline from downset ``first`` to downset ``last`` on up to ``devices`` of ``group``.
+    """The problem of a pipeline from downset ``first`` to downset ``last`` on up to ``devices`` of ``group``.
 
-    ``after``: the number of later devices for each replica of the pipeline, rounded up. ``limit``: how many
-    seconds it may take if a tolerance allows more than the fewest. ``begins``: a stage at ``first`` is the
-    first of its group.
+    ``after``: the number of later devices for each replica of the pipeline, rounded up. ``limit``: the
+    seconds that it may take if a tolerance allows more than the fewest. ``begins``: a stage at ``first`` is
+    the first of its group.
     """
 
     group: DeviceGroup
@@ -79,7 +79,7 @@ class _FirstStage(NamedTuple):
 
 
 _Cost = Callable[[StageOption, bool, Indices, Indices], Matrix]
-"""What stages with an option cost, whether or not the first of their group, submatrix rows and columns."""
+"""The costs of stages: takes an option, whether they begin their group, and rows and columns of downsets."""
 
 
 class _Sums(NamedTuple):
@@ -92,9 +92,9 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class HierarchicalPartitioner:
-    """Stages with ``costs`` on groups of devices, which they take as the ``options`` allow.
+    """Partitions operators with these ``costs`` over groups of devices, as the ``options`` allow.
 
-    ``tolerance``: the share of the least seconds that a plan may take longer in order to communicate less.
+    ``tolerance``: the share of the least seconds by which a plan may be slower if it communicates less.
     """
 
     costs: StageCostMatrices
@@ -103,18 +103,17 @@ class HierarchicalPartitioner:
     _known: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
     def best_pipeline(self, group: DeviceGroup, useful: Useful) -> tuple[float, tuple[StageInterval, ...]]:
-        """The least seconds of a pipeline for everything, and the stages of the best one.
+        """The least seconds of a pipeline of all operators, and the stages of the best one.
 
-        Of the pipelines within the tolerance, the best are those on the fewest members of the group; of these
-        those that communicate least; of these the fastest, nearly. If none fits in memory, the seconds are
-        infinite and there are no stages. ``useful`` has to name every downset that a pipeline within the
-        tolerance may use.
+        The best pipeline within the tolerance uses the fewest members of the group, then communicates least,
+        then is the fastest, nearly. If none fits in memory, the seconds are infinite and there are no stages.
+        ``useful`` must return every downset that a pipeline within the tolerance may use.
         """
         last = len(self.costs.downsets) - 1
         return self._solve(_Task(group, group.num_devices, 0, last, 0, useful))
 
     def _solve(self, task: _Task) -> tuple[float, tuple[StageInterval, ...]]:
-        seconds = self._remembering(task.group, functools.partial(self._stage, task.group, task.after))
+        seconds = self._cached(task.group, functools.partial(self._stage, task.group, task.after))
         finish = self._finish(task, seconds, np.maximum)
         fastest = {
             left: self._first_stage(task, left, finish, seconds, np.maximum).cost
@@ -133,20 +132,20 @@ class HierarchicalPartitioner:
     def _within(
         self, task: _Task, seconds: _Cost, finish: dict[AvailableDevices, Vector], limit: float
     ) -> _Sums:
-        """The least communication of pipelines whose stages are all within ``limit`` seconds."""
+        """The least communication of pipelines with all stages within ``limit`` seconds."""
 
         def communication(option: StageOption, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             spent = self.costs.communication_seconds(task.group.level, option.replicas, begins, rows, columns)
             return np.where(seconds(option, begins, rows, columns) <= limit, spent, np.inf)
 
         in_time = task._replace(useful=_in_time(task, finish, limit), limit=limit)
-        cost = self._remembering(task.group, communication)
+        cost = self._cached(task.group, communication)
         return _Sums(in_time, cost, self._finish(in_time, cost, np.add))
 
     def _tightest(
         self, within: Callable[[float], _Sums], left: AvailableDevices, low: float, high: float
     ) -> _Sums:
-        """The sums within the least limit from ``low``, nearly, that asks for no more than ``high`` does."""
+        """The sums for the least limit, nearly, that needs no more communication than ``high``."""
         best, limit = within(high), low
         spent = self._spent(best, left)
         while low < high:
@@ -164,7 +163,7 @@ class HierarchicalPartitioner:
         return self._first_stage(sums.task, left, sums.finish, sums.cost, np.add).cost
 
     def _follow(self, sums: _Sums, left: AvailableDevices) -> tuple[StageInterval, ...]:
-        """The stages with the least sum of costs on what is ``left``, from the first to the last."""
+        """The stages with the least sum of costs on the devices that are ``left``, from first to last."""
         task, cost, finish = sums
         unused = [iter(kind) for kind in task.group.member_classes]
         stages: list[StageInterval] = []
@@ -178,9 +177,9 @@ class HierarchicalPartitioner:
         return tuple(stages)
 
     def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[AvailableDevices, Vector]:
-        """For all that may be left, the least cost from every downset to the task's last.
+        """For all devices that may be left, the least cost from every downset to the task's last.
 
-        For a chain of operators of 1, 2 and 4 seconds, on devices that are alike::
+        For a chain of operators of 1, 2 and 4 seconds, on equal devices::
 
             downset (operators held)        0    1    2    3
             on up to one device             7    6    4    0
@@ -209,7 +208,7 @@ class HierarchicalPartitioner:
         cost: _Cost,
         join: np.ufunc,
     ) -> _FirstStage:
-        """The best first stage of the task, with the cost of all stages, on as much of ``left`` as needed."""
+        """The best first stage of the task, with the cost of all stages, on devices that are ``left``."""
         best = _FirstStage(np.inf, StageOption(0, 0, 0, left), task.last)
         for option in self.options.first_stages(task.group, left):
             columns = task.useful(option.remaining.devices)
@@ -222,9 +221,9 @@ class HierarchicalPartitioner:
     def _as_good(
         self, task: _Task, left: AvailableDevices, finish: dict[AvailableDevices, Vector]
     ) -> AvailableDevices | None:
-        """Fewer members of the group, if the task then costs no more.
+        """Fewer members of the group, if the task then costs no more; else None.
 
-        The downsets that are useful may depend on how much is left.
+        The useful downsets may depend on the devices that are left.
         """
         cost = finish[left][task.first]
         return next(
@@ -235,9 +234,9 @@ class HierarchicalPartitioner:
     def _placed(
         self, task: _Task, option: StageOption, last: int, members: Sequence[GroupMember]
     ) -> Iterator[StageInterval]:
-        """The stage itself, or the stages inside each of its replicas, with what this level adds to them.
+        """The stage itself, or the stages inside each of its replicas, with the costs that this level adds.
 
-        The stages take no longer than ``task.limit`` together with it.
+        With these costs the stages take no longer than ``task.limit``.
         """
         span = (task.group.level, option.replicas, task.begins, np.array([task.first]), np.array([last]))
         limit = float(self.costs.busy_limit(task.limit, *span)[0, 0])
@@ -282,7 +281,7 @@ class HierarchicalPartitioner:
         return self.costs.stage_seconds(busy, group.level, option.replicas, begins, rows, columns)
 
     def _busy(self, member: GroupMember, devices: int, after: int, rows: Indices, columns: Indices) -> Matrix:
-        """Seconds of the best pipeline on so many devices of one ``member``."""
+        """Seconds of the best pipeline on ``devices`` devices of one ``member``."""
         if isinstance(member, SingleDevice):
             return self.costs.device_seconds(member.device, after, rows, columns)
         key = (member.signature, after if self.options.memory_depends_on_later_stages else None)
@@ -310,18 +309,15 @@ class HierarchicalPartitioner:
             finish[left] = least
         return np.minimum.accumulate(fastest, out=fastest)
 
-    def _remembering(self, group: DeviceGroup, cost: _Cost) -> _Cost:
-        """The same costs; those of stages that do not begin a group are computed once, if they are few."""
+    def _cached(self, group: DeviceGroup, cost: _Cost) -> _Cost:
+        """The same costs, cached for stages that do not begin a group, if they are few."""
         everywhere = self._everywhere(0)
         num_options = sum(min(len(kind), self.options.max_replicas) for kind in group.member_classes)
-        if (
-            self.options.memory_depends_on_later_stages
-            or num_options * len(everywhere) ** 2 > _MOST_REMEMBERED
-        ):
+        if self.options.memory_depends_on_later_stages or num_options * len(everywhere) ** 2 > _MAX_CACHED:
             return cost
         known: dict[object, Matrix] = {}
 
-        def remembered(option: StageOption, begins: bool, rows: Indices, columns: Indices) -> Matrix:
+        def cached(option: StageOption, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             if begins:
                 return cost(option, begins, rows, columns)
             key = (option.member_class, option.replicas)
@@ -329,11 +325,11 @@ class HierarchicalPartitioner:
                 known[key] = cost(option, begins, everywhere, everywhere)
             return submatrix(known[key], rows, columns)
 
-        return remembered
+        return cached
 
 
 def _in_time(task: _Task, finish: dict[AvailableDevices, Vector], limit: float) -> Useful:
-    """The useful downsets from which the stages that are left can keep within the limit."""
+    """The useful downsets from which the remaining stages can be within the limit."""
     from_each: dict[int, Vector] = {}
     for left, seconds in finish.items():
         from_each[left.devices] = np.minimum(from_each.get(left.devices, np.inf), seconds)
@@ -355,7 +351,7 @@ def _least(
 ) -> Vector:
     """For each row, the least ``join`` of a stage from there and the ``rest`` after its last column.
 
-    It takes a few rows at a time, to stay in the cache. No stage ends before it begins.
+    Works on blocks of rows that stay in the cache. No stage ends before it begins.
     """
     least = np.full(len(rows), np.inf)
     first = np.searchsorted(columns, rows, side="right")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Figures = NDArray[np.float64]
 
 Rule = Callable[[int, int], tuple[float, int]]
-"""What decides who is next, the least first, of an operator and of the step at which it has become ready."""
+"""The priority of an operator, least first, from the operator and the step at which it became ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ def _orders(graph: WideGraph) -> list[list[int]]:
     return [
         _order(graph, lambda op, step: (0.0, step)),  # breadth first
         _order(graph, lambda op, step: (0.0, -step)),  # depth first
-        _order(graph, lambda op, step: (broad.growth(op), step), broad.take),  # what lets little cross
+        _order(graph, lambda op, step: (broad.growth(op), step), broad.take),  # least crossing values
         _order(graph, lambda op, step: (deep.growth(op), -step), deep.take),
     ]
 
 
 def _order(graph: WideGraph, rule: Rule, take: Callable[[int], None] = lambda op: None) -> list[int]:
-    """The operators as a rule takes them; ``take`` is told of each."""
+    """The operators in the order of a rule; ``take`` is called with each."""
     after: list[list[int]] = [[] for _ in graph.seconds]
     missing = [0] * len(graph.seconds)
     for u, v in dict.fromkeys(graph.before):

@@ -1,4 +1,4 @@
-"""Merge operators that some best plan keeps together: fewer downsets, the same optimum.
+"""Merges operators that some best plan keeps together: fewer downsets, the same optimum.
 
 An operator v with no parameters and no bytes in memory may join its neighbour u if v can always follow u
 (v's only predecessor) or always wait for u (v's only successor), and, at every level,
@@ -22,7 +22,7 @@ from pipec.planner.operator_graph import COLUMNS, OperatorGraph, Transfer
 
 @dataclass(frozen=True, slots=True)
 class MergedGraph:
-    """``members[k]`` are the operators of the original graph that operator k stands for."""
+    """``members[k]`` are the operators of the original graph that were merged into operator k."""
 
     graph: OperatorGraph
     members: Sequence[Sequence[int]]
@@ -108,16 +108,17 @@ class _State:
 
 
 def _merged(graph: OperatorGraph, state: _State) -> MergedGraph:
-    kept = list(state.members)
-    index = {op: k for k, original in enumerate(kept) for op in state.members[original]}
+    remaining = list(state.members)
+    index = {op: k for k, original in enumerate(remaining) for op in state.members[original]}
     sums = {
-        column: [sum(getattr(graph, column)[op] for op in state.members[k]) for k in kept]
+        column: [sum(getattr(graph, column)[op] for op in state.members[k]) for k in remaining]
         for column in COLUMNS
     }
     transfers = [_moved(transfer, index) for transfer in graph.transfers]
     before = sorted({(index[u], index[v]) for u, v in graph.before if index[u] != index[v]})
-    smaller = replace(graph, names=[graph.names[k] for k in kept], transfers=transfers, before=before, **sums)
-    return MergedGraph(smaller, [state.members[k] for k in kept])
+    names = [graph.names[k] for k in remaining]
+    smaller = replace(graph, names=names, transfers=transfers, before=before, **sums)
+    return MergedGraph(smaller, [state.members[k] for k in remaining])
 
 
 def _moved(transfer: Transfer, index: dict[int, int]) -> Transfer:

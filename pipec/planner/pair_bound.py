@@ -13,7 +13,7 @@ from pipec.planner.downsets import Indices, Vector
 from pipec.planner.stage_cost_matrices import Matrix
 
 _ROWS = 64
-"""How many rows are worked on at a time, to stay in the cache."""
+"""The number of rows in a block that stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class PairBound:
         seconds = self.busy[0, -1] + self.all_reduce * self.parameters[0, -1]
         return float((seconds / replicas).min())
 
-    def select(self, kept: Indices) -> "PairBound":
-        both = np.ix_(kept, kept)
-        return PairBound(self.busy[both], self.parameters[both], self.link[kept], self.all_reduce)
+    def select(self, downsets: Indices) -> "PairBound":
+        both = np.ix_(downsets, downsets)
+        return PairBound(self.busy[both], self.parameters[both], self.link[downsets], self.all_reduce)
 
     def devices_needed(self, num_devices: int, limit: float) -> DevicesNeeded | None:
         blocks = [slice(row, row + _ROWS) for row in range(0, len(self.busy), _ROWS)]
@@ -61,8 +61,8 @@ class PairBound:
     def _fewest_replicas(self, rows: slice, limit: float, num_devices: int) -> Indices:
         """For each stage from ``rows``, the fewest replicas to keep within the limit; too many if none do.
 
-        So many replicas as the seconds call for may reduce more, which calls for further ones: from below,
-        that ends at the fewest.
+        The replicas that compute needs make the all-reduce slower, which may need more replicas: iterating
+        from below ends at the fewest.
         """
         most = len(self.all_reduce)
         seconds = np.maximum(self.busy[rows], self.link[rows]).ravel()

@@ -1,4 +1,4 @@
-"""Segments of a stage, each of which can be recomputed by itself."""
+"""Splits a stage into segments that can be recomputed separately."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def split_into_segments(stage: StageValues, count: int) -> list[tuple[int, Stage
 
 
 def segment_boundaries(stage: StageValues, count: int) -> list[int]:
-    """Where segments of a stage begin: the first position of each."""
+    """The first position of each segment of a stage."""
     sizes = np.cumsum([value.num_bytes * value.is_needed for value in stage])
     across, firsts = _crossing_bytes(stage), [0]
     for number in range(1, count):
@@ -41,7 +41,7 @@ def segment_boundaries(stage: StageValues, count: int) -> list[int]:
 
 
 def values_across(stage: StageValues, firsts: Sequence[int]) -> frozenset[int]:
-    """The values that a segment reads of those before it."""
+    """The values that a segment reads from earlier segments."""
     return frozenset(
         u
         for first, end in itertools.pairwise([*firsts, len(stage)])
@@ -58,7 +58,7 @@ def _of_segment(value: ForwardValue, first: int, crosses: bool) -> ForwardValue:
 
 
 def _crossing_bytes(stage: StageValues) -> NDArray[np.float64]:
-    """The bytes that each position and later ones read of earlier ones; infinite if one cannot be saved."""
+    """The bytes that each position and later ones read of earlier ones; infinite if one may not be saved."""
     last = {u: v for v, value in enumerate(stage) for u in value.inputs}
     crossing = np.zeros(len(stage) + 1)
     for u, v in last.items():

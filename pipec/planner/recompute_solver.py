@@ -1,26 +1,27 @@
-"""Which values of the forward a rank saves for its backward, which wait on the host, and which it replays.
+"""Chooses which forward values a rank saves for its backward, which it offloads, and which it recomputes.
 
-A value is *saved*, *recomputed*, or neither if nobody asks for it. The backward asks for some values, and a
-value that is recomputed asks for its inputs. What is saved may be *offloaded*: some of the microbatches in
-flight then have it in host memory. Of all choices within memory, one is taken that takes the least time (an
-integer program, solved by HiGHS)::
+A value is *saved*, *recomputed*, or neither if it is not needed. The backward needs some values, and a
+recomputed value needs its inputs. A saved value may be *offloaded*: some of the microbatches in flight then
+have it in host memory. The solution is the fastest choice within memory (an integer program, solved by
+HiGHS)::
 
-    minimise    sum of seconds[v] * r[v], and what copies take
+    minimise    sum of seconds[v] * r[v], and the seconds of copies
     so that     d[v] = 1              if the backward reads v
                 d[v] >= r[v]          v is recomputed only if needed, and saved if needed and not recomputed:
                 d[u] >= r[v]          d[v] - r[v] says so. u is an input of v
                 d[v] - r[v] >= o[v]   v is offloaded only if it is saved
-                at each moment: what is saved, times the microbatches in flight, without what is offloaded,
-                                times those that are offloaded, and what is recomputed <= room
+                at each moment: saved bytes of the microbatches in flight, without the offloaded ones, and
+                                recomputed bytes <= room
 
-Copies beside computes are free, so that what copies take has a bend. It is solved for either side of it::
+Copies that overlap computes are free, so that the seconds of copies have a kink. It is solved on either
+side::
 
     sum of bytes[v] * o[v] <= free      copies take next to nothing
-    sum of bytes[v] * o[v] >= free      what is above takes its time on the way there and back
+    sum of bytes[v] * o[v] >= free      the bytes above take their time, to the host and back
 
 Without these and the rooms the matrix is that of a network, so that the relaxation is nearly integral: a
-stage of a thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, solve for
-when each value is recomputed as well, which takes hours.)
+stage of a thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, also solve
+for when each value is recomputed, which takes hours.)
 """
 
 import functools
@@ -33,28 +34,28 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, hstack, vstack
 
 GAP = 1e-3
-"""A choice may take longer than the best one by this share."""
+"""The relative tolerance: a solution may take longer than the best one by this share."""
 
 _GRAIN = 1e-4
 """The share of the room to which the least excess is found."""
 
-_MOST_NODES = 10_000
-"""So many nodes of a search are looked at, which is hundreds of times what stages have needed."""
+_MAX_NODES = 10_000
+"""The most nodes of a search, hundreds of times what stages have needed."""
 
 HIDDEN = 1e-3
-"""A copy beside a compute counts for this share of its time, so that no more is copied than is of use."""
+"""The share of its time that an overlapped copy counts, so that no more is copied than is useful."""
 
 _ATTEMPTS = 4
-"""How often a solution that rounding put above the room is sought again below it."""
+"""How often a solution that exceeds the room by rounding is recomputed with less room."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardValue:
-    """A value of the forward of one microbatch, and what replaying it takes besides its ``inputs``.
+    """A forward value of one microbatch, and the ``seconds`` that recomputing it from its ``inputs`` takes.
 
-    ``is_needed``: the backward reads it. What ``may_save`` excludes is a view, or a tuple of values: it costs
-    memory only through those it is made of. What ``is_recomputable`` excludes was received, for example, and
-    what ``may_offload`` excludes is held for others, too.
+    ``is_needed``: the backward reads it. Views and tuples of values do not have ``may_save``: only their
+    sources take memory. Received values, for example, are not ``is_recomputable``; values whose memory others
+    hold as well do not have ``may_offload``.
     """
 
     num_bytes: float
@@ -67,16 +68,15 @@ class ForwardValue:
 
 
 StageValues = tuple[ForwardValue, ...]
-"""The values of a stage. Inputs are positions in the tuple, and come before what is made of them."""
+"""The values of a stage. Inputs are earlier positions in the tuple."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryConstraint:
-    """What a rank holds while one of its computes runs.
+    """The memory limit of a rank while one of its computes runs.
 
-    It is what ``saved[k]`` microbatches have saved of stage k of the rank, and what ``recomputed[k]`` have
-    recomputed. Of those that have saved, ``offloaded[k]`` have on the host what is offloaded. ``room`` are
-    the bytes that the rank may have.
+    ``saved[k]`` microbatches hold saved values of stage k of the rank, and ``recomputed[k]`` recomputed ones.
+    Of the former, ``offloaded[k]`` have their offloaded values on the host. ``room`` is the limit in bytes.
     """
 
     saved: tuple[int, ...]
@@ -87,10 +87,10 @@ class MemoryConstraint:
 
 @dataclass(frozen=True, slots=True)
 class OffloadCost:
-    """What it takes to offload bytes of a microbatch.
+    """The cost of offloading a microbatch's values.
 
-    Copies of up to ``free_bytes`` overlap computes; each byte above that takes ``seconds_per_byte``, each
-    way.
+    Copies of up to ``free_bytes`` overlap computes; each byte above that takes ``seconds_per_byte`` in each
+    direction.
     """
 
     free_bytes: float
@@ -103,9 +103,9 @@ class OffloadCost:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSolution:
-    """``recomputed[k]`` are the values of stage k that are computed again; what else is asked for is saved.
+    """The values of stage k that are ``recomputed[k]`` and ``offloaded[k]``; other needed ones are saved.
 
-    Of these, ``offloaded[k]`` wait on the host. All that takes ``seconds`` for a microbatch.
+    ``seconds`` is the cost for a microbatch.
     """
 
     recomputed: tuple[frozenset[int], ...]
@@ -113,7 +113,7 @@ class RecomputeSolution:
     seconds: float
 
     def held_bytes(self, stages: Sequence[StageValues], moment: MemoryConstraint) -> float:
-        """The bytes that a moment takes."""
+        """The bytes that the rank holds in the situation of a constraint."""
         total, counts = 0.0, zip(moment.saved, moment.recomputed, moment.offloaded, strict=True)
         chosen = zip(stages, self.recomputed, self.offloaded, strict=True)
         for (stage, recomputed, offloaded), (saved, again, away) in zip(chosen, counts, strict=True):
@@ -123,12 +123,12 @@ class RecomputeSolution:
         return total
 
     def excess_bytes(self, stages: Sequence[StageValues], moments: Sequence[MemoryConstraint]) -> float:
-        """By how many bytes the worst moment is above its room; below 0 if all are within."""
+        """The largest excess over a room, in bytes; negative if all constraints hold."""
         return max((self.held_bytes(stages, moment) - moment.room for moment in moments), default=0.0)
 
 
 def saved_values(stage: StageValues, recomputed: frozenset[int]) -> set[int]:
-    """The values that are saved if those of ``recomputed`` are computed again."""
+    """The values that are saved if ``recomputed`` are recomputed."""
     needed = {v for v, value in enumerate(stage) if value.is_needed}
     needed.update(*(stage[v].inputs for v in recomputed))
     return needed - recomputed
@@ -138,9 +138,9 @@ def saved_values(stage: StageValues, recomputed: frozenset[int]) -> set[int]:
 def minimize_seconds(
     stages: tuple[StageValues, ...], moments: tuple[MemoryConstraint, ...], host: OffloadCost | None = None
 ) -> RecomputeSolution | None:
-    """The choice that takes the least time and is within the room of every moment; None without one.
+    """The fastest choice within the room of every constraint, up to ``GAP``; None if there is none.
 
-    The time is the least up to ``GAP``. Without a ``host`` nothing is offloaded.
+    Without a ``host`` nothing is offloaded.
     """
     rooms, program = np.array([moment.room for moment in moments]), RecomputeProgram(stages, moments, host)
     for _ in range(_ATTEMPTS):
@@ -189,7 +189,7 @@ class RecomputeProgram:
         self._memory = csr_array(
             np.array([self._row(moment) for moment in moments]).reshape(-1, self._num_variables)
         )
-        self._order = self._order_of_asking()
+        self._order = self._dependencies()
 
     def fastest(self, rooms: np.ndarray) -> RecomputeSolution | None:
         seconds = np.array([value.seconds for value in self._values])
@@ -211,9 +211,9 @@ class RecomputeProgram:
         return min(filter(None, found), key=lambda choice: choice.seconds, default=None)
 
     def smallest(self) -> RecomputeSolution:
-        """Minimises one more variable, the excess of the worst moment in small units of memory.
+        """Minimise one more variable, the largest excess in small units of memory.
 
-        It is an integer as well: HiGHS writes to the output of the process where it is not.
+        It is an integer too: HiGHS prints to the process's output otherwise.
         """
         memory, order = (
             hstack([rows, np.full((rows.shape[0], 1), coefficient)])
@@ -222,7 +222,7 @@ class RecomputeProgram:
         objective = np.zeros(self._num_variables + 1)
         objective[-1] = 1.0
         found = self._solve(objective, memory, self._rooms / self._unit, order)
-        assert found is not None, "without a limit there is always a choice"
+        assert found is not None, "without a limit there is always a solution"
         return found
 
     def _solve(
@@ -248,7 +248,7 @@ class RecomputeProgram:
             constraints=LinearConstraint(
                 vstack([memory, order]), -np.inf, np.concatenate([rooms, np.zeros(order.shape[0])])
             ),
-            options={"mip_rel_gap": GAP, "node_limit": _MOST_NODES},
+            options={"mip_rel_gap": GAP, "node_limit": _MAX_NODES},
         )
         if found.x is None:
             return None
@@ -257,7 +257,7 @@ class RecomputeProgram:
         return self._choice(found.x[:num_values] > 0.5, moved)
 
     def _choice(self, again: np.ndarray, moved: np.ndarray) -> RecomputeSolution:
-        """Of the values that are to be computed ``again``, or ``moved``, those that are asked for."""
+        """The solution, without values that are recomputed or ``moved`` but not needed."""
 
         def of_stages(chosen: np.ndarray) -> list[frozenset[int]]:
             return [
@@ -267,7 +267,7 @@ class RecomputeProgram:
 
         recomputed = tuple(map(needed_recomputes, self._stages, of_stages(again)))
         saved = map(saved_values, self._stages, recomputed)
-        offloaded = tuple(chosen & kept for chosen, kept in zip(of_stages(moved), saved, strict=True))
+        offloaded = tuple(chosen & own for chosen, own in zip(of_stages(moved), saved, strict=True))
         return self._counted(recomputed, offloaded)
 
     def _counted(
@@ -287,7 +287,7 @@ class RecomputeProgram:
         return (value.num_bytes for value in self._values)
 
     def _row(self, moment: MemoryConstraint) -> np.ndarray:
-        """What each variable adds to the bytes of a moment: d is saved unless r is 1, and away if o is."""
+        """The bytes that each variable adds: d is saved unless r is 1, and on the host if o is."""
         sizes = np.array([value.num_bytes * value.may_save for value in self._values])
         needed = np.array([value.num_bytes * value.is_needed for value in self._values])
         saved, again, away = (
@@ -297,7 +297,7 @@ class RecomputeProgram:
         moved = -away[self._able] * self._movable
         return np.concatenate([again * needed - saved * sizes, saved * sizes, moved]) / self._unit
 
-    def _order_of_asking(self) -> csr_array:
+    def _dependencies(self) -> csr_array:
         """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved.
 
         Then a row o[v] + r[v] - d[v] <= 0 for each value that may be offloaded.
@@ -322,9 +322,9 @@ class RecomputeProgram:
 
 
 def needed_recomputes(stage: StageValues, chosen: frozenset[int]) -> frozenset[int]:
-    """Of the values that may be recomputed, those that the backward needs or that another of them reads."""
-    asked = {v for v, value in enumerate(stage) if value.is_needed}
+    """The ``chosen`` values that the backward needs, or that another needed one of them reads."""
+    needed = {v for v, value in enumerate(stage) if value.is_needed}
     for v in reversed(range(len(stage))):
-        if v in asked and v in chosen:
-            asked.update(stage[v].inputs)
-    return frozenset(asked & chosen)
+        if v in needed and v in chosen:
+            needed.update(stage[v].inputs)
+    return frozenset(needed & chosen)

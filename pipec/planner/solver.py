@@ -1,10 +1,10 @@
-"""From downsets to stages: bounds first, so that only downsets are compared which a best plan may use.
+"""From downsets to stages: bounds first, so that only downsets that a best plan may use are compared.
 
-Small problems go without bounds. Otherwise the first limit is the least seconds that a bound allows. It is
-raised until the best plan over the downsets that it leaves keeps within it: then no other plan is faster. If
-the limit leaves more downsets than can be compared, the best plan over the most promising ones is taken, and
-the bound tells how much faster another plan could be. Where there are many downsets, a loose bound looks at
-each one by itself and leaves fewer for a close bound, which looks at pairs.
+Small problems need no bounds. Otherwise the first limit is the least seconds that a bound allows. It is
+raised until the best plan over the remaining downsets is within it: then no other plan is faster. If more
+downsets remain than can be compared, the result is the best plan over the most promising ones, and the bound
+says how much faster another plan could be. If there are many downsets, a loose bound, which examines each
+downset by itself, leaves fewer for a close bound, which examines pairs.
 """
 
 import math
@@ -30,41 +30,41 @@ if TYPE_CHECKING:
     from pipec.planner.work_windows import WorkWindows
 
 _FEW_OPTIONS = 64
-"""Of devices times replicas for a stage: up to so many, trying all is faster than bounds."""
+"""Up to this product of devices and replicas of a stage, trying all options is faster than bounds."""
 
 _FEW_STEPS = 10**6
-"""Of pairs of downsets times options: likewise."""
+"""Up to this product of pairs of downsets and options, trying all is faster than bounds."""
 
-_MOST_PAIRED = 3000
-"""So many downsets are compared in pairs within seconds."""
+_MAX_PAIRED = 3000
+"""The most downsets that are compared in pairs; this takes seconds."""
 
-_MOST_IN_CHAIN = 4096
-"""So many, if they are those of a chain: its bounds are closer."""
+_MAX_IN_CHAIN = 4096
+"""The most downsets of a chain that are compared in pairs: its bounds are closer."""
 
-_MOST_AT_FIRST = 3000
-"""So many go without a bound that looks at one at a time."""
+_MAX_WITHOUT_LOOSE_BOUND = 3000
+"""The most downsets for which no loose bound is used first."""
 
-_MOST_NESTED = 300
-"""So many, if pipelines inside groups are needed between all pairs."""
+_MAX_NESTED = 300
+"""The most downsets that are compared in pairs if each pair needs a pipeline inside a group."""
 
-_PROMISING = 800
-"""So many are compared where too many remain."""
+_NUM_PROMISING = 800
+"""The number of downsets that are compared if too many remain."""
 
 _CLOSE = 1e-3
-"""How close bisection comes, unless the bound is exact: dynamic programming finds the rest."""
+"""The relative tolerance of bisection, unless the bound is exact: dynamic programming finds the rest."""
 
 _NO_FASTER = 1e-10
-"""A plan that saves no more of the seconds is not looked for."""
+"""The share of the seconds that a faster plan must save to be sought."""
 
 _SLACKS = (1e-9, 1e-3, 1e-2, 1e-1, math.inf)
-"""By how much the limit may exceed the bound, one attempt each."""
+"""The shares by which the limit exceeds the bound, one for each attempt."""
 
 
 class SolverResult(NamedTuple):
-    """The best stages found, none if none fit in memory.
+    """The best stages found; none if none fit in memory.
 
-    ``fastest``: the seconds of the fastest plan found. The stages may take longer by the tolerance.
-    ``lower_bound_seconds``: no plan takes less.
+    ``fastest``: the seconds of the fastest plan found; the stages may take longer by the tolerance.
+    ``lower_bound_seconds``: a lower bound of every plan's seconds.
     """
 
     stages: tuple[StageInterval, ...]
@@ -72,19 +72,19 @@ class SolverResult(NamedTuple):
     lower_bound_seconds: float
 
 
-_NOTHING = SolverResult((), math.inf, 0.0)
+_NO_RESULT = SolverResult((), math.inf, 0.0)
 
 _Solve = Callable[[Indices, DeviceCounts, DeviceCounts, float], SolverResult]
-"""Finds the best stages over some downsets. The counts are the fewest devices to finish from each of these
-and to reach it; the last argument is the seconds of a known plan."""
+"""Finds the best stages over some downsets, given the fewest devices to finish from each and to reach it, and
+the seconds of a known plan."""
 
 
 @dataclass(frozen=True)
 class Solver:
-    """A problem over ``downsets``, where ``value_seconds[level, value]`` is the time of transfers.
+    """A problem over ``downsets``; ``value_seconds[level, value]`` are the seconds of transfers.
 
     A stage has up to ``most_replicas`` at each level. A plan may take longer than the fastest one by the
-    share ``tolerance`` in order to communicate less.
+    share ``tolerance`` if it communicates less.
     """
 
     downsets: Downsets
@@ -107,17 +107,17 @@ class Solver:
     def _over_all(self) -> SolverResult:
         """The best stages over all downsets that are listed."""
         everything = np.arange(len(self.downsets))
-        many = len(everything) > _MOST_AT_FIRST
+        many = len(everything) > _MAX_WITHOUT_LOOSE_BOUND
         if self._num_options * len(everything) ** 2 <= _FEW_STEPS:
             return self._all_of(everything)
         if not (many or self._chain_is_exact):
             return self._over_pairs(everything, math.inf)
         bound = self._chain_bound if self.downsets.is_chain else self._loose_bound
         closeness = 0.0 if many and self._chain_is_exact else _CLOSE
-        solve: _Solve = self._afresh
-        most = _MOST_PAIRED
+        solve: _Solve = self._with_new_bound
+        most = _MAX_PAIRED
         if self._chain_is_exact:
-            solve, most = self._within_reach, _MOST_IN_CHAIN
+            solve, most = self._within_reach, _MAX_IN_CHAIN
         found = self._raise_limit(everything, bound, closeness, most, math.inf, solve)
         if self._containment_is_exact:
             return self._lower_limit(found)
@@ -125,58 +125,60 @@ class Solver:
         return found._replace(lower_bound_seconds=min(least, found.fastest))
 
     def _over_pairs(self, chosen: Indices, known: float) -> SolverResult:
-        """Over the downsets ``chosen``, few enough to compare all pairs; a plan takes ``known`` seconds."""
-        most = _MOST_PAIRED if len(self.topology.levels) == 1 else _MOST_NESTED
+        """The best stages over ``chosen`` downsets, compared in pairs, given the seconds of a known plan."""
+        most = _MAX_PAIRED if len(self.topology.levels) == 1 else _MAX_NESTED
         few = self._num_options <= _FEW_OPTIONS and len(chosen) <= most
         if few or self._num_options * len(chosen) ** 2 <= _FEW_STEPS:
             return self._all_of(chosen)
         bound = self._pair_bound(chosen)
         return self._raise_limit(chosen, bound, _CLOSE, most, known, self._within_reach)
 
-    def _afresh(
-        self, kept: Indices, _finish: DeviceCounts, _reach: DeviceCounts, known: float
+    def _with_new_bound(
+        self, chosen: Indices, _finish: DeviceCounts, _reach: DeviceCounts, known: float
     ) -> SolverResult:
-        return self._over_pairs(kept, known)
+        return self._over_pairs(chosen, known)
 
     def _within_reach(
-        self, kept: Indices, finish: DeviceCounts, reach: DeviceCounts, _known: float
+        self, chosen: Indices, finish: DeviceCounts, reach: DeviceCounts, _known: float
     ) -> SolverResult:
         num_devices = len(self.topology.devices)
         useful = [
             np.flatnonzero((finish <= count) & (reach <= num_devices - count))
             for count in range(num_devices + 1)
         ]
-        return self._exactly(kept, lambda count: useful[count])
+        return self._exactly(chosen, lambda count: useful[count])
 
-    def _all_of(self, kept: Indices) -> SolverResult:
-        return self._exactly(kept, lambda _: np.arange(len(kept)))
+    def _all_of(self, chosen: Indices) -> SolverResult:
+        return self._exactly(chosen, lambda _: np.arange(len(chosen)))
 
-    def _exactly(self, kept: Indices, useful: Useful) -> SolverResult:
+    def _exactly(self, chosen: Indices, useful: Useful) -> SolverResult:
         memory_depends_on_later_stages = self.limits_memory and bool(self.downsets.totals[3].any())
-        costs = self._costs(kept)
+        costs = self._costs(chosen)
         options = StageOptions(self.most_replicas, memory_depends_on_later_stages, self.use_all_devices)
         hierarchy = HierarchicalPartitioner(costs, options, self.tolerance)
         fastest, found = hierarchy.best_pipeline(nested_groups(self.topology), useful)
-        stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
+        stages = (
+            stage._replace(first=int(chosen[stage.first]), last=int(chosen[stage.last])) for stage in found
+        )
         return SolverResult(tuple(stages), fastest, fastest)
 
     def _raise_limit(
         self, chosen: Indices, bound: Bound, closeness: float, most: int, known: float, solve: _Solve
     ) -> SolverResult:
-        """The best plan over the downsets ``chosen``, of which ``solve`` can take ``most``."""
+        """The best plan over ``chosen`` downsets; ``solve`` takes at most ``most`` of them."""
         num_devices = len(self.topology.devices)
         least = lower_bound_seconds(bound, num_devices, closeness, known)
-        best, proven = _NOTHING, least / (1 + max(closeness, ROUNDING))
+        best, proven = _NO_RESULT, least / (1 + max(closeness, ROUNDING))
         for slack in _SLACKS if least < math.inf else ():
             limit = min(least * (1 + slack) if slack < math.inf else math.inf, best.fastest)
-            around = bound.devices_needed(num_devices, limit * (1 + self.tolerance))
-            assert around is not None, "the bound promised a plan"
-            finish, reach = around
-            kept = around.usable_downsets(num_devices)
-            complete = len(kept) <= most
+            needed = bound.devices_needed(num_devices, limit * (1 + self.tolerance))
+            assert needed is not None, "the bound allows a plan within its limit"
+            finish, reach = needed
+            usable = needed.usable_downsets(num_devices)
+            complete = len(usable) <= most
             if not complete:
-                kept = self._promising(chosen, kept, bound, finish, limit, most)
-            found = solve(chosen[kept], finish[kept], reach[kept], best.fastest)
+                usable = self._promising(chosen, usable, bound, finish, limit, most)
+            found = solve(chosen[usable], finish[usable], reach[usable], best.fastest)
             best = min(found, best, key=lambda found: found.fastest)
             if complete:
                 proven = max(proven, min(limit, found.lower_bound_seconds))
@@ -185,9 +187,9 @@ class Solver:
         return best._replace(lower_bound_seconds=min(proven, best.fastest))
 
     def _lower_limit(self, best: SolverResult) -> SolverResult:
-        """The fastest plan of all, given a good one.
+        """The fastest plan, given a good one.
 
-        Limits are tried in turn just below the best plan, and half-way to what no plan can keep.
+        Alternates between limits just below the best plan, and half-way to the lower bound.
         """
         num_devices = len(self.topology.devices)
         bound = ContainmentBound(self.downsets, self._busy, self.downsets.cuts[0])
@@ -203,19 +205,20 @@ class Solver:
         return best._replace(lower_bound_seconds=min(low, best.fastest))
 
     def _promising(
-        self, chosen: Indices, kept: Indices, bound: Bound, finish: DeviceCounts, limit: float, most: int
+        self, chosen: Indices, usable: Indices, bound: Bound, finish: DeviceCounts, limit: float, most: int
     ) -> Indices:
-        """Some of too many downsets: in a chain those of a plan that meets the bound, then the cheapest."""
+        """Some of too many usable downsets: in a chain those of a plan within the bound, and the cheapest."""
         plan = [0, len(chosen) - 1]
         if isinstance(bound, ChainBound):
             plan = bound.plan(finish, limit)
             if self._chain_is_exact:
                 return np.array(plan)
-        cheapest = np.argsort(self.downsets.cuts[0, chosen[kept]], kind="stable")[: min(most, _PROMISING)]
-        return np.union1d(plan, kept[cheapest])
+        count = min(most, _NUM_PROMISING)
+        cheapest = np.argsort(self.downsets.cuts[0, chosen[usable]], kind="stable")[:count]
+        return np.union1d(plan, usable[cheapest])
 
     def _least_of_any(self, windows: "WorkWindows") -> float:
-        """What no plan at all can be below, whichever downsets it uses."""
+        """A lower bound of all plans, whichever downsets they use."""
         before, until = (self._busy_of(*totals[:2]) for totals in (windows.most, windows.least))
         bound = DownsetBound(before, until, self._links(windows.cuts))
         at_will = self.downsets.totals[0, -1] / sum(device.speed for device in self.topology.devices)
@@ -223,7 +226,7 @@ class Solver:
         return max(float(at_will), least)
 
     def _least_between_groups(self) -> float:
-        """A bound that takes each group of the outermost level for one device, as fast as all of its own."""
+        """A bound that treats each outermost group as one device with the speed of all its devices."""
         levels, devices = self.topology.levels, self.topology.devices
         num_groups, cuts = levels[-1].size, self.downsets.cuts[-1]
         size = len(devices) // num_groups
@@ -236,14 +239,14 @@ class Solver:
         bound = DownsetBound(busy, busy, self._links(cuts))
         return lower_bound_seconds(bound, num_groups, _CLOSE, math.inf) / (1 + _CLOSE)
 
-    def _costs(self, kept: Indices) -> StageCostMatrices:
+    def _costs(self, chosen: Indices) -> StageCostMatrices:
         return stage_cost_matrices(
-            self.downsets.select(kept), self.value_seconds, self.topology.levels, self.model
+            self.downsets.select(chosen), self.value_seconds, self.topology.levels, self.model
         )
 
     @property
     def _chain_is_exact(self) -> bool:
-        """Whether the bound of a chain charges what stages take."""
+        """Whether the bound of a chain charges stages their exact cost."""
         return self.downsets.is_chain and self._devices_are_simple
 
     @property
@@ -253,10 +256,10 @@ class Solver:
 
     @property
     def _devices_are_simple(self) -> bool:
-        """Whether devices and links are alike, and a bound knows all that they cost."""
-        alike = len(self.topology.levels) == len(set(self.topology.devices)) == 1
+        """Whether devices and links are equal, and a bound knows all their costs."""
+        are_equal = len(self.topology.levels) == len(set(self.topology.devices)) == 1
         has_latency = self.most_replicas > 1 and self.topology.levels[0].latency_seconds > 0
-        return self.model.overlap and alike and not has_latency
+        return self.model.overlap and are_equal and not has_latency
 
     @property
     def _chain_bound(self) -> ChainBound:
@@ -281,7 +284,7 @@ class Solver:
         return PairBound(busy, parameters, link, self._all_reduce())
 
     def _links(self, cuts: Vector) -> Vector:
-        """What a bound may charge for links by themselves."""
+        """The seconds that a bound may charge for links alone."""
         return cuts if self.model.overlap else np.zeros_like(cuts)
 
     @property
@@ -289,7 +292,7 @@ class Solver:
         return self._busy_of(*self.downsets.totals[:2])
 
     def _busy_of(self, seconds: Vector, parameters: Vector) -> Vector:
-        """At best, for 1 or more replicas, times the replicas."""
+        """The least busy seconds for 1 or more replicas, times the replicas."""
         busy: Vector = seconds / self._fastest + np.outer(self._all_reduce(), parameters)
         return busy
 
@@ -307,7 +310,7 @@ class Solver:
         return max(device.speed for device in self.topology.devices)
 
     def _all_reduce(self) -> Vector:
-        """As below, over the best link of any level."""
+        """``_all_reduce_over`` the best link of any level."""
         levels, num_devices = self.topology.levels, len(self.topology.devices)
         most = min(num_devices, self.most_replicas ** len(levels))
         return self._all_reduce_over(max(map(self._most_rate, range(len(levels)))), most)

@@ -203,7 +203,7 @@ class PipelineBase(nn.Module):
         context = self._context
         if context.updates is not None:
             raise InputError(
-                "pipe.step(...) has made the update already, for the pipeline was compiled with "
+                "pipe.step(...) has already updated the parameters: the pipeline was compiled with "
                 "optimizer=...; pass clip_grad_norm=... to pipec.compile"
             )
         if context.is_distributed:

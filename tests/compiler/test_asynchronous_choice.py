@@ -86,7 +86,7 @@ def test_delays_are_not_taken_for_nothing() -> None:
     [
         ({"schedule": "1f1b"}, "asynchronous is True, but schedule '1f1b' is synchronous"),
         ({"optimizer": None}, "'auto' with asynchronous=True updates each stage .* pass optimizer="),
-        ({"shard": "optimizer", "replicas": 3}, "asynchronous=True updates a stage while replicas"),
+        ({"shard": "optimizer", "replicas": 3}, "asynchronous=True updates a stage while its replicas"),
         ({"batch": "rank0"}, "batch is 'rank0'"),
     ],
     ids=["a flush", "no optimizer", "shard", "batches"],

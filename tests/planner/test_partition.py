@@ -110,7 +110,7 @@ def test_bounds_do_not_change_the_cuts(line: Line, num_stages: int, tolerance: f
     num_stages = min(num_stages, len(line.seconds))
     expected = line.cut(num_stages, tolerance)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_FEW_STEPS", "_FEW_OPTIONS", "_MOST_AT_FIRST"):
+        for name in ("_FEW_STEPS", "_FEW_OPTIONS", "_MAX_WITHOUT_LOOSE_BOUND"):
             patch.setattr(f"pipec.planner.solver.{name}", 0)
         assert line.cut(num_stages, tolerance).stages == expected.stages
 

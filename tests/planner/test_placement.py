@@ -117,7 +117,7 @@ def test_bounds_narrow_the_search_without_missing_the_best(problem: PlanningProb
     with pytest.MonkeyPatch.context() as patch:
         search_with(patch)
         narrowed = seconds(problem)
-        search_with(patch, _MOST_AT_FIRST=0)
+        search_with(patch, _MAX_WITHOUT_LOOSE_BOUND=0)
         assert seconds(problem) == pytest.approx(narrowed, rel=1e-9)
     assert narrowed == pytest.approx(seconds(problem), rel=1e-9)
 
@@ -129,7 +129,7 @@ def test_bounds_of_a_line_do_not_miss_the_best_either(problem: PlanningProblem) 
     before = [(k, k + 1) for k in range(len(problem.graph.names) - 1)]
     problem = replace(problem, graph=replace(problem.graph, before=before))
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0)
+        search_with(patch, _MAX_WITHOUT_LOOSE_BOUND=0)
         narrowed = seconds(problem)
     assert narrowed == pytest.approx(problem.best_seconds(), rel=1e-9)
 
@@ -140,7 +140,7 @@ def test_containment_tells_the_best_where_too_much_remains(problem: PlanningProb
     alike = (replace(problem.devices[0], memory_bytes=math.inf),) * len(problem.devices)
     problem = replace(problem, devices=alike, latency_seconds=0.0, model=PIPEDREAM)
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _PROMISING=1)
+        search_with(patch, _MAX_WITHOUT_LOOSE_BOUND=0, _MAX_PAIRED=3, _MAX_IN_CHAIN=3, _NUM_PROMISING=1)
         plan = planned(problem)
     assert plan.is_optimal
     assert plan.seconds == pytest.approx(problem.best_seconds(), rel=1e-9)
@@ -150,7 +150,9 @@ def test_containment_tells_the_best_where_too_much_remains(problem: PlanningProb
 @given(problems(8, FLAT | NESTED))
 def test_no_plan_is_below_the_bound_where_too_much_remains(problem: PlanningProblem) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _MOST_NESTED=3, _PROMISING=1)
+        search_with(
+            patch, _MAX_WITHOUT_LOOSE_BOUND=0, _MAX_PAIRED=3, _MAX_IN_CHAIN=3, _MAX_NESTED=3, _NUM_PROMISING=1
+        )
         try:
             plan = planned(problem)
         except InfeasibleError:
@@ -253,7 +255,7 @@ def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:
 def test_a_bound_that_rounds_two_ways_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bisection comes to 22 less one rounding error, which stages of 22 keep forwards, but not backwards."""
     graph = replace(chain(7), seconds=[0.0, 0.0, 5.0, 5.0, 6.0, 8.0, 8.0], transfers=[], before=[])
-    search_with(monkeypatch, _MOST_AT_FIRST=0)
+    search_with(monkeypatch, _MAX_WITHOUT_LOOSE_BOUND=0)
     placement = partition_graph(graph, uniform_topology([3], [0.5], Device(speed=0.5)), PIPEC, max_replicas=1)
     assert placement.seconds == 26.0
 
@@ -381,7 +383,7 @@ def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
 
 
 def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_with(monkeypatch, _MOST_PAIRED=6, _MOST_AT_FIRST=0)
+    search_with(monkeypatch, _MAX_PAIRED=6, _MAX_WITHOUT_LOOSE_BOUND=0)
     graph = replace(chain(12), before=[(k, k + 2) for k in range(10)])
     placement = partition_graph(graph, uniform_topology([4], [1.0]), PIPEDREAM)
     best = partition_graph(chain(12), uniform_topology([4], [1.0]), PIPEDREAM)
@@ -391,7 +393,7 @@ def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages fit in memory only if the second is on the device with more."""
-    search_with(monkeypatch, _MOST_PAIRED=2, _MOST_AT_FIRST=0)
+    search_with(monkeypatch, _MAX_PAIRED=2, _MAX_WITHOUT_LOOSE_BOUND=0)
     graph = replace(chain(6), resident_bytes=[1.0] * 6, before=[(k, k + 2) for k in range(4)])
     topology = Topology((Device(memory_bytes=2.0), Device(memory_bytes=4.0)), (Level(2, 1.0),))
     with pytest.raises(InfeasibleError, match="of the plans that could be searched, none fits in the memory"):

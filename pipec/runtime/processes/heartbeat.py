@@ -264,8 +264,8 @@ class HeartbeatConnections:
                 read_packet(reader, len(self.address.secret) + 4), self._timeout
             )
             (peer,) = struct.unpack("!I", hello[:4])
-            known = self._peers.get(peer)
-            if known is None or known.writer or not hmac.compare_digest(hello[4:], self.address.secret):
+            other = self._peers.get(peer)
+            if other is None or other.writer or not hmac.compare_digest(hello[4:], self.address.secret):
                 raise ConnectionError("not a rank of this pipeline")
         except (OSError, EOFError, ValueError, struct.error, TimeoutError):
             writer.close()
@@ -305,7 +305,7 @@ class HeartbeatConnections:
             self._changed.notify_all()
 
     async def _beat(self) -> None:
-        """Send heartbeats, and count missing ones. Time in which this process is suspended is ignored."""
+        """Send heartbeats, and count missing ones, except while this process is suspended."""
         while True:
             await asyncio.sleep(self._interval)
             living = [rank for rank in self._peers.living if self._peers[rank].writer]

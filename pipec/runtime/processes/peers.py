@@ -87,13 +87,13 @@ class Peers(dict[int, Peer]):
         If ``peer`` is None, it begins at the first rank whose activity differs from ``activity``.
         """
         if peer is None:
-            peer = next((rank for rank, known in self.items() if known.activity != activity), None)
+            peer = next((rank for rank, other in self.items() if other.activity != activity), None)
         links, seen = [], {self._rank}
         while peer is not None and peer not in seen:
             seen.add(peer)
-            known = self[peer]
-            links.append(f"rank {peer} is {known.activity}" if known.activity else describe_busy_rank(peer))
-            peer = known.waiting_for
+            other = self[peer]
+            links.append(f"rank {peer} is {other.activity}" if other.activity else describe_busy_rank(peer))
+            peer = other.waiting_for
         return "; ".join(links) or "all ranks do the same"
 
     def late(self) -> str | None:

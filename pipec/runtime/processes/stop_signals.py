@@ -18,7 +18,7 @@ from pipec.runtime.processes.launch import world
 FORCED_EXIT_SECONDS = 1.0
 """A second signal ends the process at once if it comes so many seconds after the first.
 
-An earlier one is ignored: launcher and scheduler may both send the same signal.
+An earlier one does not: launcher and scheduler may both send the same signal.
 """
 
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}

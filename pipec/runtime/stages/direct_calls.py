@@ -56,7 +56,7 @@ class DirectCall:
     """A function as a direct call of its generated code.
 
     ``take`` picks the tensor arguments of the code from all passed values, and ``tensor_options`` are their
-    dtypes and devices. ``join`` puts them and the ``numbers`` of this key, such as sizes, in order. The
+    dtypes and devices. ``order`` puts them and the ``numbers`` of this key, such as sizes, in order. The
     function empties its list arguments at ``emptied``. ``build`` assembles the result from all passed values,
     all outputs of the code, and None.
     """
@@ -65,7 +65,7 @@ class DirectCall:
     take: Take
     tensor_options: Sequence[tuple[torch.dtype, torch.device]]
     numbers: Sequence[int]
-    join: Take
+    order: Take
     emptied: Sequence[int]
     build: Take
 
@@ -76,7 +76,7 @@ class DirectCall:
         if [*map(_tensor_options, tensors)] != self.tensor_options:
             return False, None
         try:
-            outputs = self.code(*self.join([*tensors, *self.numbers]))
+            outputs = self.code(*self.order([*tensors, *self.numbers]))
         except AssertionError:  # sizes or strides differ; nothing was changed yet
             return False, None
         for position in self.emptied:
@@ -149,8 +149,8 @@ def _direct(
     except KeyError:
         return None
     next_tensor, next_number = itertools.count(), itertools.count(len(tensors))
-    join = _taking([next(next_tensor if isinstance(value, Tensor) else next_number) for value in arguments])
-    return DirectCall(code, take, [*map(_tensor_options, tensors)], numbers, join, emptied, build)
+    order = _taking([next(next_tensor if isinstance(value, Tensor) else next_number) for value in arguments])
+    return DirectCall(code, take, [*map(_tensor_options, tensors)], numbers, order, emptied, build)
 
 
 def _building(returned: Any, places: Mapping[int, int]) -> Take:
