@@ -385,7 +385,7 @@ def test_an_autocast_that_is_not_the_option_is_refused() -> None:
     ("options", "expected"),
     [
         ({"optimizer": None}, "pass optimizer=..., such as"),
-        ({"schedule": "pipedream"}, "take precision='bf16-mixed', or schedule='1f1b'"),
+        ({"schedule": "pipedream"}, "pass precision='bf16-mixed', or schedule='1f1b'"),
         ({"precision": "fp16"}, "precision is 'fp16'"),
     ],
 )
