@@ -170,6 +170,7 @@ def _capture(
     this was found to be impossible, for example in the graph of a similar call (``like``).
     """
     start, settings, replicas = request.batch - sum(sizes), request.settings, candidate.policy.replicas
+    sizes = [size for size in sizes if size]
     traced = functools.partial(
         capture,
         request.model,
@@ -197,7 +198,7 @@ def _capture(
         )
         assert isinstance(replicas, int), "model collectives of unequal replicas are refused"
         candidate = replace(candidate, num_microbatches=replicas)
-        sizes = split_sizes(request.batch, replicas)
+        sizes = [size for size in split_sizes(request.batch, replicas) if size]
     if _takes_whole_batch(request, candidate, graph):
         if request.key.mode is Mode.TRAIN:
             candidate = replace(candidate, num_microbatches=1)
@@ -380,7 +381,7 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
 
 def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None:
     """Refuse microbatches that are not equivalent to the batch; warn where equivalence is not proved."""
-    sizes = [size for _, group in compiled.groups for size in group]
+    sizes = [size for _, group in compiled.groups for size in group if size]
     staged = _valid_graph(compiled.cached.graphs, sizes[0], request.values)
     assert staged is not None
     if len(sizes) > 1:

@@ -57,7 +57,7 @@ class _CachedProgram:
         return is_valid
 
     def _guards_hold(self, values: Sizes) -> bool:
-        plans = [(compiled.artifact.plan, {*sizes}) for compiled, sizes in self.groups]
+        plans = [(compiled.artifact.plan, {*sizes} - {0}) for compiled, sizes in self.groups]
         return all(
             all(values[name] == fixed for name, fixed in plan.fixed_sizes.items())
             and all(holds(guard, {**values, "b": rows}) for rows in sizes for guard in plan.guards)

@@ -131,7 +131,12 @@ class TrainingGraph:
         return {name: size for name, size in self.planned_sizes.items() if name not in symbolic}
 
     def is_valid_for(self, microbatch_size: int, values: Sizes | None = None) -> bool:
-        """Whether the graph is valid for this microbatch size and these values of its variables."""
+        """Whether the graph is valid for this microbatch size and these values of its variables.
+
+        Every graph is valid for a microbatch without rows, which is not computed.
+        """
+        if not microbatch_size:
+            return True
         if self.batch is None and microbatch_size != self.batch_size:
             return False
         if values and any(values[name] != size for name, size in self.fixed_sizes.items()):

@@ -10,13 +10,12 @@ from pipec.ir.values import Sizes, Variable
 def split_sizes(batch: int, num_microbatches: int) -> list[int]:
     """Rows of each microbatch, as equal as can be, larger ones first.
 
-    Raises InputError when there are fewer rows than microbatches.
+    If there are fewer rows than microbatches, the last microbatches have none, and are not computed.
+
+    Raises InputError if there are no rows.
     """
-    if batch < num_microbatches:
-        raise InputError(
-            f"a batch of {batch} rows cannot be split into {num_microbatches} microbatches; "
-            f"pass at least {num_microbatches} rows, or compile with microbatches={max(batch, 1)} or fewer"
-        )
+    if not batch:
+        raise InputError("the batch has no rows; pass at least one, or leave out the call for an empty batch")
     return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]
 
 

@@ -271,8 +271,9 @@ class _ArtifactCalls:
         values = _values(plan, leaves)
         for given in plan.inputs:
             _check(given, leaves, {"b": rows, **values}, plan.batch_axes[given.position])
-        _check_guards(plan, sizes, values)
-        if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
+        distinct = {*sizes} - {0}
+        _check_guards(plan, distinct, values)
+        if not plan.dynamic_batch and distinct != {plan.microbatch_size}:
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"

@@ -50,7 +50,7 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(X, Y), r"step was given args\[0\], args\[1\], target; this artifact was made for"),
         (lambda p: p.step(X, mask=X, target=Y), r"step was given args\[0\], kwargs\['mask'\], target; this"),
         (lambda p: p.eval(), "holds the step of a model in training mode, and no other code. Call eval"),
-        (lambda p: p.step(X[:3], target=Y[:3]), "a batch of 3 rows cannot be split into 4 microbatches"),
+        (lambda p: p.step(X[:0], target=Y[:0]), "the batch has no rows"),
         (lambda p: p.step(X[0, 0], target=Y), r"args\[0\] is torch.float32 of shape \(\); expected"),
         (lambda p: p.step(X[0, 0]), r"the arguments hold no batch; expected args\[0\] \("),
         (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),

@@ -144,7 +144,6 @@ def test_a_target_named_like_a_loaded_module_does_not_replace_it(tmp_path: Path)
         ((f"{MODELS}:undecided", "--devices", 2), 1, "the model cannot be captured as one graph"),
         ((MLP, "--devices", 2, "--memory-limit", "1kB"), 1, "nothing that was tried fits into the memory"),
         ((MLP, "--devices", 99), 1, "8 operators are too few for a stage on each of 99 devices"),
-        ((MLP, "--devices", 2, "--microbatches", 9), 2, "a batch of 8 rows cannot be split into 9"),
         ((MLP, "--devices", 2, "--memory-limit", "much"), 2, "memory_limit is 'much'"),
         ((MLP, "--devices", 2, "--schedule", "1f2b"), 2, "did you mean '1f1b'?"),
         ((MLP, "--devices", 2, "--recompute", "some"), 2, "'some' is not one of"),

@@ -38,7 +38,7 @@ def make(model: nn.Module) -> Pipeline:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda p: p.step(X[:3], target=Y[:3]), "a batch of 3 rows cannot be split into 4 microbatches"),
+        (lambda p: p.step(X[:0], target=Y[:0]), "the batch has no rows"),
         (lambda p: p.step(X), r"target is missing: .* pass target="),
         (lambda p: p.step(X, target=Y[:6]), "target has 6 rows but the batch has 8"),
         (lambda p: p.step(X[:, :3].contiguous(), target=Y), "test_bad_input.py"),
@@ -47,7 +47,7 @@ def make(model: nn.Module) -> Pipeline:
         (lambda p: p.step(target=Y), r"Net\.forward\(x: .* cannot be called so: missing a required .* 'x'"),
         (lambda p: p.step(X, target=Y, mask=X), "got an unexpected keyword argument 'mask'"),
     ],
-    ids=["small batch", "no target", "target rows", "shape", "dtype", "no batch", "nothing", "one more"],
+    ids=["empty batch", "no target", "target rows", "shape", "dtype", "no batch", "nothing", "one more"],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
     pipe: Pipeline, mistake: Callable[[Pipeline], Tensor], message: str

@@ -65,6 +65,7 @@ def batch_counts(
             parts = [
                 function.values(each, {**batch_slice.values, "b": size})
                 for each, size in zip(microbatches, batch_slice.sizes, strict=True)
+                if size
             ]
             found |= {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
     return found

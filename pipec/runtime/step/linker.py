@@ -115,6 +115,8 @@ class Linker:
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
         """The microbatches of an instruction, or of the values that it moves; none if it has none."""
         link, number = instruction.link, self._rank.number
+        if not (instruction.op.traits.per_microbatch or instruction.op.traits.carries_link):
+            return ()  # also in a stream, where updates and reductions have the last of their microbatches
         if instruction.microbatch >= 0:
             return (instruction.microbatch,)
         if link is None or link.payload is Payload.WEIGHT:

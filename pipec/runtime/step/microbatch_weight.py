@@ -40,6 +40,9 @@ def loss_weights(
         return None
     weights, start = list[float](), 0
     for number, size in enumerate(sizes):
+        if not size:
+            weights.append(0.0)
+            continue
         rows = [
             axis.restore(leaf[start : start + size]) if axis else leaf
             for leaf, axis in zip(leaves, axes, strict=True)

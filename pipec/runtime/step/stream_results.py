@@ -1,7 +1,6 @@
 """Collects the results of a stream's microbatches, and merges those of each finished mini-batch."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -49,6 +48,11 @@ class _Parts:
     batch: StreamBatch
     found: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
+    @property
+    def places(self) -> list[int]:
+        """The microbatches that have rows."""
+        return [place for place, size in enumerate(self.batch.sizes) if size]
+
 
 class StreamResults:
     """Collects the results that a rank makes or receives.
@@ -72,13 +76,13 @@ class StreamResults:
         self._arriving: list[tuple[int, Sequence[str], Arrival]] = []
         self.microbatch = 0
         self.first_nan: float = math.inf
-        self._num_losses: Counter[int] = Counter()
+        self._losses_left: dict[int, int] = {}
 
     def is_finite(self, number: int) -> bool:
         """Whether a mini-batch is trained on, not skipped; read before the update that it is for."""
         if self._looks:
             self.wait_received(number)
-            assert self._num_losses.pop(number, 0) == self._per_batch, "losses come before updates"
+            assert self._losses_left.pop(number, 0) == 0, "losses come before updates"
         return number < self.num_finite
 
     def forget(self) -> None:
@@ -94,6 +98,7 @@ class StreamResults:
     def expect(self, number: int, batch: StreamBatch) -> None:
         """Note that a mini-batch will follow."""
         self._parts[number] = _Parts(batch)
+        self._losses_left[number] = len(self._parts[number].places)
 
     def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
         """Keep the results of the microbatch that is in this frame now."""
@@ -116,27 +121,27 @@ class StreamResults:
     def _keep(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
         number, place = divmod(microbatch, self._per_batch)
         if self._looks and "loss" in sent:
-            self._num_losses[number] += 1
+            self._losses_left[number] -= 1
             if sent["loss"].isnan().any():
                 self.first_nan = min(self.first_nan, microbatch)
         for name in self._values.keys() & sent.keys():
             parts = self._parts[number].found.setdefault(name, {})
             parts[place] = sent[name]
-            if len(parts) == self._per_batch and self._is_complete(number):
+            if self._is_complete(self._parts[number]):
                 self._emit(number, self._merged(self._parts.pop(number)))
 
-    def _is_complete(self, number: int) -> bool:
-        found = self._parts[number].found
-        return all(len(found.get(name, ())) == self._per_batch for name in self._values)
+    def _is_complete(self, parts: _Parts) -> bool:
+        count = len(parts.places)
+        return all(len(parts.found.get(name, ())) == count for name in self._values)
 
     def _merged(self, parts: _Parts) -> dict[str, Tensor]:
         batch, merged = parts.batch, dict[str, Tensor]()
         for name, value in self._values.items():
-            in_order = [parts.found[name][place] for place in range(self._per_batch)]
+            places = parts.places
+            in_order = [parts.found[name][place] for place in places]
             if name == "loss":
-                merged[name] = weighted_sum(in_order, batch.loss_weights)
+                merged[name] = weighted_sum(in_order, [batch.loss_weights[place] for place in places])
             else:
-                merged[name] = merge(
-                    value, in_order, batch.sizes, sum(batch.sizes), batch.values, name in self._sums
-                )
+                sizes = [batch.sizes[place] for place in places]
+                merged[name] = merge(value, in_order, sizes, sum(sizes), batch.values, name in self._sums)
         return merged

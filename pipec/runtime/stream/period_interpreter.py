@@ -29,9 +29,9 @@ from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.stages.weight_versions import WeightVersions
-from pipec.runtime.step.compute import Action
 from pipec.runtime.step.error_report import failure_message, reporting_failures
 from pipec.runtime.step.interpreter import bind_stages, loss_gradient, loss_of
+from pipec.runtime.step.linked_instruction import LinkedInstruction
 from pipec.runtime.step.linker import Linker
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.rank_state import RankState, UpdateState
@@ -88,7 +88,7 @@ class PeriodInterpreter:
             clock_of(device),
             self._update_state,
         )
-        self._actions = self._linked()
+        self._linked_instructions = self._linked()
         self._updates_per_period = updates_per_period(program)
 
     @property
@@ -197,7 +197,8 @@ class PeriodInterpreter:
                 self._stream_results.microbatch = microbatch
                 if instructions[place].op is Op.UPDATE:
                     self._update_state.groups = self._groups_of(self._asked_for(place, microbatch))
-                self._actions[place][microbatch % self._window]()
+                frame = microbatch % self._window
+                self._linked_instructions[place][frame].for_sizes(self._rank.sizes)()
                 if self._learns[place]:
                     self._note_learned(microbatch)
             number += 1
@@ -247,6 +248,8 @@ class PeriodInterpreter:
         number, size, inputs = microbatch % self._window, batch.sizes[place], batch.microbatches[place]
         self._rank.sizes[number] = size
         self._rank.use(batch.values)
+        if not size:
+            return
         placement = self._plan.placement
         for stage in self._stages.values():
             if rank_of(placement, stage.index, microbatch) != self._rank.number:
@@ -270,13 +273,13 @@ class PeriodInterpreter:
         number = (microbatch - forward.microbatch) // period
         return max(forward.version + number * self._updates_per_period[stage], 0)
 
-    def _linked(self) -> list[dict[int, Action]]:
-        """The action of each instruction of a round, by the frame of its microbatch."""
+    def _linked(self) -> list[dict[int, LinkedInstruction]]:
+        """Each instruction of a period, linked, by the frame of its microbatch."""
         linker = Linker(self._rank)
-        table: list[dict[int, Action]] = [{} for _ in self._program.instructions]
+        table: list[dict[int, LinkedInstruction]] = [{} for _ in self._program.instructions]
         for _, place, each in unrolled_instructions(self._program, 2 * self._window):
             frame = each.microbatch % self._window
-            table[place][frame] = linker.link(replace(each, microbatch=frame)).action
+            table[place][frame] = linker.link(replace(each, microbatch=frame))
         linker.finish()
         assert not linker.closing, "what a stream receives has a reader"
         return table
