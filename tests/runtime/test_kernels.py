@@ -90,7 +90,7 @@ def test_what_cannot_be_compiled_runs_as_its_source_and_says_why(
         losses, _ = train(Model.seeded(), "inductor", ROWS)
     assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
     told = [text for text in (str(each.message) for each in warned) if "torch.compile cannot" in text]
-    named = Counter(text.split(",")[0].split("take ")[1] for text in told)
+    named = Counter(text.split(",")[0].split("cannot compile ")[1] for text in told)
     assert named.keys() == {
         f"{phase} of stage_{stage}" for phase in ("forward", "backward") for stage in (0, 1)
     }

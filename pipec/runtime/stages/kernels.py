@@ -115,7 +115,7 @@ class _Compiled:
         passed = [
             functools.partial(getitem, seeds[0]) if isinstance(x, OperatorGenerators) else x for x in args
         ]
-        with contextlib.nullcontext() if self.is_ready else delayed_status(f"pipec: compiles {self._name}"):
+        with contextlib.nullcontext() if self.is_ready else delayed_status(f"pipec: compiling {self._name}"):
             if key in self._direct or self._num_recorded == _MAX_RECORDED:
                 returned = self._compiled(*passed)
             else:
