@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
 from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Floats, Ints
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
 from pipec.programs.dependence import Bools, Dependence
+from pipec.programs.routes import DeliveredMessages
 from pipec.programs.task_times import TaskInputs, TaskTimes, run_tasks
-
-if TYPE_CHECKING:
-    from pipec.programs.program_index import DeliveredMessages, ProgramIndex
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,18 @@ class ProgramComputes:
     dependence: Dependence
 
     @classmethod
-    def of(cls, step: "ProgramIndex") -> Self | None:
+    def of(
+        cls, programs: Sequence[InstructionColumns], deliveries: Sequence[DeliveredMessages]
+    ) -> Self | None:
         """The computes of programs as tasks; None if they wait for each other."""
-        computes = [columns.is_compute for columns in step.columns]
+        computes = [columns.is_compute for columns in programs]
         first_tasks: list[int] = np.cumsum([0, *(each.sum() for each in computes)]).tolist()
         next_computes_by_rank = [
             np.cumsum(each, dtype=np.int32) - each + np.int32(first)
             for first, each in zip(first_tasks[:-1], computes, strict=True)
         ]
-        reads = _reads(step.deliveries, first_tasks, next_computes_by_rank)
-        ops = [columns.ops[own] for columns, own in zip(step.columns, computes, strict=True)]
+        reads = _reads(deliveries, first_tasks, next_computes_by_rank)
+        ops = [columns.ops[own] for columns, own in zip(programs, computes, strict=True)]
         units = np.where(np.concatenate(ops) == OP_CODE[Op.BACKWARD], 2.0, 1.0)
         run = run_tasks(units, reads, first_tasks)
         return (
@@ -45,7 +45,7 @@ class ProgramComputes:
             else None
         )
 
-    def receives_precede_sends(self, deliveries: Sequence["DeliveredMessages"]) -> bool:
+    def receives_precede_sends(self, deliveries: Sequence[DeliveredMessages]) -> bool:
         """Whether ranks certainly finish, even if each of these sends waits for its receive.
 
         In one run of the computes, an instruction is reached when the compute before it has ended. Of the
@@ -67,7 +67,7 @@ class ProgramComputes:
         before = self.next_computes_by_rank[rank][numbers] - 1
         return np.where(before < self.first_tasks[rank], 0.0, self.dependence.run.ends[before])
 
-    def depend_on_next_compute(self, deliveries: Sequence["DeliveredMessages"]) -> Sequence[Bools]:
+    def depend_on_next_compute(self, deliveries: Sequence[DeliveredMessages]) -> Sequence[Bools]:
         """Whether each message can be made only after the first compute that follows its receive."""
         makers, others = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         by_route, candidates = list[Bools](), list[Ints]()
@@ -87,7 +87,7 @@ class ProgramComputes:
 
 
 def _reads(
-    deliveries: Sequence["DeliveredMessages"],
+    deliveries: Sequence[DeliveredMessages],
     first_tasks: Sequence[int],
     next_computes_by_rank: Sequence[Ints],
 ) -> TaskInputs:
@@ -100,6 +100,6 @@ def _reads(
     return TaskInputs(np.concatenate(readers), np.concatenate(producers))
 
 
-def _made(each: "DeliveredMessages", next_computes_by_rank: Sequence[Ints]) -> Ints:
+def _made(each: DeliveredMessages, next_computes_by_rank: Sequence[Ints]) -> Ints:
     """The last compute before each message is sent."""
     return next_computes_by_rank[each.route.source][each.sends] - 1

@@ -12,28 +12,13 @@ from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, ranks_by_microba
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_computes import ProgramComputes
-from pipec.programs.routes import Route, routes
+from pipec.programs.routes import DeliveredMessages, Route, routes
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 """In the order in which a microbatch runs them."""
 
 _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
-
-
-@dataclass(frozen=True)
-class DeliveredMessages:
-    """The numbers of the instructions that make, send, receive and read the messages of a route.
-
-    Each column has an entry for each message. ``made`` and ``reads`` are -1 where no instruction makes or
-    reads a message. A move is its own send and receive.
-    """
-
-    route: Route
-    made: Ints
-    sends: Ints
-    receives: Ints
-    reads: Ints
 
 
 @dataclass(frozen=True)
@@ -159,7 +144,7 @@ class ProgramIndex:
     @cached_property
     def computes(self) -> ProgramComputes | None:
         """The computes as tasks, once deliveries are known; None if they wait for each other."""
-        return ProgramComputes.of(self)
+        return ProgramComputes.of(self.columns, self.deliveries)
 
     @cached_property
     def deliveries(self) -> Sequence[DeliveredMessages]:

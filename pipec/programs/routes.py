@@ -29,6 +29,21 @@ class Route:
         return self.source != self.target
 
 
+@dataclass(frozen=True)
+class DeliveredMessages:
+    """The numbers of the instructions that make, send, receive and read the messages of a route.
+
+    Each column has an entry for each message. ``made`` and ``reads`` are -1 where no instruction makes or
+    reads a message. A move is its own send and receive.
+    """
+
+    route: Route
+    made: Ints
+    sends: Ints
+    receives: Ints
+    reads: Ints
+
+
 def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -> Iterator[Route]:
     """The routes of every link, in the order of ``links``."""
 

@@ -8,7 +8,8 @@ import numpy as np
 from pipec.ir.columns import Ints
 from pipec.programs.collective_waits import collective_waits, tied_gradient_waits
 from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
-from pipec.programs.program_index import DeliveredMessages, ProgramIndex
+from pipec.programs.program_index import ProgramIndex
+from pipec.programs.routes import DeliveredMessages
 from pipec.programs.rules.message_rules import cross_rank_messages
 from pipec.programs.rules.result_rules import result_waits
 from pipec.programs.violation import Violation

@@ -8,7 +8,8 @@ import numpy as np
 from pipec.ir import Link, Op
 from pipec.ir.columns import OP_CODE
 from pipec.ir.text_format import format_link
-from pipec.programs.program_index import DeliveredMessages, ProgramIndex, transfer_ops
+from pipec.programs.program_index import ProgramIndex, transfer_ops
+from pipec.programs.routes import DeliveredMessages
 from pipec.programs.shared_receives import holding_stages, runs_stages_in_order
 from pipec.programs.violation import Violation
 
