@@ -101,7 +101,10 @@ def names_of(link: Link) -> set[str]:
 
 
 def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
-    """Every gradient is reduced once, every stage is updated once, and gathered parameters are freed."""
+    """Every gradient is reduced once, every stage updates once, and gathered parameters are freed. Refused::
+
+    unshard stage 0 bucket 0, forward stage 0 mb 0, backward stage 0 mb 0, update stage 0
+    """
     for rank, own in enumerate(sync_instruction_numbers(step)):
         for key, times in _expected(step, rank).items():
             count = len(own.get(key, ()))
@@ -133,7 +136,9 @@ def _site(rank: int, numbers: Sequence[int], last: int) -> InstructionSite | Non
 def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """Gradients are completed, then reduced, then measured for the norm, and then the weights are updated.
 
-    No stage computes after its update, or while its parameters are not gathered.
+    No stage computes after its update, or while its parameters are not gathered. Refused::
+
+        backward stage 0 mb 0, reduce_grad stage 0 bucket 0, backward stage 0 mb 1, update stage 0
     """
     for rank, own in enumerate(sync_instruction_numbers(step)):
         for key, numbers in own.items():
@@ -204,7 +209,11 @@ def _computes_while_gathered(
 
 
 def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Any two ranks start their common collectives in the same order."""
+    """Any two ranks start their common collectives in the same order. Refused::
+
+    rank 0: ... reduce_grad stage 0 bucket 0, reduce_grad stage 0 bucket 1
+    rank 1: ... reduce_grad stage 0 bucket 1, reduce_grad stage 0 bucket 0
+    """
     sequences = [collectives(step, rank) for rank in range(len(step.columns))]
     pairs = {pair for ranks in step.plan.placement for pair in combinations(sorted(ranks), 2)}
     for one, other in sorted(pairs):

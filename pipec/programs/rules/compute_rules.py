@@ -15,7 +15,10 @@ _VERSION_OPS = [OP_CODE[op] for op in weight_version_rules.OPS]
 
 
 def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """The segments of a compute run once each, in order."""
+    """The segments of a compute run once each, in order. Refused::
+
+    backward stage 0 mb 0 segment 1, backward stage 0 mb 0 segment 0
+    """
     for rank, columns in enumerate(step.columns):
         for own in _split_computes(columns):
             op, stage = OPS[columns.ops[own[0]]], int(columns.stages[own[0]])
@@ -38,7 +41,12 @@ def _split_computes(columns: InstructionColumns) -> list[Ints]:
 
 
 def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Violation]:
-    """Forwards of a stage do not interleave, because one reads the buffers that the previous one changed."""
+    """Forwards of a stage do not interleave, because one reads the buffers that the previous one changed.
+
+    Refused::
+
+        forward mb 0 segment 0, forward mb 1 segment 0, forward mb 0 segment 1, forward mb 1 segment 1
+    """
     forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
     for stage in np.unique(columns.stages[forwards[columns.segments[forwards] > 0]]).tolist():
         own = forwards[columns.stages[forwards] == stage]
@@ -53,7 +61,10 @@ def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Viol
 
 
 def computes_once(step: ProgramIndex) -> Iterator[Violation]:
-    """Each stage runs each phase exactly once per microbatch, its backward whole or in two halves."""
+    """Each stage runs each phase exactly once per microbatch, its backward whole or in two halves. Refused::
+
+    forward stage 0 mb 0, backward stage 0 mb 0, backward_weight stage 0 mb 0
+    """
     kinds = np.isin(np.arange(len(step.plan.placement)), list(step.recompute)).astype(np.int64)[:, None]
     for op in COMPUTES:
         kinds = kinds * 3 + np.minimum(step.counts[OP_CODE[op]], 2)
@@ -83,7 +94,10 @@ def _miscounts(step: ProgramIndex, stage: int, microbatch: int) -> Iterator[tupl
 
 
 def computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Forward, then recompute, then backward; the input half before the weight half."""
+    """Forward, then recompute, then backward; the input half before the weight half. Refused::
+
+    forward stage 0 mb 0, backward_weight stage 0 mb 0, backward_input stage 0 mb 0
+    """
     yield from _segments_in_order(step)
     latest, latest_op = (
         step.numbers[OP_CODE[Op.FORWARD]].copy(),
@@ -101,7 +115,10 @@ def computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
-    """Each stage and microbatch is freed exactly once, and not used afterwards."""
+    """Each stage and microbatch is freed exactly once, and not used afterwards. Refused::
+
+    forward stage 0 mb 0, free stage 0 mb 0, backward stage 0 mb 0
+    """
     freed = step.numbers[OP_CODE[Op.FREE]]
     sources = np.array([*(link.source for link in step.plan.links), -1])
     for rank, columns in enumerate(step.columns):
@@ -127,7 +144,10 @@ def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank has more microbatches between forward and free than its limit."""
+    """No rank has more microbatches between forward and free than its limit. Refused with a limit of 1::
+
+    forward stage 0 mb 0, forward stage 0 mb 1, backward stage 0 mb 0, ...
+    """
     if step.limits is None:
         return
     for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):

@@ -16,7 +16,11 @@ from pipec.programs.violation import Violation
 
 
 def finishes(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank waits forever, even if every send waits until its receive is posted."""
+    """No rank waits forever, even if every send waits until its receive is posted. Refused::
+
+    rank 0: ... send a to rank 1, recv b from rank 1
+    rank 1: ... send b to rank 0, recv a from rank 0
+    """
     collectives = collective_waits(step)
     others = _together([tied_gradient_waits(step), collectives.waits, result_waits(step)])
     if (

@@ -141,7 +141,12 @@ def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -
 
 
 def fits_plan(step: ProgramIndex) -> Iterator[Violation]:
-    """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
+    """Programs are of the plan's ranks, and every field of every instruction fits the plan.
+
+    Refused in a plan of two stages with two microbatches, where rank 0 has stage 0::
+
+        rank 0: forward stage 1 mb 0, forward stage 0 mb 2, send stage 0 mb 0 to rank 0
+    """
     ranks = [program.rank for program in step.programs]
     last = count_ranks(step.plan.placement) - 1
     if ranks != list(range(last + 1)):

@@ -15,7 +15,11 @@ from pipec.programs.violation import Violation
 
 
 def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
-    """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
+    """Each link is sent and received exactly once for each microbatch, or moved on one rank. Refused::
+
+    rank 0: forward stage 0 mb 0, send mb 0 to rank 1, send mb 0 to rank 1
+    rank 1: recv mb 0 from rank 0, forward stage 1 mb 0
+    """
     nothing = np.empty(0, np.int32)
     for route in step.routes:
         link, named = route.link, step.microbatches(route.link)
@@ -35,7 +39,12 @@ def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank receives a value twice for a microbatch, if the first stage that reads it can move it on."""
+    """No rank receives a value twice for a microbatch, if the first stage that reads it can move it on.
+
+    Refused, where stages 1 and 2 are both on rank 1 and read the value x of stage 0::
+
+        rank 1: recv x (0 -> 1) mb 0 from rank 0, recv x (0 -> 2) mb 0 from rank 0, forward stage 1 mb 0, ...
+    """
     first: dict[object, Link] = {}
     again: dict[int, tuple[str, Link]] = {}
     for number, link in enumerate(step.plan.links):
@@ -54,7 +63,10 @@ def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def sent_after_made(step: ProgramIndex) -> Iterator[Violation]:
-    """Nothing is sent before the compute that makes it."""
+    """Nothing is sent before the compute that makes it. Refused::
+
+    rank 0: send mb 0 to rank 1, forward stage 0 mb 0
+    """
     for each in step.deliveries:
         for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
@@ -63,7 +75,10 @@ def sent_after_made(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
-    """Every receive is posted, and every move done, before the compute that reads it."""
+    """Every receive is posted, and every move done, before the compute that reads it. Refused::
+
+    rank 1: forward stage 1 mb 0, recv mb 0 from rank 0
+    """
     for each in step.deliveries:
         for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
@@ -75,6 +90,9 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
     """A slot is not received into again until its microbatch is freed.
 
     Values that are moved on to other stages of the rank stay until these have freed the microbatch as well.
+    Refused::
+
+        rank 1: recv mb 0 from rank 0 slot 0, forward stage 1 mb 0, recv mb 1 from rank 0 slot 0, ...
     """
     freed, stages_of_link = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.plan.links)
     for rank, columns in enumerate(step.columns):
@@ -97,7 +115,11 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """From one rank to another, receives are posted in the order of the sends."""
+    """From one rank to another, receives are posted in the order of the sends. Refused::
+
+    rank 0: ... send mb 0 to rank 1, ... send mb 1 to rank 1
+    rank 1: recv mb 1 from rank 0, recv mb 0 from rank 0
+    """
     channels: dict[tuple[int, int], list[DeliveredMessages]] = defaultdict(list)
     for each in step.deliveries:
         if each.route.crosses_ranks:
@@ -120,7 +142,12 @@ def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def receives_after_dependencies(step: ProgramIndex) -> Iterator[Violation]:
-    """No receive is posted before a compute that its message depends on, since on a GPU it may block it."""
+    """No receive is posted before a compute that its message depends on, since on a GPU it may block it.
+
+    Refused, because the gradient of microbatch 0 depends on the forward of microbatch 0::
+
+        rank 0: recv gradient mb 0 from rank 1, forward stage 0 mb 0, send mb 0 to rank 1
+    """
     assert step.computes, "these programs do not finish"
     between_ranks = cross_rank_messages(step)
     depends = step.computes.depend_on_next_compute(between_ranks)

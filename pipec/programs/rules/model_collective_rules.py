@@ -28,7 +28,10 @@ def violations(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:
 
 
 def model_collectives_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Each runs once per microbatch, between the segments that make its value and read its result."""
+    """Each runs once per microbatch, between the segments that make its value and read its result. Refused::
+
+    forward mb 0 segment 0, forward mb 0 segment 1, all_reduce mb 0 model collective 0
+    """
     for stage, model_collectives in step.model_collectives.items():
         for number, model_collective in enumerate(model_collectives):
             made, read = (

@@ -17,7 +17,9 @@ def offloads_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """A microbatch is offloaded at most once, after its forward, and is not read while it is on the host.
 
     The device frees it after the compute that follows the offload. So the prefetch comes after that compute,
-    and the first reader after the prefetch.
+    and the first reader after the prefetch. Refused::
+
+        forward stage 0 mb 0, offload stage 0 mb 0, forward stage 0 mb 1, backward stage 0 mb 0, prefetch ...
     """
     for rank, columns in enumerate(step.columns):
         if columns.is_copy.any():

@@ -31,7 +31,12 @@ class ResultWait(NamedTuple):
 
 
 def results_before_wait(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank waits for its script while the script waits for results that are not even sent."""
+    """No rank waits for its script while the script waits for results that are not even sent.
+
+    Refused, because the script requests mini-batch 1 only when it has the results of mini-batch 0::
+
+        rank 1: ... update of mini-batch 1, ... send the results of mini-batch 0 to rank 0
+    """
     for rank in range(len(step.columns)):
         for pause in _pauses(step, rank):
             if pause.num_available < pause.requested:

@@ -43,7 +43,12 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
 
 
 def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
-    """Each compute reads the version that the stream specifies, backward as forward. Others read none."""
+    """Each compute reads the version that the stream specifies, backward as forward. Others read none.
+
+    Refused::
+
+        forward stage 0 mb 1 version 0, update stage 0 makes version 1, backward stage 0 mb 1 version 1
+    """
     stream = step.plan.sync_spec.stream
     for rank, columns in enumerate(step.columns):
         others = ~columns.is_compute & ((columns.ops != OP_CODE[Op.UPDATE]) | (stream is None))
@@ -70,7 +75,9 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
 def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """A stage makes version after version: first the gradients of a round, then their sums, then the update.
 
-    All replicas of a stage do the same, including those without a microbatch in the last round.
+    All replicas of a stage do the same, including those without a microbatch in the last round. Refused::
+
+        backward stage 0 mb 0, update stage 0 makes version 1, reduce_grad stage 0 bucket 0
     """
     stream = step.plan.sync_spec.stream
     if stream is None:
@@ -148,7 +155,10 @@ def _numbers(step: ProgramIndex, rank: int, stage: int, op: Op, bucket: int = -1
 
 
 def versions_available(step: ProgramIndex) -> Iterator[Violation]:
-    """A version is made before it is read, and a stage never needs more versions than it may hold."""
+    """A version is made before it is read, and a stage never needs more versions than it may hold. Refused::
+
+    forward stage 0 mb 1 version 1, update stage 0 makes version 1
+    """
     stream = step.plan.sync_spec.stream
     if stream is None:
         return
@@ -173,7 +183,7 @@ _COMPUTES = [OP_CODE[op] for op in COMPUTES]
 
 
 def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
-    """Streams that the version rules do not support."""
+    """Streams that the version rules do not support are refused: for example, with tied weights."""
     stream, sync_spec = step.plan.sync_spec.stream, step.plan.sync_spec
     if stream is None:
         return
