@@ -1,5 +1,7 @@
 """Errors and warnings where microbatches are not, or may not be, equivalent to the whole batch."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from pipec.errors import InputError, MixedRowsError
@@ -56,6 +58,17 @@ def require_independent_rows(findings: BatchFindings, num_microbatches: int) -> 
             "the model or loss_fn returns a value of all rows together, which cannot be computed from "
             f"{num_microbatches} microbatches:\n  {findings.output}\n"
             "Return it for each row, or compile with microbatches=1"
+        )
+
+
+def require_rows_for_norms(findings: BatchFindings, sizes: Sequence[int]) -> None:
+    """Raise InputError if a batch norm would take its statistics of a single value per channel."""
+    if findings.has_norm_over_rows_alone and 1 in sizes:
+        raise InputError(
+            "a batch norm in training mode takes its statistics of each microbatch, and needs more than one "
+            f"value per channel, but of {sum(sizes)} rows in {len(sizes)} microbatches, some have one row; "
+            "pass more rows or fewer microbatches, call eval() on the layer, or leave out a short last batch, "
+            "as drop_last=True does"
         )
 
 

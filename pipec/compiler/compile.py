@@ -25,6 +25,7 @@ from pipec.compiler.batch_equivalence import (
     changed_buffer_warning,
     has_model_collectives,
     require_independent_rows,
+    require_rows_for_norms,
     several_rounds_warning,
     single_row_warning,
 )
@@ -170,7 +171,7 @@ def _capture(
     this was found to be impossible, for example in the graph of a similar call (``like``).
     """
     start, settings, replicas = request.batch - sum(sizes), request.settings, candidate.policy.replicas
-    sizes = [size for size in sizes if size]
+    count, sizes = len(sizes), [size for size in sizes if size]
     traced = functools.partial(
         capture,
         request.model,
@@ -198,12 +199,12 @@ def _capture(
         )
         assert isinstance(replicas, int), "model collectives of unequal replicas are refused"
         candidate = replace(candidate, num_microbatches=replicas)
-        sizes = [size for size in split_sizes(request.batch, replicas) if size]
+        count = replicas
     if _takes_whole_batch(request, candidate, graph):
         if request.key.mode is Mode.TRAIN:
             candidate = replace(candidate, num_microbatches=1)
-    elif len(sizes) > 1:
-        require_independent_rows(_findings(request, graph), len(sizes))
+    elif count > 1:
+        require_independent_rows(_findings(request, graph), count)
     return graph, candidate
 
 
@@ -381,12 +382,13 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
 
 def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None:
     """Refuse microbatches that are not equivalent to the batch; warn where equivalence is not proved."""
-    sizes = [size for _, group in compiled.groups for size in group if size]
+    sizes = [size for _, group in compiled.groups for size in group]
     staged = _valid_graph(compiled.cached.graphs, sizes[0], request.values)
     assert staged is not None
     if len(sizes) > 1:
         check_outputs(staged.graph)
         require_independent_rows(_findings(request, staged.graph), len(sizes))
+        require_rows_for_norms(staged.graph.findings, sizes)
         for warning in batch_warnings(staged.graph.findings):
             request.warn(warning)
     check_batch_counts(compiled.groups)

@@ -28,6 +28,7 @@ class BatchFindings:
     * ``assumed``: calls that the first step checks.
     * ``output``: a call that makes an output, other than the loss, neither row by row nor a sum or mean.
     * ``num_batch_norms``: the number of batch norms that take the statistics of a microbatch.
+    * ``has_norm_over_rows_alone``: one of them has a single value per channel and row, and so needs two rows.
     * ``unordered_random``: calls, other than dropout, whose random numbers belong to no row.
     * ``branches``: conditions on sizes that Python code branches on, true of the microbatch, each with its
       line.
@@ -38,6 +39,7 @@ class BatchFindings:
     assumed: tuple[AssumedPerRow, ...] = ()
     output: str = ""
     num_batch_norms: int = 0
+    has_norm_over_rows_alone: bool = False
     unordered_random: tuple[str, ...] = ()
     branches: tuple[tuple[sympy.Basic, str], ...] = ()
 

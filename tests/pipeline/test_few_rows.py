@@ -101,8 +101,8 @@ def test_an_epoch_of_a_stream_ends_with_a_short_batch() -> None:
     assert losses[0] == stepped.step(*batches[0][:1], target=batches[0][1]).item()
 
 
-def test_one_row_needs_no_independent_rows() -> None:
-    """Rows that depend on one another are refused in several microbatches, but one row is one microbatch."""
+def test_dependent_rows_are_refused_whatever_their_number() -> None:
+    """Also one row: a saved artifact of it would run other batches."""
 
     class Centred(nn.Module):
         def __init__(self) -> None:
@@ -115,10 +115,25 @@ def test_one_row_needs_no_independent_rows() -> None:
 
     x, y = data()
     pipe = pipec.compile(Centred(), 2, microbatches=4, loss_fn=nn.functional.cross_entropy)
-    with pytest.raises(InputError, match="rows depend on other rows"):
-        pipe.step(x[:2], target=y[:2])
-    loss = nn.functional.cross_entropy(Centred()(x[:1]), y[:1])
-    torch.testing.assert_close(pipe.step(x[:1], target=y[:1]), loss.detach())
+    for rows in (1, 2, 8):
+        with pytest.raises(InputError, match="rows depend on other rows"):
+            pipe.step(x[:rows], target=y[:rows])
+
+
+def test_a_batch_norm_needs_two_values_per_channel() -> None:
+    """As torch says of a batch of one row. Of images each row has many values."""
+    x, y = data()
+    rows = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    pipe = pipec.compile(rows, 2, microbatches=4, loss_fn=nn.functional.cross_entropy)
+    pipe.step(x[:8], target=y[:8])
+    for few in (1, 2, 4, 5):
+        with pytest.raises(InputError, match=f"of {few} rows in 4 microbatches, some have one row"):
+            pipe.step(x[:few], target=y[:few])
+    pipe.eval()
+    pipe.eval_step(x[:2], target=y[:2])
+    images = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 3))
+    pipe = pipec.compile(images, 2, microbatches=4, loss_fn=nn.functional.cross_entropy)
+    pipe.step(x[:2, None], target=y[:2])
 
 
 @pytest.mark.slow

@@ -650,6 +650,7 @@ class _BatchAnalysis:
             unproven or (self._incomparable if loss is not None and problem is None else ""),
             tuple(self.tracker.assumed),
             num_batch_norms=self.tracker.num_batch_norms,
+            has_norm_over_rows_alone=self.tracker.has_norm_over_rows_alone,
             unordered_random=tuple(
                 dict.fromkeys(describe_call(x) for x in self._drawn if x in _leading_to(output))
             ),

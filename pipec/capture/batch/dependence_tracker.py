@@ -5,6 +5,7 @@ a write through a view changes what is known of its base.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,6 +66,7 @@ class DependenceTracker(TorchDispatchMode):
     not_in_batch_order: set[int] = field(default_factory=set)
     """Tensors by ``id`` that have them in another order than the batch, and what is made of them."""
     num_batch_norms: int = 0
+    has_norm_over_rows_alone: bool = False
     drew_random: bool = False
     """Random numbers were drawn that belong to no row. Whoever reads it sets it back."""
 
@@ -228,6 +230,8 @@ class DependenceTracker(TorchDispatchMode):
         training = call.arguments.get("training", True)
         if training and isinstance(value, PerRow) and value.dim != 1:
             self.num_batch_norms += 1
+            is_plain = value.outer == value.inner == 1 and math.prod(call.first.shape[2:]) == 1
+            self.has_norm_over_rows_alone |= is_plain
 
     def _decomposed(self, call: OperatorCall) -> tuple[Dependence, ...] | None:
         """The dependence of the results by torch's decomposition of the operator; None without one."""
