@@ -67,7 +67,7 @@ def require_rows_for_norms(findings: BatchFindings, sizes: Sequence[int]) -> Non
         raise InputError(
             "a batch norm in training mode takes its statistics of each microbatch, and needs more than one "
             f"value per channel, but of {sum(sizes)} rows in {len(sizes)} microbatches, some have one row; "
-            "pass more rows or fewer microbatches, call eval() on the layer, or leave out a short last batch, "
+            "pass more rows or fewer microbatches, call eval() on the layer, or leave out a short batch, "
             "as drop_last=True does"
         )
 

@@ -114,6 +114,8 @@ def build_plan(
 
 def _guards(graph: TrainingGraph) -> Iterator[str]:
     """The conditions under which the code is right. Torch gives sizes of 0 and 1 graphs of their own."""
+    if graph.findings.has_norm_over_rows_alone:
+        yield "b >= 2"
     for name in dict.fromkeys(graph.variable_symbols.values()):
         if isinstance(graph.planned_sizes[name], int):
             yield f"{name} >= 2"

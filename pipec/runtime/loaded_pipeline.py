@@ -272,12 +272,12 @@ class _ArtifactCalls:
         for given in plan.inputs:
             _check(given, leaves, {"b": rows, **values}, plan.batch_axes[given.position])
         distinct = {*sizes} - {0}
-        _check_guards(plan, distinct, values)
         if not plan.dynamic_batch and distinct != {plan.microbatch_size}:
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"
             )
+        _check_guards(plan, distinct, values)
         if plan.model_collectives:
             require_equal_rows(sizes)
         return _Batch(leaves, plan.batch_axes, unflatten_call, rows, sizes, values)
@@ -423,7 +423,8 @@ def _check_guards(plan: Plan, rows: Iterable[int], values: Sizes) -> None:
             if not holds(condition, sizes):
                 read = [name for name in sizes if name in names_in(condition)]
                 found = " and ".join(f"{name} = {sizes[name]}" for name in read)
-                what = ", ".join(each.what for each in plan.variables if each.name in read)
+                named = {"b": "the rows of a microbatch", **{each.name: each.what for each in plan.variables}}
+                what = ", ".join(named[name] for name in read)
                 raise InputError(
                     f"this artifact is right where {condition}, but the arguments have {found}: {what}; "
                     "save one that was compiled for such arguments"

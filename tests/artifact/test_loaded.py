@@ -87,7 +87,15 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
 
 
 def test_a_batch_of_another_size_is_as_good(saved: Path) -> None:
-    assert torch.equal(pipec.load(saved).step(X[:6], target=Y[:6]), compiled(True).step(X[:6], target=Y[:6]))
+    x, y = torch.cat([X, X])[:11], torch.cat([Y, Y])[:11]
+    assert torch.equal(pipec.load(saved).step(x, target=y), compiled(True).step(x, target=y))
+
+
+def test_a_batch_norm_is_refused_one_row(saved: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"right where b >= 2, but the arguments have b = 1: the rows of a mi"
+    ):
+        pipec.load(saved).step(X[:6], target=Y[:6])
 
 
 def test_an_artifact_of_evaluation_mode_stays_in_it(tmp_path: Path) -> None:
