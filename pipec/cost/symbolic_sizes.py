@@ -17,7 +17,7 @@ MICROBATCH = sympy.Symbol("b", integer=True, positive=True)
 """The microbatch size in every cost, whatever symbol the captured graph has for it."""
 
 SymbolSubstitutions = tuple[tuple[sympy.Symbol, sympy.Expr], ...]
-"""What stands in costs for each symbol of a captured graph."""
+"""The expression that replaces each symbol of a captured graph in costs."""
 
 _CACHE = 1 << 14
 """Layers repeat, so a graph has few distinct expressions: each product, sum and value is computed once."""

@@ -47,10 +47,10 @@ def recompute_curve(stage: StageValues, most: int) -> tuple[frozenset[int], ...]
 
 
 def recomputes_at_price(stage: StageValues, price: float) -> frozenset[int]:
-    """What a stage replays if each byte that it saves costs ``price`` seconds.
+    """The values that a stage recomputes if each saved byte costs ``price`` seconds.
 
-    The nodes of the network are what is recomputed and, behind it, what is asked for. Those on the side of
-    the source are chosen, so that one that asks for another has an edge to it that is never cut.
+    A minimum cut. The network has a node for recomputing each value, and a node for needing it. Nodes on the
+    side of the source are chosen; an edge that is never cut leads from a node to every node that it requires.
     """
     count = len(stage)
     seconds = np.array([value.seconds for value in stage])

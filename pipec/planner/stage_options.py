@@ -9,11 +9,11 @@ from typing import NamedTuple
 from pipec.planner.device_groups import DeviceGroup
 
 MemberCounts = tuple[int, ...]
-"""How many members of each class."""
+"""The number of members of each class."""
 
 
 class AvailableDevices(NamedTuple):
-    """What stages may use: so many ``members`` of each class, and at most so many of their ``devices``."""
+    """The ``members`` of each class that stages may use, and the most ``devices`` of them."""
 
     members: MemberCounts
     devices: int
@@ -48,7 +48,7 @@ class StageOptions:
     use_all_devices: bool
 
     def first_stages(self, group: DeviceGroup, left: AvailableDevices) -> Iterator[StageOption]:
-        """Every stage that may come first on what is left of the group."""
+        """Every stage that may come first on the remaining devices of the group."""
         for member_class, most in enumerate(left.members):
             for replicas in range(1, min(most, self.max_replicas) + 1):
                 members = _without(left.members, member_class, replicas)
@@ -62,7 +62,7 @@ class StageOptions:
                         yield StageOption(member_class, replicas, devices, AvailableDevices(members, rest))
 
     def subsets(self, group: DeviceGroup, most: int) -> Iterator[AvailableDevices]:
-        """Every part of a group with up to ``most`` devices; less comes before more."""
+        """Every subset of a group with up to ``most`` devices, smaller ones first."""
         for members in product(*(range(len(member_class) + 1) for member_class in group.member_classes)):
             devices = num_devices(group, members)
             for fewer in range(devices + 1) if self._counts_devices(group) else (devices,):
@@ -70,7 +70,7 @@ class StageOptions:
                     yield AvailableDevices(members, fewer)
 
     def one_fewer(self, group: DeviceGroup, left: AvailableDevices) -> Iterator[AvailableDevices]:
-        """What remains if one member, or one device, stays unused."""
+        """The available devices if one more member, or one more device, stays unused."""
         if self.use_all_devices:
             return
         for member_class, count in enumerate(left.members):
@@ -81,11 +81,11 @@ class StageOptions:
             yield left._replace(devices=left.devices - 1)
 
     def may_start_with(self, group: DeviceGroup, left: AvailableDevices) -> bool:
-        """Whether a pipeline may be on so much of a group."""
+        """Whether a pipeline may use just these devices of a group."""
         return not self.use_all_devices or left.devices == group.num_devices
 
     def may_leave_unused(self, left: AvailableDevices) -> bool:
-        """Whether so much may be left when everything is done."""
+        """Whether these devices may stay unused when all stages are placed."""
         return not self.use_all_devices or left.devices == 0
 
     def _counts_devices(self, group: DeviceGroup) -> bool:
@@ -94,7 +94,7 @@ class StageOptions:
 
 
 def num_devices(group: DeviceGroup, members: MemberCounts) -> int:
-    """How many devices so many members of each class have."""
+    """The number of devices of these members."""
     return sum(
         count * member_class[0].num_devices
         for count, member_class in zip(members, group.member_classes, strict=True)

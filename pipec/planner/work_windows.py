@@ -1,4 +1,4 @@
-"""What is known about the downsets of a graph that is too wide to list them, for a bound over all plans.
+"""Bounds on the downsets of a graph that has too many to list, for a bound over all plans.
 
 Every downset holds between no and all seconds of work. Windows divide this range, and each downset falls into
 one of them. An operator is in every downset of a window if those without it hold too little work, and in none
