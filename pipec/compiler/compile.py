@@ -385,10 +385,10 @@ def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None
     sizes = [size for _, group in compiled.groups for size in group]
     staged = _valid_graph(compiled.cached.graphs, sizes[0], request.values)
     assert staged is not None
+    require_rows_for_norms(staged.graph.findings, sizes)
     if len(sizes) > 1:
         check_outputs(staged.graph)
         require_independent_rows(_findings(request, staged.graph), len(sizes))
-        require_rows_for_norms(staged.graph.findings, sizes)
         for warning in batch_warnings(staged.graph.findings):
             request.warn(warning)
     check_batch_counts(compiled.groups)

@@ -131,6 +131,10 @@ def test_a_batch_norm_needs_two_values_per_channel() -> None:
             pipe.step(x[:few], target=y[:few])
     pipe.eval()
     pipe.eval_step(x[:2], target=y[:2])
+    pipe = pipec.compile(rows.train(), 2, microbatches=1, loss_fn=nn.functional.cross_entropy)
+    pipe.step(x[:2], target=y[:2])
+    with pytest.raises(InputError, match="of 1 rows in 1 microbatches, some have one row"):
+        pipe.step(x[:1], target=y[:1])
     images = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 3))
     pipe = pipec.compile(images, 2, microbatches=4, loss_fn=nn.functional.cross_entropy)
     pipe.step(x[:2, None], target=y[:2])

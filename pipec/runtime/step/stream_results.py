@@ -1,5 +1,6 @@
 """Collects the results of a stream's microbatches, and merges those of each finished mini-batch."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class _Parts:
     batch: StreamBatch
     found: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def places(self) -> list[int]:
         """The microbatches that have rows."""
         return [place for place, size in enumerate(self.batch.sizes) if size]
@@ -82,7 +83,7 @@ class StreamResults:
         """Whether a mini-batch is trained on, not skipped; read before the update that it is for."""
         if self._looks:
             self.wait_received(number)
-            assert self._losses_left.pop(number, 0) == 0, "losses come before updates"
+            assert self._losses_left.pop(number) == 0, "losses come before updates"
         return number < self.num_finite
 
     def forget(self) -> None:
@@ -98,7 +99,8 @@ class StreamResults:
     def expect(self, number: int, batch: StreamBatch) -> None:
         """Note that a mini-batch will follow."""
         self._parts[number] = _Parts(batch)
-        self._losses_left[number] = len(self._parts[number].places)
+        if self._looks:
+            self._losses_left[number] = len(self._parts[number].places)
 
     def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
         """Keep the results of the microbatch that is in this frame now."""
