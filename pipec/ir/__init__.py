@@ -12,7 +12,16 @@ repeat. ``representative_ranks`` names the ranks that represent equal ones.
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory
 from pipec.ir.plan import Alternative, HostCost, Plan, ShardingCost, Stage, StageCost
-from pipec.ir.program import Instruction, ModelCollective, ModelCollectives, Op, OpKind, OpTraits, Program
+from pipec.ir.program import (
+    WAIT_OF,
+    Instruction,
+    ModelCollective,
+    ModelCollectives,
+    Op,
+    OpKind,
+    OpTraits,
+    Program,
+)
 from pipec.ir.representative_ranks import RepresentativeRanks
 from pipec.ir.schedule import (
     Compute,

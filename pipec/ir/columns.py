@@ -191,22 +191,10 @@ class InstructionColumns(_Columns[Instruction]):
         if isinstance(instructions, InstructionColumns) and instructions.links == links:
             return instructions
         index = {link: number for number, link in enumerate(links)}
-        rows = [
-            (
-                OP_CODE[each.op],
-                each.stage,
-                each.microbatch,
-                -1 if each.link is None else index.setdefault(each.link, len(index)),
-                each.peer,
-                each.slot,
-                each.bucket,
-                each.segment,
-                each.model_collective,
-                each.version,
-            )
-            for each in instructions
-        ]
-        return cls(_matrix(rows, NUM_COLUMNS), tuple(index))
+        for each in instructions:
+            if each.link is not None:
+                index.setdefault(each.link, len(index))
+        return cls(instruction_matrix(instructions, tuple(index)), tuple(index))
 
     @property
     def computes(self) -> ComputeColumns:
@@ -236,7 +224,10 @@ class InstructionColumns(_Columns[Instruction]):
 
     def where(self, mask: NDArray[np.bool_]) -> "InstructionColumns":
         """The instructions at which ``mask`` is true."""
-        numbers = np.flatnonzero(mask)
+        return self.taken(np.flatnonzero(mask))
+
+    def taken(self, numbers: Ints) -> "InstructionColumns":
+        """The instructions with these numbers."""
         return InstructionColumns((taken(column, numbers) for column in self.columns), self.links)
 
     def between(self, first: int, last: int) -> "InstructionColumns":
@@ -302,6 +293,27 @@ class InstructionColumns(_Columns[Instruction]):
     def _row(self, *numbers: int) -> Instruction:
         op, stage, microbatch, link, *others = numbers
         return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, *others)
+
+
+def instruction_matrix(instructions: Sequence[Instruction], links: Sequence[Link]) -> Ints:
+    """Instructions as the columns of a matrix; ``links`` are theirs and others."""
+    index = {link: number for number, link in enumerate(links)}
+    rows = [
+        (
+            OP_CODE[each.op],
+            each.stage,
+            each.microbatch,
+            -1 if each.link is None else index[each.link],
+            each.peer,
+            each.slot,
+            each.bucket,
+            each.segment,
+            each.model_collective,
+            each.version,
+        )
+        for each in instructions
+    ]
+    return _matrix(rows, NUM_COLUMNS)
 
 
 def with_shared_links(programs: Sequence[Program]) -> list[InstructionColumns]:

@@ -1,7 +1,7 @@
 """Instructions, and the program of them that one rank executes in one step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
 from pipec.ir.values import Link, Phase, Value
@@ -18,6 +18,7 @@ class Op(StrEnum):
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
+    ACCUMULATE = "accumulate"
     FREE = "free"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
@@ -30,6 +31,15 @@ class Op(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    WAIT_RECV = "wait_recv"
+    WAIT_OFFLOAD = "wait_offload"
+    WAIT_PREFETCH = "wait_prefetch"
+    WAIT_REDUCE_GRAD = "wait_reduce_grad"
+    WAIT_AVERAGE_BUFFERS = "wait_average_buffers"
+    WAIT_UNSHARD = "wait_unshard"
+    WAIT_ALL_REDUCE = "wait_all_reduce"
+    WAIT_ALL_GATHER = "wait_all_gather"
+    WAIT_REDUCE_SCATTER = "wait_reduce_scatter"
 
     @property
     def traits(self) -> "OpTraits":
@@ -42,13 +52,15 @@ class Op(StrEnum):
 
 
 class OpKind(Enum):
-    """The kinds of ops, in the order in which they surround one compute of a program."""
+    """The kinds of ops."""
 
     RECEIVE = "receive"
     COLLECTIVE = "collective"
     UPDATE = "update"
+    WAIT = "wait"
     COMPUTE = "compute"
     SEND = "send"
+    ACCUMULATE = "accumulate"
     RELEASE = "release"
     COPY = "copy"
 
@@ -60,7 +72,7 @@ class OpTraits:
     ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
     a timeline, and one that is ``per_microbatch`` works on a microbatch. An op that ``carries_link`` moves
     the values of a link. If it ``has_peer``, another rank takes part. If it ``fills_slot``, it puts what a
-    microbatch receives into a buffer slot.
+    microbatch receives into a buffer slot. A wait ``awaits`` the end of what another op has started.
     """
 
     kind: OpKind
@@ -70,12 +82,14 @@ class OpTraits:
     carries_link: bool = False
     has_peer: bool = False
     fills_slot: bool = False
+    awaits: Op | None = None
 
 
-TRAITS: Mapping[Op, OpTraits] = {
+_STARTS: Mapping[Op, OpTraits] = {
     Op.RECV: OpTraits(OpKind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
     Op.SEND: OpTraits(OpKind.SEND, timed=True, carries_link=True, has_peer=True),
     Op.MOVE: OpTraits(OpKind.SEND, carries_link=True, fills_slot=True),
+    Op.ACCUMULATE: OpTraits(OpKind.ACCUMULATE, per_microbatch=True),
     Op.FREE: OpTraits(OpKind.RELEASE, per_microbatch=True),
     Op.OFFLOAD: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
     Op.PREFETCH: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
@@ -90,7 +104,24 @@ TRAITS: Mapping[Op, OpTraits] = {
     Op.RESHARD: OpTraits(OpKind.RELEASE),
     **{Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
 }
-"""The traits of all ops. A new op is a row here."""
+
+WAIT_OF: Mapping[Op, Op] = {
+    started: Op(f"wait_{started}")
+    for started in (
+        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
+        *(Op.UNSHARD, Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
+    )
+}
+"""For each op that returns before what it starts has ended, the op that waits for this."""
+
+TRAITS: Mapping[Op, OpTraits] = {
+    **_STARTS,
+    **{
+        wait: replace(_STARTS[started], kind=OpKind.WAIT, timed=False, fills_slot=False, awaits=started)
+        for started, wait in WAIT_OF.items()
+    },
+}
+"""The traits of all ops. A new op is a row of ``_STARTS``, and of ``WAIT_OF`` if it has to be awaited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +134,13 @@ class Instruction:
     recv            post a receive of ``link`` from rank ``peer`` into buffer ``slot``; returns at once
     send            start sending ``link`` to rank ``peer``; returns at once
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
-    compute         run a phase of ``stage``, waiting first for the receives it reads
+    compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``
+    accumulate      add the gradients of the compute before, or those that ``link`` brought, to their sums
+    wait_...        wait for what an earlier instruction with the same fields has started: ``wait_recv`` for
+                    the values of a link, ``wait_reduce_grad`` for a sum; and so on
     free            free the memory of ``stage`` for ``microbatch``: saved values, and slots received into
     offload         start to copy the offloaded part of the values that ``stage`` saved for
-                    ``microbatch`` to host memory; the device frees it after the rank's next compute
+                    ``microbatch`` to host memory; ``wait_offload`` frees it on the device
     prefetch        start to copy it back
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed

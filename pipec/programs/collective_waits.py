@@ -11,15 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import Op, Payload
 from pipec.programs.deadlock import InstructionSite, WaitEdges
 from pipec.programs.program_index import ProgramIndex
-from pipec.programs.rules.collective_rules import (
-    CollectiveKey,
-    collectives,
-    names_of,
-    sync_instruction_numbers,
-)
+from pipec.programs.rules.collective_rules import CollectiveKey, collectives
 
 
 @dataclass(frozen=True)
@@ -58,32 +52,6 @@ def collective_waits(step: ProgramIndex) -> CollectiveWaits:
         for rank, number in sites:
             waits += [(collective, 0, rank, number), (rank, number, collective, 1)]
     return CollectiveWaits(_waits(waits), num_ranks, len(sites_of))
-
-
-def tied_gradient_waits(step: ProgramIndex) -> WaitEdges:
-    """A rank reaches the first reader of a tied weight's gradients only after another rank has sent them.
-
-    So the instruction before the first reader waits for the send.
-    """
-    numbers, waits = sync_instruction_numbers(step), []
-    for each in step.deliveries:
-        link, rank = each.route.link, each.route.target
-        if link.payload is Payload.WEIGHT_GRADIENT and each.route.crosses_ranks:
-            reading = [
-                number
-                for key, own in numbers[rank].items()
-                for number in own
-                if number > each.receives[0] and _reads(step, key, link.target, names_of(link))
-            ]
-            waits += [(rank, min(reading) - 1, each.route.source, int(each.sends[0]))] if reading else []
-    return _waits(waits)
-
-
-def _reads(step: ProgramIndex, key: CollectiveKey, stage: int, names: set[str]) -> bool:
-    """Whether an instruction reads gradients with these names of a stage."""
-    if key.op is Op.REDUCE_GRAD:
-        return key.stage == stage and not names.isdisjoint(step.plan.sync_spec.buckets[key.bucket].names)
-    return key.op is Op.GRAD_NORM or (key.op is Op.UPDATE and key.stage == stage)
 
 
 def _waits(rows: Sequence[tuple[int, int, int, int]]) -> WaitEdges:

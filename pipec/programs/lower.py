@@ -11,6 +11,11 @@ posted directly before its reader is therefore posted one compute earlier. The e
 depends on that compute: the two cannot overlap, and a receive that waits on the device for a later compute
 may block it. On each directed channel between two ranks, receives are posted in the order of the sends.
 
+What an instruction has started is awaited directly before its first reader. After a backward, gradients are
+sent to the previous stage first, then accumulated: the other rank is waiting. At one position stand::
+
+    recv    collectives, updates    recompute    waits    compute    send    accumulate    free    copies
+
 A step may have millions of instructions, so lowering works on columns of numbers, a rank or a link at a time.
 """
 
@@ -24,6 +29,7 @@ import numpy as np
 from pipec.errors import VerifyError
 from pipec.ir import (
     NO_SYNC,
+    WAIT_OF,
     Link,
     Mode,
     ModelCollectives,
@@ -55,10 +61,11 @@ from pipec.ir.columns import (
 from pipec.programs import update_boundaries
 from pipec.programs.buffer_slots import with_slots
 from pipec.programs.dependence import Bools, Dependence
-from pipec.programs.offload_intervals import offload_intervals
+from pipec.programs.offload_intervals import NUM_COMPUTES_BESIDE, OffloadIntervals, offload_intervals
 from pipec.programs.routes import Route, routes
 from pipec.programs.schedule_index import ScheduleIndex
 from pipec.programs.sync_order import SyncOp, SyncOrder
+from pipec.programs.sync_waits import with_sync_waits
 from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
 
 
@@ -124,23 +131,26 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     versions = update_boundaries.read_versions(schedule)
     programs = []
     for rank in range(schedule.num_ranks):
-        blocks = {
-            OpKind.RECEIVE: _receives(order, rank, arriving[rank], sums),
-            OpKind.COMPUTE: _computes(index, rank, recompute, versions),
-            OpKind.SEND: _sends(leaving[rank]),
-            OpKind.COLLECTIVE: _concatenated_blocks(
-                [
-                    _sync_ops(collectives, rank, OpKind.COLLECTIVE),
-                    _model_collective_block(index, rank, model_collectives),
-                ]
-            ),
-            OpKind.UPDATE: _sync_ops(collectives, rank, OpKind.UPDATE),
-            OpKind.RELEASE: _concatenated_blocks(
-                [_frees(index, rank), _sync_ops(collectives, rank, OpKind.RELEASE)]
-            ),
-            OpKind.COPY: _copies(index, rank, offload),
-        }
-        columns = InstructionColumns(_in_order(blocks), links)
+        copies = offload_intervals(index.computes[rank], offload)
+        blocks = [
+            _receives(order, rank, arriving[rank], sums),
+            _sync_ops(collectives, rank, OpKind.COLLECTIVE),
+            _model_collective_block(index, rank, model_collectives),
+            _sync_ops(collectives, rank, OpKind.UPDATE),
+            _model_collective_block(index, rank, model_collectives, WAIT_OF),
+            _copies(copies, Op.WAIT_PREFETCH, copies.prefetches + NUM_COMPUTES_BESIDE),
+            _recomputes(index, rank, recompute, versions),
+            _waits(arriving[rank]),
+            _computes(index, rank, versions),
+            _sends(leaving[rank]),
+            _accumulates(index, rank),
+            _copies(copies, Op.WAIT_OFFLOAD, copies.offloads + 1),
+            _frees(index, rank),
+            _sync_ops(collectives, rank, OpKind.RELEASE),
+            _copies(copies, Op.PREFETCH, copies.prefetches),
+            _copies(copies, Op.OFFLOAD, copies.offloads),
+        ]
+        columns = with_sync_waits(InstructionColumns(_in_order(blocks), links), sync_spec)
         programs.append(Program(rank, with_slots(columns, buffered)))
     return tuple(programs)
 
@@ -172,7 +182,7 @@ def _traffic(index: ScheduleIndex, route: Route) -> _Traffic:
         first = read.min(keepdims=True)
         return _Traffic(route, 0 * first, first)
     last, over = (np.array([index.length(rank) + 1], np.int32) for rank in (route.source, route.target))
-    return _Traffic(route, last, over + 1)
+    return _Traffic(route, last, over + (_AFTER_UNSHARD if link.payload.is_result else 1))
 
 
 @dataclass(frozen=True)
@@ -259,6 +269,12 @@ def _block(positions: Ints, *columns: Ints | int) -> _Block:
     return _Block(positions, [constant(each, size) if isinstance(each, int) else each for each in filled])
 
 
+_MAKING_GRADIENTS = [
+    PHASE_CODE[phase] for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+]
+_AFTER_UNSHARD = 3
+"""The positions from the end of the computes to the wait for results: weights are gathered before it."""
+
 _NOTHING = _block(np.empty(0, np.int32))
 
 
@@ -274,12 +290,11 @@ def _concatenated_blocks(blocks: Sequence[_Block]) -> _Block:
     )
 
 
-def _in_order(blocks: Mapping[OpKind, _Block]) -> list[Ints]:
-    """The columns of all blocks, sorted by position and then by kind. The sort is stable."""
-    ordered = [blocks[kind] for kind in OpKind]
-    keys = [block.positions * len(ordered) + number for number, block in enumerate(ordered)]
+def _in_order(blocks: Sequence[_Block]) -> list[Ints]:
+    """The columns of all blocks, sorted by position and then by block. The sort is stable."""
+    keys = [block.positions * len(blocks) + number for number, block in enumerate(blocks)]
     order = np.argsort(np.concatenate(keys), kind="stable")
-    return [taken(compact(column), order) for column in _concatenated_blocks(ordered).columns]
+    return [taken(compact(column), order) for column in _concatenated_blocks(blocks).columns]
 
 
 def _receives(
@@ -338,22 +353,45 @@ def _sends(leaving: Sequence[_Traffic]) -> _Block:
     return _concatenated_blocks(blocks)
 
 
-def _computes(index: ScheduleIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
-    """The computes of a rank. In stages of ``recompute``, a replay of the forward precedes each backward.
+def _waits(arriving: Sequence[_Arriving]) -> _Block:
+    """The waits for messages, each before its reader, or at the end of the program."""
+    blocks = []
+    for each, _ in arriving:
+        route = each.route
+        if route.link.payload not in (Payload.MICROBATCH_RESULT, Payload.WEIGHT_GRADIENT):
+            columns = OP_CODE[Op.WAIT_RECV], route.link.target, route.microbatches, route.number, route.source
+            blocks.append(_block(each.readers, *columns))
+    return _concatenated_blocks(blocks)
 
-    ``versions`` has at [stage, microbatch] the version of the weights that computes read.
-    """
+
+def _computes(index: ScheduleIndex, rank: int, versions: Ints) -> _Block:
+    """The computes of a rank. ``versions[stage, microbatch]`` is the version of the weights they read."""
     computes = index.computes[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[computes.phases]
     positions = np.arange(1, len(computes) + 1, dtype=np.int32)
-    segments = compact(index.segments[rank])
-    read = compact(versions[computes.stages, computes.microbatches])
-    block = _block(positions, ops, computes.stages, computes.microbatches, -1, -1, -1, -1, segments, -1, read)
+    segments, read = compact(index.segments[rank]), compact(versions[computes.stages, computes.microbatches])
+    return _block(positions, ops, computes.stages, computes.microbatches, -1, -1, -1, -1, segments, -1, read)
+
+
+def _recomputes(index: ScheduleIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
+    """The replays of the forward, before each backward of the stages in ``recompute``."""
+    if not recompute:
+        return _NOTHING
+    computes, segments = index.computes[rank], index.segments[rank]
     needs_forward = np.isin(computes.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
-    recomputed = np.flatnonzero(np.isin(computes.stages, list(recompute)) & needs_forward & (segments <= 0))
-    same = taken(computes.stages, recomputed), taken(computes.microbatches, recomputed), -1, -1, -1, -1
-    replays = _block(positions[recomputed], OP_CODE[Op.RECOMPUTE], *same, -1, -1, read[recomputed])
-    return _concatenated_blocks([replays, block])
+    own = np.flatnonzero(np.isin(computes.stages, list(recompute)) & needs_forward & (segments <= 0))
+    stages, microbatches = computes.stages[own], computes.microbatches[own]
+    op, read = OP_CODE[Op.RECOMPUTE], versions[stages, microbatches]
+    positions = (own + 1).astype(np.int32)
+    return _block(positions, op, stages, microbatches, -1, -1, -1, -1, -1, -1, read)
+
+
+def _accumulates(index: ScheduleIndex, rank: int) -> _Block:
+    """The accumulation of gradients, after each compute that makes some."""
+    computes = index.computes[rank]
+    own = np.flatnonzero(np.isin(computes.phases, _MAKING_GRADIENTS))
+    same = computes.stages[own], computes.microbatches[own], -1, -1, -1, -1, index.segments[rank][own]
+    return _block((own + 1).astype(np.int32), OP_CODE[Op.ACCUMULATE], *same)
 
 
 def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
@@ -366,30 +404,25 @@ def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = No
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
-def _model_collective_block(index: ScheduleIndex, rank: int, model_collectives: ModelCollectives) -> _Block:
-    """The model collectives of a rank, each before the segment that reads its result."""
+def _model_collective_block(
+    index: ScheduleIndex, rank: int, model_collectives: ModelCollectives, op_of: Mapping[Op, Op] | None = None
+) -> _Block:
+    """The model collectives of a rank, each before the segment that reads its result; or others ``op_of``."""
     computes, segments, blocks = index.computes[rank], index.segments[rank], []
     for stage, of_stage in model_collectives.items():
         for number, collective in enumerate(of_stage):
             of_phase = (computes.stages == stage) & (computes.phases == PHASE_CODE[collective.phase])
             own = np.flatnonzero(of_phase & (segments == collective.segment))
-            positions, op = (own + 1).astype(np.int32), OP_CODE[collective.op]
+            positions = (own + 1).astype(np.int32)
+            op = OP_CODE[op_of[collective.op] if op_of else collective.op]
             microbatches = computes.microbatches[own]
             blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
     return _concatenated_blocks(blocks)
 
 
-def _copies(index: ScheduleIndex, rank: int, offload: Collection[int]) -> _Block:
-    """The copies to host memory and back of the stages in ``offload``."""
-    if not offload:
-        return _concatenated_blocks([])
-    found = offload_intervals(index.computes[rank])
-    own = np.flatnonzero(np.isin(found.stages, list(offload)))
-    stages, microbatches = found.stages[own], found.microbatches[own]
-    back = _block(found.prefetches[own], OP_CODE[Op.PREFETCH], stages, microbatches)
-    return _concatenated_blocks(
-        [back, _block(found.offloads[own], OP_CODE[Op.OFFLOAD], stages, microbatches)]
-    )
+def _copies(copies: OffloadIntervals, op: Op, positions: Ints) -> _Block:
+    """The copies to host memory and back, or the waits for them."""
+    return _block(positions, OP_CODE[op], copies.stages, copies.microbatches)
 
 
 def _frees(index: ScheduleIndex, rank: int) -> _Block:

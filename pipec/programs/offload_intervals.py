@@ -9,6 +9,7 @@ that has ended. They are copied back during the compute before their first reade
 A microbatch stays on the device if no compute is left between the two copies.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipec.ir import Op, Phase
 from pipec.ir.columns import OP_CODE, PHASE_CODE, ComputeColumns, InstructionColumns, Ints
 
 _READERS = [PHASE_CODE[phase] for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)]
-_BESIDE = 2
+NUM_COMPUTES_BESIDE = 2
 """Each of the two copies runs beside one compute."""
 
 
@@ -35,8 +36,13 @@ class OffloadIntervals:
     prefetches: Ints
 
 
-def offload_intervals(computes: ComputeColumns) -> OffloadIntervals:
-    """The saved values of a rank that can wait in host memory while it runs these computes in order."""
+def offload_intervals(computes: ComputeColumns, offload: Collection[int]) -> OffloadIntervals:
+    """The saved values of the stages in ``offload`` that can wait in host memory.
+
+    ``computes`` are those of a rank, in order.
+    """
+    if not offload:
+        return OffloadIntervals(*(np.empty(0, np.int32),) * 4)
     count = int(computes.microbatches.max(initial=0)) + 1
     keys = computes.stages.astype(np.int64) * count + computes.microbatches
     forwards = np.flatnonzero(computes.phases == PHASE_CODE[Phase.FORWARD])
@@ -46,9 +52,10 @@ def offload_intervals(computes: ComputeColumns) -> OffloadIntervals:
     both, first, second = np.intersect1d(made, read, assume_unique=True, return_indices=True)
     last = forwards[::-1][at_last[first]] + 1
     reader = readers[at_first[second]] + 1
-    offloadable = np.flatnonzero(reader - last > 1 + _BESIDE)
+    is_long = reader - last > 1 + NUM_COMPUTES_BESIDE
+    offloadable = np.flatnonzero(is_long & np.isin(both // count, list(offload)))
     last, reader, both = last[offloadable], reader[offloadable], both[offloadable]
-    columns = (both // count, both % count, last, reader - _BESIDE)
+    columns = (both // count, both % count, last, reader - NUM_COMPUTES_BESIDE)
     return OffloadIntervals(*(each.astype(np.int32) for each in columns))
 
 
@@ -88,10 +95,9 @@ def num_offloaded(columns: InstructionColumns, stage: int) -> Ints:
     """
     computes = np.flatnonzero(columns.is_compute & (columns.ops != OP_CODE[Op.RECOMPUTE]))
     matrix = np.stack([columns.phases, columns.stages, columns.microbatches])[:, computes]
-    found = offload_intervals(ComputeColumns(matrix))
-    own = found.stages == stage
+    found = offload_intervals(ComputeColumns(matrix), [stage])
     growth = np.zeros(len(columns) + 1, np.int64)
-    np.add.at(growth, computes[found.offloads[own] + 1], 1)
-    np.add.at(growth, computes[found.prefetches[own] - 1] + 1, -1)
+    np.add.at(growth, computes[found.offloads + 1], 1)
+    np.add.at(growth, computes[found.prefetches - 1] + 1, -1)
     counts: Ints = np.cumsum(growth)[:-1]
     return counts

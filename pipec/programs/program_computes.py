@@ -18,11 +18,13 @@ class ProgramComputes:
     """The computes of all ranks, numbered rank by rank from ``first_tasks``.
 
     ``next_computes_by_rank[rank]`` has the task of each instruction: itself, or else the rank's next compute.
+    If ``waits_last``, no message is sent or received between a wait for one and the next compute.
     """
 
     first_tasks: Sequence[int]
     next_computes_by_rank: Sequence[Ints]
     dependence: Dependence
+    waits_last: bool
 
     @classmethod
     def of(
@@ -35,26 +37,27 @@ class ProgramComputes:
             np.cumsum(each, dtype=np.int32) - each + np.int32(first)
             for first, each in zip(first_tasks[:-1], computes, strict=True)
         ]
-        reads = _reads(deliveries, first_tasks, next_computes_by_rank)
+        reads = _waits(deliveries, first_tasks, next_computes_by_rank)
         ops = [columns.ops[own] for columns, own in zip(programs, computes, strict=True)]
         units = np.where(np.concatenate(ops) == OP_CODE[Op.BACKWARD], 2.0, 1.0)
         run = run_tasks(units, reads, first_tasks)
-        return (
-            cls(first_tasks, next_computes_by_rank, Dependence(first_tasks, run))
-            if isinstance(run, TaskTimes)
-            else None
-        )
+        if not isinstance(run, TaskTimes):
+            return None
+        waits_last = not any(map(_posts_after_wait, programs))
+        return cls(first_tasks, next_computes_by_rank, Dependence(first_tasks, run), waits_last)
 
     def receives_precede_sends(self, deliveries: Sequence[DeliveredMessages]) -> bool:
         """Whether ranks certainly finish, even if each of these sends waits for its receive.
 
         In one run of the computes, an instruction is reached when the compute before it has ended. Of the
         instructions that are reached at the same time, those of a lower rank come first, and computes that
-        begin then come last. In this order over all ranks each instruction comes after its predecessors on
-        its rank, and a reader after the send of its message. If every receive comes before its send, an
-        instruction only waits for earlier ones, and waits cannot form a cycle. If not, another order might
-        still exist.
+        begin then come last, each with the waits before it. In this order over all ranks each instruction
+        comes after its predecessors on its rank, and a wait after the send of its message. If every receive
+        comes before its send, an instruction only waits for earlier ones, and waits cannot form a cycle. If
+        not, another order might still exist.
         """
+        if not self.waits_last:
+            return False
         for each in deliveries:
             source, target = each.route.source, each.route.target
             sent, posted = self._reached(source, each.sends), self._reached(target, each.receives)
@@ -86,17 +89,30 @@ class ProgramComputes:
         return by_route
 
 
-def _reads(
+def _posts_after_wait(columns: InstructionColumns) -> bool:
+    """Whether a rank sends or receives something between a wait for a message and its next compute."""
+    is_wait = columns.ops == OP_CODE[Op.WAIT_RECV]
+    involved = np.flatnonzero(is_wait | columns.is_compute | np.isin(columns.ops, _POSTING))
+    after_wait, posts = is_wait[involved][:-1], np.isin(columns.ops[involved], _POSTING)[1:]
+    return bool((after_wait & posts).any())
+
+
+_POSTING = [OP_CODE[op] for op in (Op.SEND, Op.RECV)]
+
+
+def _waits(
     deliveries: Sequence[DeliveredMessages],
     first_tasks: Sequence[int],
     next_computes_by_rank: Sequence[Ints],
 ) -> TaskInputs:
+    """The computes that come after a wait, and the computes that make what they wait for."""
     readers, producers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for each in deliveries:
         made = _made(each, next_computes_by_rank)
-        read = (each.reads >= 0) & (made >= first_tasks[each.route.source])
-        readers.append(next_computes_by_rank[each.route.target][each.reads[read]])
-        producers.append(made[read])
+        waiting = next_computes_by_rank[each.route.target][each.waits]
+        found = (made >= first_tasks[each.route.source]) & (waiting < first_tasks[each.route.target + 1])
+        readers.append(waiting[found])
+        producers.append(made[found])
     return TaskInputs(np.concatenate(readers), np.concatenate(producers))
 
 

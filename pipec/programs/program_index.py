@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Link, ModelCollectives, Op, Phase, Plan, Program, SegmentCounts
+from pipec.ir import Link, ModelCollectives, Op, Payload, Phase, Plan, Program, SegmentCounts
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, ranks_by_microbatch
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.deadlock import InstructionSite
@@ -60,6 +60,11 @@ class ProgramIndex:
     @cached_property
     def link_set(self) -> frozenset[Link]:
         return frozenset(self.plan.links)
+
+    @cached_property
+    def brings_gradients(self) -> NDArray[np.bool_]:
+        """For each link, and for none, whether it brings gradients of tied weights."""
+        return np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in self.plan.links), False])
 
     @cached_property
     def ranks(self) -> Ints:
@@ -125,12 +130,12 @@ class ProgramIndex:
         """
         found = {}
         for rank, each in enumerate(self.columns):
-            for op in (Op.SEND, Op.RECV, Op.MOVE):
+            for op in (Op.SEND, Op.RECV, Op.WAIT_RECV, Op.MOVE):
                 own = np.flatnonzero(each.ops == OP_CODE[op])
                 links, peers = each.link_numbers[own], each.peers[own]
                 for group in _groups(links * (len(self.programs) + 1) + peers):
                     link, peer = int(links[group[0]]), int(peers[group[0]])
-                    ends = {Op.SEND: (rank, peer), Op.RECV: (peer, rank), Op.MOVE: (rank, rank)}[op]
+                    ends = {Op.SEND: (rank, peer), Op.MOVE: (rank, rank)}.get(op, (peer, rank))
                     found[op, link, *ends] = (each.microbatches[own[group]], own[group].astype(np.int32))
         return found
 
@@ -165,7 +170,8 @@ class ProgramIndex:
         else:
             made = made[self.ranks[link.source] == route.source].max(keepdims=True, initial=-1)
             reads = reads[self.ranks[link.target] == route.target].min(keepdims=True, initial=unread)
-        return DeliveredMessages(route, made, found[0], found[-1], np.where(reads == unread, -1, reads))
+        reads = np.where(reads == unread, -1, reads)
+        return DeliveredMessages(route, made, found[0], found[:2][-1], found[-1], reads)
 
     def probable_site(
         self, found: Sequence[int], rank: int, stage: int, microbatch: int
@@ -194,8 +200,12 @@ def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
 
 
 def transfer_ops(route: Route) -> tuple[Op, ...]:
-    """The ops that deliver a message along a route: a send and a receive, or a move within one rank."""
-    return (Op.SEND, Op.RECV) if route.crosses_ranks else (Op.MOVE,)
+    """The ops that deliver a message along a route: send, receive and wait, or a move within one rank."""
+    if not route.crosses_ranks:
+        return (Op.MOVE,)
+    if route.link.payload is Payload.MICROBATCH_RESULT:
+        return (Op.SEND, Op.RECV)
+    return (Op.SEND, Op.RECV, Op.WAIT_RECV)
 
 
 def _groups(keys: Ints) -> list[Ints]:

@@ -30,7 +30,6 @@ from pipec.ir.columns import (
 from pipec.ir.memory_figures import MEMORY_CATEGORIES
 from pipec.ir.text_format import value_bytes
 from pipec.programs.compute_segments import split_into_segments
-from pipec.programs.offload_intervals import next_computes
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
 _FREEING = {
@@ -173,13 +172,12 @@ class _Account:
             self.grow("running", updates, scratch, -scratch)
 
     def count_offloads(self) -> None:
-        """Offloaded values are on the host from the end of the compute after an offload to the prefetch."""
+        """Offloaded values are on the host alone from the wait for the offload to the prefetch."""
         for stage in self.own:
             if not (amount := self.stages[stage].offloaded):
                 continue
             offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
-            beside = self.numbers[next_computes(self.columns, offloads)]
-            self.grow("saved", np.searchsorted(self.numbers, beside, "right") - 1, 0.0, -amount)
+            self.grow("saved", self._at(Op.WAIT_OFFLOAD, stage), 0.0, -amount)
             self.grow("saved", prefetches, amount, 0.0)
             np.add.at(self.host, offloads, amount)
             np.add.at(self.host, prefetches + 1, -amount)
@@ -218,7 +216,8 @@ class _Account:
     def _sum_until(self, reductions: Ints, amount: float, stage: int, segment: int) -> None:
         """Sums that begin with the first gradients of a segment after each reduction.
 
-        Sums in which gradients are accumulated directly begin earlier.
+        Sums in which gradients are accumulated directly begin earlier. Other gradients of later microbatches
+        stay until they are accumulated, or until the next segment has made its own.
         """
         columns, of_stage = self.columns, self.columns.stages == stage
         of_segment = (columns.segments < 0) | (columns.segments == segment)
@@ -229,6 +228,10 @@ class _Account:
             amount * memory.accumulated_in_place / memory.gradients if memory.accumulated_in_place else 0.0
         )
         self.grow("gradients", made[first], early, amount - early)
+        later = np.delete(made, first)
+        accumulated = np.union1d(made, self._at(Op.ACCUMULATE, stage))
+        self.grow("gradients", later, 0.0, amount - early)
+        self.grow("gradients", accumulated[np.searchsorted(accumulated, later, "right")], 0.0, early - amount)
         self.grow("gradients", reductions[rounds[rounds < reductions.size]], 0.0, -amount)
 
     def count_messages(self) -> None:
@@ -301,12 +304,12 @@ class _Account:
             for number in sync_spec.buckets_of(stage) if sync_spec.shard else ():
                 bucket = sync_spec.buckets[number]
                 reduces = self._at(Op.REDUCE_GRAD, stage, number)
-                updates = self._at(Op.UPDATE, stage)
+                ends = self._at(Op.WAIT_REDUCE_GRAD, stage, number)
                 self.grow("in_transit", reduces, bucket.in_transit_bytes, 0.0)
-                self.grow("in_transit", reduces[1:], -bucket.in_transit_bytes, 0.0)
-                self.grow("gradients", reduces[:2], bucket.shard_bytes, 0.0)
-                self.grow("in_transit", updates[:1], -bucket.in_transit_bytes, 0.0)
-                self.grow("gradients", updates[:1], 0.0, -bucket.shard_bytes * min(reduces.size, 2))
+                self.grow("in_transit", ends, 0.0, -bucket.in_transit_bytes)
+                self.grow("gradients", reduces, bucket.shard_bytes, 0.0)
+                self.grow("gradients", ends[1:], 0.0, -bucket.shard_bytes)
+                self.grow("gradients", self._at(Op.UPDATE, stage)[:1], 0.0, -bucket.shard_bytes)
                 if sync_spec.reshards_after_use(bucket):
                     self.grow("in_transit", self._at(Op.UNSHARD, stage, number), bucket.unsharded_bytes, 0.0)
                     self.grow("in_transit", self._at(Op.RESHARD, stage, number), 0.0, -bucket.unsharded_bytes)

@@ -31,6 +31,7 @@ from pipec.programs.rules import (
     offload_rules,
     result_rules,
     sync_spec_rules,
+    wait_rules,
     weight_version_rules,
 )
 from pipec.programs.violation import Violation
@@ -127,6 +128,8 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     compute_rules.computes_in_order,
     message_rules.each_message_delivered_once,
     message_rules.each_value_received_once,
+    wait_rules.awaited_once,
+    wait_rules.accumulated_once,
     model_collective_rules.model_collectives_in_order,
     collective_rules.sync_complete,
     collective_rules.sync_in_order,

@@ -1,11 +1,12 @@
 """The time of a step explained: the waits of its events, the critical path, and memory over time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
@@ -15,7 +16,7 @@ from pipec.programs.offload_intervals import copy_dependencies
 from pipec.programs.rank_memory import rank_memory
 from pipec.programs.representative_replicas import as_in_full_step
 from pipec.timeline.events import Events, Timeline
-from pipec.timeline.simulate import awaited_collectives, collective_numbers
+from pipec.timeline.simulate import collective_numbers
 
 Curve = Sequence[tuple[float, float]]
 """Times, ascending, each with the amount from then on."""
@@ -106,12 +107,21 @@ def _needed(events: Events) -> Ints:
     """For each update the collective before it, for each compute the last collective or copy it needs."""
     update = events.instructions.ops == OP_CODE[Op.UPDATE]
     found = np.where(update, events.latest_before(events.is_collective), -1)
-    for needed, computes in awaited_collectives(events.instructions):
+    for needed, computes in _awaited_collectives(events.instructions):
         found[computes] = np.maximum(found, events.latest_before(needed))[computes]
     for reader, copy in zip(*map(np.ndarray.tolist, copy_dependencies(events.instructions)), strict=True):
         if found[reader] < 0 or events.ends[copy] > events.ends[found[reader]]:
             found[reader] = copy
     return found
+
+
+def _awaited_collectives(events: InstructionColumns) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
+    """Collectives, and the computes that read the last one of them before."""
+    gathers, joint = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.model_collectives >= 0)
+    for stage in np.unique(events.stages[gathers | joint]).tolist():
+        computes = events.is_compute & (events.stages == stage)
+        yield gathers & (events.stages == stage), computes
+        yield joint & (events.stages == stage), computes & (events.segments > 0)
 
 
 def _last_to_come(events: Events, previous: Ints) -> Ints:

@@ -3,10 +3,10 @@
 Planner, search and simulator share one model of time. Communication overlaps compute. A directed channel
 leads from a sending rank to a receiving rank and carries one message at a time. A message leaves when the
 program of its rank has reached the send and the channel has carried all earlier messages; it arrives after
-the seconds of its link. A compute starts when its rank is free and all its inputs have arrived. A collective
-overlaps compute, too, and starts when all its ranks have reached it and finished earlier collectives. Copies
-to and from host memory also overlap compute; a rank makes one at a time in each direction. An update occupies
-its rank, after the collectives before it have ended. docs/benchmarks.md compares this with measured steps.
+the seconds of its link. A compute starts when its rank is free. A collective overlaps compute, too, and
+starts when all its ranks have reached it and finished earlier collectives. Copies to and from host memory
+also overlap compute; a rank makes one at a time in each direction. An update occupies its rank. A wait holds
+its rank until what it is for has ended. docs/benchmarks.md compares this with measured steps.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,8 +26,7 @@ from pipec.ir.columns import (
     concatenate_instructions,
     with_shared_links,
 )
-from pipec.programs.message_readers import first_readers
-from pipec.programs.offload_intervals import copy_dependencies
+from pipec.programs.awaited_starts import awaited_starts
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.programs.representative_replicas import RepresentativeReplicas
 from pipec.programs.task_times import AVAILABLE_AT_START, NEVER_PRODUCED, Deadlock, TaskInputs, run_tasks
@@ -137,6 +136,10 @@ class _Step:
 
     A collective is an event on each of its ranks. Each has also a task without duration, numbered after the
     events: the arrival of the rank. The arrivals of one collective follow each other.
+
+    ``waits`` are the waits for messages, ``waiting_ranks`` their ranks, and ``after_waits`` the events that
+    follow. ``next_at_work[event]`` is the next event that occupies a rank, or itself. ``begins[event]`` is
+    the task with which it begins: of a collective, the arrival.
     """
 
     def __init__(self, programs: Sequence[InstructionColumns]) -> None:
@@ -145,12 +148,20 @@ class _Step:
         self.events = concatenate_instructions(
             [each.where(mask) for each, mask in zip(programs, timed, strict=True)]
         )
-        self.receives = concatenate_instructions(
-            [each.where(each.ops == OP_CODE[Op.RECV]) for each in programs]
+        counts = np.array([np.count_nonzero(mask) for mask in timed])
+        self.first_events = np.append(0, np.cumsum(counts)).astype(np.int32)
+        self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), counts)
+        awaited = [np.flatnonzero(each.ops == OP_CODE[Op.WAIT_RECV]) for each in programs]
+        self.waits = concatenate_instructions(
+            [each.taken(numbers) for each, numbers in zip(programs, awaited, strict=True)]
         )
-        received = [int((each.ops == OP_CODE[Op.RECV]).sum()) for each in programs]
-        self.receivers = np.repeat(np.arange(len(programs), dtype=np.int32), received)
-        self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [mask.sum() for mask in timed])
+        self.waiting_ranks = np.repeat(np.arange(len(programs)), [numbers.size for numbers in awaited])
+        self.after_waits = np.concatenate(
+            [
+                first + np.cumsum(mask, dtype=np.int32)[numbers]
+                for first, mask, numbers in zip(self.first_events, timed, awaited, strict=False)
+            ]
+        )
         self.is_compute = self.events.is_compute
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
         self.collectives = np.flatnonzero(self.events.is_collective)
@@ -158,6 +169,12 @@ class _Step:
         self.occupies_rank = self.is_compute | (self.events.ops == OP_CODE[Op.UPDATE])
         self.collective_numbers = collective_numbers(self.events, self.ranks, self.collectives)
         self._lay_out()
+        self.arrivals = self.tasks[len(self.events) :]
+        self.begins = self.tasks[: len(self.events)].copy()
+        self.begins[self.collectives] = self.arrivals
+        places = np.append(self.occupies_rank, True)
+        numbers = np.where(places, np.arange(places.size, dtype=np.int32), places.size)
+        self.next_at_work = np.minimum.accumulate(numbers[::-1])[::-1]
 
     @property
     def num_arrivals(self) -> int:
@@ -229,70 +246,75 @@ def _keys(events: InstructionColumns, which: Ints) -> list[list[int]]:
 
 
 def _reads(step: _Step) -> TaskInputs:
-    """The inputs of tasks: messages and collectives read the compute before them, computes their inputs."""
-    pairs = [_message_reads(step), *_collective_reads(step), *_copy_reads(step)]
+    """The inputs of tasks: what a rank starts reads the compute before, and what follows a wait its end."""
+    pairs = [*_start_reads(step), *_arrival_reads(step), *_wait_reads(step)]
     return TaskInputs(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
 
 
-def _message_reads(step: _Step) -> tuple[Ints, Ints]:
-    """A message reads the compute before its send, a compute the messages that it reads."""
-    events, receives, sends = step.events, step.receives, step.sends
-    tasks = np.append(step.tasks, np.int32(AVAILABLE_AT_START))
-    num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (events, receives)) + 1
-    sent = np.full((len(events.links), num_microbatches + len(step.programs)), NEVER_PRODUCED, np.int32)
+def _start_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
+    """A message and a copy read the work before them, a collective the last arrival of its ranks.
 
-    def columns(messages: InstructionColumns, targets: Ints) -> Ints:
-        once = messages.microbatches < 0
-        return np.where(once, num_microbatches + targets, messages.microbatches)
-
-    carried = events.where(events.ops == OP_CODE[Op.SEND])
-    sent[carried.link_numbers, columns(carried, carried.peers)] = tasks[sends]
-    computes = np.flatnonzero(step.is_compute)
-    readers = first_readers(events.where(step.is_compute), step.ranks[computes], receives, step.receivers)
-    read = readers >= 0
-    arriving = sent[receives.link_numbers, columns(receives, step.receivers)][read]
-    before = step.last_before(step.occupies_rank, sends)
-    return (
-        np.concatenate([tasks[sends], tasks[computes[readers[read]]]]),
-        np.concatenate([tasks[before], arriving]),
-    )
-
-
-def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
-    """An arrival reads the previous events of its rank, and a collective the last arrival of its ranks.
-
-    An update reads the collective before it. A compute reads the last gathering of its stage's parameters,
-    and a later segment the model collective before it.
+    A norm is awaited at once.
     """
     tasks, events, own = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), step.events, step.collectives
-    arrivals = step.tasks[len(events) :]
-    for mask in (step.occupies_rank, events.is_collective):
-        yield arrivals, tasks[step.last_before(mask, own)]
+    for started in (step.sends, *step.copies):
+        yield tasks[started], tasks[step.last_before(step.occupies_rank, started)]
     last = np.full(int(step.collective_numbers.max(initial=-1)) + 1, -1, np.int32)
-    np.maximum.at(last, step.collective_numbers, arrivals)
+    np.maximum.at(last, step.collective_numbers, step.arrivals)
     yield tasks[own], last[step.collective_numbers]
-    updates = np.flatnonzero(events.ops == OP_CODE[Op.UPDATE])
-    yield tasks[updates], tasks[step.last_before(events.is_collective, updates)]
-    for needed, readers in awaited_collectives(events):
-        computes = np.flatnonzero(readers)
-        yield tasks[computes], tasks[step.last_before(needed, computes)]
+    norms = own[events.ops[own] == OP_CODE[Op.GRAD_NORM]]
+    yield tasks[step.next_at_work[norms]], tasks[norms]
 
 
-def _copy_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
-    """A copy reads the compute before it, and a compute the copies that it waits for."""
-    tasks, copies = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), np.concatenate(step.copies)
-    yield tasks[copies], tasks[step.last_before(step.occupies_rank, copies)]
-    readers, read = copy_dependencies(step.events)
-    yield tasks[readers], tasks[read]
+def _arrival_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
+    """A rank arrives at a collective after its previous work, and after its previous collective."""
+    tasks = np.append(step.tasks, np.int32(AVAILABLE_AT_START))
+    for mask in (step.occupies_rank, step.events.is_collective):
+        yield step.arrivals, tasks[step.last_before(mask, step.collectives)]
 
 
-def awaited_collectives(events: InstructionColumns) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
-    """Collectives, and the computes that read the last one of them before."""
-    gathers, joint = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.model_collectives >= 0)
-    for stage in np.unique(events.stages[gathers | joint]).tolist():
-        computes = events.is_compute & (events.stages == stage)
-        yield gathers & (events.stages == stage), computes
-        yield joint & (events.stages == stage), computes & (events.segments > 0)
+def _wait_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
+    """The next work of a rank after a wait reads what is awaited; so does what it starts before that."""
+    for following, ranks, ended in (_message_waits(step), _other_waits(step)):
+        last = step.first_events[ranks + 1]
+        while following.size:
+            at_work = step.next_at_work[following]
+            found = at_work < last
+            yield step.begins[at_work[found]], ended[found]
+            between = following < np.minimum(at_work, last)
+            following, last, ended = following[between], last[between], ended[between]
+            yield step.begins[following], ended
+            following = following + 1
+
+
+def _message_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
+    """For each wait for a message the event that follows, its rank, and the task of the message."""
+    waits, ranks = step.waits, step.waiting_ranks
+    sends = step.events.where(step.events.ops == OP_CODE[Op.SEND])
+    num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (sends, waits)) + 1
+    sent = np.full((len(waits.links), num_microbatches + len(step.programs)), NEVER_PRODUCED, np.int32)
+
+    def columns(messages: InstructionColumns, targets: Ints) -> Ints:
+        return np.where(messages.microbatches < 0, num_microbatches + targets, messages.microbatches)
+
+    sent[sends.link_numbers, columns(sends, sends.peers)] = step.tasks[step.sends]
+    return step.after_waits, ranks, sent[waits.link_numbers, columns(waits, ranks)]
+
+
+def _other_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
+    """For each wait for a collective or a copy the event that follows, its rank, and the task it is for."""
+    following, ranks, ended = [_NONE], [_NONE], [_NONE]
+    for rank, columns in enumerate(step.programs):
+        waits, starts = awaited_starts(columns)
+        if waits.size:
+            numbers = step.first_events[rank] + np.cumsum(columns.is_timed) - 1
+            following.append(numbers[waits] + 1)
+            ranks.append(np.full(waits.size, rank))
+            ended.append(step.tasks[numbers[starts]])
+    return np.concatenate(following), np.concatenate(ranks), np.concatenate(ended)
+
+
+_NONE = np.empty(0, np.int32)
 
 
 def _explain(step: _Step, stuck: Ints) -> str:

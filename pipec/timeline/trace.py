@@ -1,10 +1,14 @@
 """Traces: the timelines of recorded steps, and the planned timeline to compare."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pipec.errors import InputError
-from pipec.ir import NO_SYNC, Instruction, Op, OpKind, Phase, Program, SyncSpec
+from pipec.ir import NO_SYNC, Op, Program, SyncSpec
+from pipec.ir.columns import with_shared_links
+from pipec.programs.awaited_starts import awaited_starts
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.timeline.events import Event, Timeline
 
@@ -31,54 +35,35 @@ class Trace:
 def measured_timeline(
     programs: Sequence[Program], timestamps: Mapping[int, Sequence[int]], sync_spec: SyncSpec = NO_SYNC
 ) -> Timeline:
-    """The timeline of a step from three timestamps per instruction, in ns: begun, inputs arrived, ended.
+    """The timeline of a step from two timestamps per instruction, in ns: begun and ended.
 
-    A compute, an update or a collective lasts from the arrival of its inputs; a collective until its rank
-    observed its end. The arrival of a message is only known when its reader has it, so it lasts until then;
-    a message that is read after the program lasts as long as its send.
+    A message, a collective or a copy ends at the latest when the wait for it has ended, and no earlier end is
+    known. A result, which is awaited after all computes, lasts as long as its send.
     """
     start = min(min(times) for times in timestamps.values())
     runs = {
-        program.rank: [
-            _Run(*(1e-9 * (time - start) for time in times)) for times in _triples(timestamps[program.rank])
-        ]
+        program.rank: np.array(timestamps[program.rank], np.int64).reshape(-1, 2) - start
         for program in programs
     }
+    columns = with_shared_links(programs)
+    for program, each in zip(programs, columns, strict=True):
+        waits, starts = awaited_starts(each)
+        runs[program.rank][starts, 1] = runs[program.rank][waits, 1]
     arrivals = {
-        (instruction.stage, instruction.microbatch, instruction.op.phase): run.arrived
+        (instruction.link, instruction.microbatch, instruction.peer, program.rank): int(ended)
         for program in programs
-        for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
-        if instruction.segment <= 0
+        for instruction, (_, ended) in zip(program.instructions, runs[program.rank], strict=True)
+        if instruction.op is Op.WAIT_RECV
     }
-    events = [
-        event
-        for program in programs
-        for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
-        for event in _events(program.rank, instruction, run, arrivals)
-    ]
+    events = []
+    for program in programs:
+        for instruction, (begun, ended) in zip(
+            program.instructions, runs[program.rank].tolist(), strict=True
+        ):
+            if not instruction.op.traits.timed:
+                continue
+            if instruction.link and not instruction.link.payload.is_result:
+                key = instruction.link, instruction.microbatch, program.rank, instruction.peer
+                ended = max(ended, arrivals.get(key, ended))
+            events.append(Event(program.rank, instruction, 1e-9 * begun, 1e-9 * ended))
     return Timeline(tuple(events), tuple(map(peak_in_flight, programs)), sync_spec=sync_spec)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Seconds since the first instruction of the step began."""
-
-    begun: float
-    arrived: float
-    ended: float
-
-
-def _triples(timestamps: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (timestamps[at : at + 3] for at in range(0, len(timestamps), 3))
-
-
-def _events(
-    rank: int, instruction: Instruction, run: _Run, arrivals: Mapping[tuple[int, int, Phase | None], float]
-) -> Iterator[Event]:
-    kind = instruction.op.traits.kind
-    if kind in (OpKind.COMPUTE, OpKind.UPDATE, OpKind.COLLECTIVE, OpKind.COPY):
-        yield Event(rank, instruction, run.arrived, run.ended)
-    elif instruction.op is Op.SEND and (link := instruction.link):
-        readers = [(link.target, instruction.microbatch, phase) for phase in link.payload.readers]
-        arrived = [arrivals[reader] for reader in readers if reader in arrivals]
-        yield Event(rank, instruction, run.begun, max([run.ended, *arrived]))

@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipec.ir import GRADIENT_PHASES, Instruction, Link, Op, Payload, stages_on
+from pipec.ir import WAIT_OF, Instruction, Link, Op, Payload, stages_on
 from pipec.ir.columns import OP_CODE, OPS
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_index import ProgramIndex
+from pipec.programs.routes import DeliveredMessages
 from pipec.programs.rules import weight_version_rules
 from pipec.programs.violation import Violation
 
 _SYNC_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
-_GRADIENT_OPS = tuple(map(Op, GRADIENT_PHASES))
 _READ_GRADIENTS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 _AFTER = {
-    Op.GRAD_NORM: (Op.REDUCE_GRAD,),
-    Op.UPDATE: (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.AVERAGE_BUFFERS),
+    Op.GRAD_NORM: (Op.WAIT_REDUCE_GRAD,),
+    Op.UPDATE: (Op.WAIT_REDUCE_GRAD, Op.GRAD_NORM, Op.AVERAGE_BUFFERS),
     Op.UNSHARD: (Op.UPDATE,),
 }
 """The ops that must end before an op of the same stage starts."""
@@ -92,7 +92,8 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
                 keys[CollectiveKey(Op.UNSHARD, stage, number)] = 1
     if sync_spec.has_grad_norm:
         keys[CollectiveKey(Op.GRAD_NORM)] = 1
-    return keys
+    waits = {key._replace(op=WAIT_OF[key.op]): often for key, often in keys.items() if key.op in WAIT_OF}
+    return keys | waits
 
 
 def names_of(link: Link) -> set[str]:
@@ -158,10 +159,10 @@ def _before(
         yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
     if key.op in _READ_GRADIENTS:
         for stage in stages:
-            yield f"the last backward of stage {stage}", _last_gradient(step, rank, stage, key)
+            yield f"the last gradients of stage {stage}", _last_gradient(step, rank, stage, key)
         for each in step.deliveries:
             if each.route.target == rank and _delivers_gradient(step, each.route.link, key, stages):
-                yield "the gradients that another stage sends back", int(each.receives[0])
+                yield "the gradients that another stage sends back", _added(step, each)
     sync_spec = step.plan.sync_spec
     if key.op is Op.UNSHARD and sync_spec.reshards_after_use(sync_spec.buckets[key.bucket]):
         return
@@ -184,16 +185,24 @@ def _last(step: ProgramIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
 
 
 def _last_gradient(step: ProgramIndex, rank: int, stage: int, key: CollectiveKey) -> int:
-    """The number of the last compute of a stage that makes gradients which an instruction reads, or -1.
+    """The number of the last accumulation of gradients of a stage that an instruction reads, or -1.
 
     Segments after the one that completes a bucket make no gradients of that bucket.
     """
-    bucket = step.plan.sync_spec.buckets[key.bucket] if key.op is Op.REDUCE_GRAD else None
-    if bucket is None or bucket.is_tied:
-        return _last(step, rank, stage, _GRADIENT_OPS)
     columns = step.columns[rank]
-    makes = np.isin(columns.ops, [OP_CODE[op] for op in _GRADIENT_OPS]) & (columns.stages == stage)
-    return int(np.flatnonzero(makes & (columns.segments <= bucket.segment)).max(initial=-1))
+    added = (columns.ops == OP_CODE[Op.ACCUMULATE]) & (columns.stages == stage) & (columns.microbatches >= 0)
+    if key.op is Op.REDUCE_GRAD and not (bucket := step.plan.sync_spec.buckets[key.bucket]).is_tied:
+        added &= columns.segments <= bucket.segment
+    return int(np.flatnonzero(added).max(initial=-1))
+
+
+def _added(step: ProgramIndex, message: DeliveredMessages) -> int:
+    """The number of the instruction that adds the gradients of a tied weight: a move, or an accumulation."""
+    route, columns = message.route, step.columns[message.route.target]
+    if not route.crosses_ranks:
+        return int(message.sends[0])
+    added = (columns.ops == OP_CODE[Op.ACCUMULATE]) & (columns.link_numbers == route.number)
+    return int(np.flatnonzero(added & (columns.peers == route.source)).max(initial=-1))
 
 
 def _computes_while_gathered(
@@ -201,7 +210,7 @@ def _computes_while_gathered(
 ) -> Iterator[Violation]:
     columns = step.columns[rank]
     computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
-    gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.UNSHARD, Op.RESHARD))
+    gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.WAIT_UNSHARD, Op.RESHARD))
     available = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
     for number in computes[~available].tolist()[:1]:
         message = f"{columns[number].op} of stage {key.stage} runs while bucket {key.bucket} is not gathered"

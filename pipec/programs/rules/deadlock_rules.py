@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir.columns import Ints
-from pipec.programs.collective_waits import collective_waits, tied_gradient_waits
+from pipec.programs.collective_waits import collective_waits
 from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import DeliveredMessages
@@ -22,7 +22,7 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     rank 1: ... send b to rank 0, recv a from rank 0
     """
     collectives = collective_waits(step)
-    others = _together([tied_gradient_waits(step), collectives.waits, result_waits(step)])
+    others = _together([collectives.waits, result_waits(step)])
     if (
         not others.ranks.size
         and step.computes
@@ -42,15 +42,16 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def _waits(deliveries: Sequence[DeliveredMessages]) -> WaitEdges:
-    """A send waits for its receive, and a reader of a message for its send."""
+    """A send waits for its receive, and a wait for the send of its message."""
     parts: dict[int, list[tuple[Ints, ...]]] = defaultdict(list)
     for each in deliveries:
         if each.route.crosses_ranks:
             source = np.full_like(each.sends, each.route.source)
             target = np.full_like(each.sends, each.route.target)
             parts[each.route.source].append((source, each.sends, target, each.receives))
-            read = each.reads >= 0
-            parts[each.route.target].append((target[read], each.reads[read], source[read], each.sends[read]))
+            awaited = each.waits >= 0
+            columns = target, each.waits, source, each.sends
+            parts[each.route.target].append(tuple(column[awaited] for column in columns))
     by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
     return WaitEdges(*map(_concatenated, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
 

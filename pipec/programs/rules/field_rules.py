@@ -1,10 +1,11 @@
 """The rules for the fields of one instruction: each fits the plan, from the stage to the segment."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from pipec.ir import Instruction, OpKind, Payload, count_ranks, rank_of, stages_on
+from pipec.ir import Instruction, Op, OpKind, Payload, count_ranks, rank_of, stages_on
 from pipec.ir.columns import OPS, InstructionColumns, Ints, is_constant
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex
@@ -21,6 +22,8 @@ from pipec.programs.violation import Violation
 def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     """Faults in the fields of an instruction."""
     traits = instruction.op.traits
+    if instruction.op is Op.ACCUMULATE and instruction.link:
+        return _tied_gradient_misfits(step, rank, instruction)
     if traits.carries_link:
         return _transfer_misfits(step, rank, instruction)
     if traits.per_microbatch:
@@ -94,12 +97,14 @@ def _compute_misfits(step: ProgramIndex, rank: int, instruction: Instruction) ->
         yield f"{op} names microbatch {microbatch}; expected 0 to {step.plan.num_microbatches - 1}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
         yield f"{op} carries a link, peer, slot or bucket; expected none"
-    if op.traits.kind is OpKind.COLLECTIVE:
+    if (op.traits.awaits or op).traits.kind is OpKind.COLLECTIVE:
         yield from model_collective_rules.violations(step, instruction)
         return
     if instruction.model_collective != -1:
         yield f"{op} names model collective {instruction.model_collective}; expected none"
-    num_segments = step.num_segments(op, stage) if instruction.op.traits.kind is OpKind.COMPUTE else 1
+    if op is Op.ACCUMULATE:
+        return
+    num_segments = step.num_segments(op, stage) if op.traits.kind is OpKind.COMPUTE else 1
     if instruction.segment != -1 and (num_segments == 1 or not 0 <= instruction.segment < num_segments):
         expected = f"0 to {num_segments - 1}, or none for all of them" if num_segments > 1 else "none"
         yield f"{op} names segment {instruction.segment}; expected {expected}"
@@ -121,13 +126,14 @@ def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -
     else:
         ways = rank_pairs(link, step.plan.placement, step.plan.num_microbatches)
     peer = instruction.peer if traits.has_peer else rank
-    start, end = (peer, rank) if traits.kind is OpKind.RECEIVE else (rank, peer)
+    receives = op in (Op.RECV, Op.WAIT_RECV)
+    start, end = (peer, rank) if receives else (rank, peer)
     if (start, end) not in ways:
         expected = " or ".join(f"{one} to {other}" for one, other in ways)
         yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from rank {expected}"
     if traits.has_peer == (start == end) or traits.has_peer == (instruction.peer == -1):
         yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
-    stage = link.target if traits.fills_slot else link.source
+    stage = link.target if receives or op is Op.MOVE else link.source
     if instruction.stage != stage:
         yield f"{op} of {format_link(link)} names stage {instruction.stage}; expected {stage}"
     if instruction.microbatch not in step.microbatches(link):
@@ -138,6 +144,14 @@ def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -
             yield f"{op} names {word} {number}; expected none"
     if (instruction.slot >= 0) != (traits.fills_slot and link.payload.feeds_compute):
         yield f"{op} names slot {instruction.slot}; only messages of a microbatch have a slot, others -1"
+
+
+def _tied_gradient_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """Faults in the accumulation of gradients that another rank has sent: its receive would have none."""
+    received = replace(instruction, op=Op.RECV)
+    if instruction.link and instruction.link.payload is not Payload.WEIGHT_GRADIENT:
+        yield f"accumulate carries {format_link(instruction.link)}; expected gradients of a tied weight"
+    yield from _transfer_misfits(step, rank, received)
 
 
 def fits_plan(step: ProgramIndex) -> Iterator[Violation]:

@@ -75,15 +75,20 @@ def sent_after_made(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
-    """Every receive is posted, and every move done, before the compute that reads it. Refused::
+    """Every receive is posted, then awaited, and then read; a move is done before it is read. Refused::
 
-    rank 1: forward stage 1 mb 0, recv mb 0 from rank 0
+    rank 1: recv mb 0 from rank 0, forward stage 1 mb 0, wait_recv mb 0 from rank 0
     """
     for each in step.deliveries:
-        for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
+        for wrong in np.flatnonzero(each.waits < each.receives).tolist()[:1]:
+            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+            site = each.route.target, int(each.waits[wrong])
+            yield Violation(site, f"awaits {name}, which is received only at {each.receives[wrong]}")
+        for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.waits)).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.target, int(each.reads[wrong])
-            yield Violation(site, f"reads {name}, which is received only at {each.receives[wrong]}")
+            way = "awaited" if each.route.crosses_ranks else "moved"
+            yield Violation(site, f"reads {name}, which is {way} only at {each.waits[wrong]}")
 
 
 def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipec.ir import Instruction, ModelCollective, Op, Phase, rank_of
+from pipec.ir import WAIT_OF, Instruction, ModelCollective, Op, Phase, rank_of
 from pipec.ir.columns import OP_CODE, Ints
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.violation import Violation
@@ -12,7 +12,8 @@ from pipec.programs.violation import Violation
 
 def violations(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:
     """Faults in the fields of a model collective, except its stage and its microbatch."""
-    op, stage, number = instruction.op, instruction.stage, instruction.model_collective
+    stage, number = instruction.stage, instruction.model_collective
+    op = instruction.op.traits.awaits or instruction.op
     model_collectives = step.model_collectives.get(stage, ())
     if not 0 <= number < len(model_collectives) or model_collectives[number].op is not op:
         some = (
@@ -30,7 +31,7 @@ def violations(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:
 def model_collectives_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """Each runs once per microbatch, between the segments that make its value and read its result. Refused::
 
-    forward mb 0 segment 0, forward mb 0 segment 1, all_reduce mb 0 model collective 0
+    forward mb 0 segment 0, all_reduce mb 0 model collective 0, forward mb 0 segment 1, wait_all_reduce mb 0
     """
     for stage, model_collectives in step.model_collectives.items():
         for number, model_collective in enumerate(model_collectives):
@@ -45,7 +46,8 @@ def model_collectives_in_order(step: ProgramIndex) -> Iterator[Violation]:
 def _once_between(
     step: ProgramIndex, stage: int, number: int, model_collective: ModelCollective, made: Ints, read: Ints
 ) -> Iterator[Violation]:
-    numbers, counts = _of_collective(step, stage, number)
+    numbers, counts = _of_collective(step, stage, number, model_collective.op)
+    awaited, _ = _of_collective(step, stage, number, WAIT_OF[model_collective.op])
     what = f"{model_collective.op} of stage {stage}, model collective {number}"
     for microbatch in np.flatnonzero(counts != 1).tolist()[:1]:
         rank = rank_of(step.plan.placement, stage, microbatch)
@@ -60,20 +62,21 @@ def _once_between(
         yield Violation(
             site, f"{message}; expected segments, with {what} before segment {model_collective.segment}"
         )
-    for microbatch in np.flatnonzero((numbers < made) | (numbers > read)).tolist()[:1]:
+    for microbatch in np.flatnonzero((numbers < made) | (awaited > read)).tolist()[:1]:
         site = rank_of(step.plan.placement, stage, microbatch), int(numbers[microbatch])
         before = f"segment {model_collective.segment - 1} of the {model_collective.phase}"
         between = f"{before} at {made[microbatch]} and the next at"
-        message = f"{what}, microbatch {microbatch} is not between {between} {read[microbatch]}"
+        message = f"{what}, microbatch {microbatch} does not run between {between} {read[microbatch]}"
         yield Violation(site, message)
 
 
-def _of_collective(step: ProgramIndex, stage: int, number: int) -> tuple[Ints, Ints]:
+def _of_collective(step: ProgramIndex, stage: int, number: int, op: Op) -> tuple[Ints, Ints]:
     """By microbatch, the number of the last instruction of a model collective, or -1, and their count."""
     numbers = np.full(step.plan.num_microbatches, -1, np.int32)
     counts = np.zeros(step.plan.num_microbatches, np.int32)
     for columns in step.columns:
-        own = np.flatnonzero((columns.model_collectives == number) & (columns.stages == stage))
+        of_op = (columns.ops == OP_CODE[op]) & (columns.stages == stage)
+        own = np.flatnonzero(of_op & (columns.model_collectives == number))
         numbers[columns.microbatches[own]] = own
         np.add.at(counts, columns.microbatches[own], 1)
     return numbers, counts

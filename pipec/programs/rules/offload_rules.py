@@ -6,7 +6,6 @@ import numpy as np
 
 from pipec.ir import Op, rank_of
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
-from pipec.programs.offload_intervals import next_computes
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.violation import Violation
 
@@ -16,10 +15,10 @@ _READERS = [OP_CODE[op] for op in (Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)
 def offloads_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """A microbatch is offloaded at most once, after its forward, and is not read while it is on the host.
 
-    The device frees it after the compute that follows the offload. So the prefetch comes after that compute,
-    and the first reader after the prefetch. Refused::
+    The wait for the offload frees it on the device. So the prefetch comes after that wait, and the first
+    reader after the wait for the prefetch. Refused::
 
-        forward stage 0 mb 0, offload stage 0 mb 0, forward stage 0 mb 1, backward stage 0 mb 0, prefetch ...
+        offload stage 0 mb 0, wait_offload stage 0 mb 0, prefetch stage 0 mb 0, backward stage 0 mb 0, ...
     """
     for rank, columns in enumerate(step.columns):
         if columns.is_copy.any():
@@ -40,12 +39,12 @@ def _only_once(step: ProgramIndex, rank: int, columns: InstructionColumns, op: O
 
 
 def _in_order(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Iterator[Violation]:
-    offloads, prefetches = _those(columns, Op.OFFLOAD), _those(columns, Op.PREFETCH)
-    back = dict(zip(_keys(step, columns, prefetches).tolist(), prefetches.tolist(), strict=True))
-    gone = next_computes(columns, offloads)
+    offloads = _those(columns, Op.OFFLOAD)
+    back = _by_key(step, columns, Op.PREFETCH)
+    over, there = _by_key(step, columns, Op.WAIT_OFFLOAD), _by_key(step, columns, Op.WAIT_PREFETCH)
     made = step.numbers[OP_CODE[Op.FORWARD], columns.stages[offloads], columns.microbatches[offloads]]
     keys = _keys(step, columns, offloads).tolist()
-    for key, number, over, forward in zip(keys, offloads.tolist(), gone.tolist(), made.tolist(), strict=True):
+    for key, number, forward in zip(keys, offloads.tolist(), made.tolist(), strict=True):
         stage, microbatch = divmod(key, step.plan.num_microbatches)
         where = f"of stage {stage}, microbatch {microbatch}"
         returns = back.pop(key, -1)
@@ -55,11 +54,10 @@ def _in_order(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Ite
             yield Violation(
                 (rank, number), f"offload {where} has no prefetch; expected one before it is read"
             )
-        elif returns < over:
-            message = f"prefetch {where} runs before the compute at {over}, with which its offload is over"
-            yield Violation((rank, returns), message)
+        elif returns < over[key]:
+            yield Violation((rank, returns), f"prefetch {where} runs before its wait_offload at {over[key]}")
         else:
-            yield from _reads_what_is_there(step, stage, microbatch, number, returns)
+            yield from _reads_what_is_there(step, stage, microbatch, number, there[key])
     for key, number in back.items():
         stage, microbatch = divmod(key, step.plan.num_microbatches)
         where = f"of stage {stage}, microbatch {microbatch}"
@@ -75,6 +73,12 @@ def _reads_what_is_there(
         what = f"what stage {stage} saved for microbatch {microbatch}"
         message = f"reads {what}, which is away from its offload at {offloaded} to {returned}"
         yield Violation((rank, number), f"{step.columns[rank][number].op} {message}")
+
+
+def _by_key(step: ProgramIndex, columns: InstructionColumns, op: Op) -> dict[int, int]:
+    """The number of each instruction of an op, by its stage and microbatch."""
+    own = _those(columns, op)
+    return dict(zip(_keys(step, columns, own).tolist(), own.tolist(), strict=True))
 
 
 def _those(columns: InstructionColumns, op: Op) -> Ints:

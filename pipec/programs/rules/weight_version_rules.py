@@ -24,7 +24,7 @@ from pipec.ir.columns import OP_CODE
 from pipec.programs.program_index import COMPUTES, ProgramIndex
 from pipec.programs.violation import Violation
 
-OPS = (Op.REDUCE_GRAD, Op.UPDATE)
+OPS = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.UPDATE)
 """The ops at the end of each round."""
 
 
@@ -36,7 +36,7 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
         yield f"{op} names stage {stage}, microbatch {microbatch}; expected {expected}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.segment == -1:
         yield f"{op} carries a link, peer, slot or segment; expected none"
-    buckets = step.plan.sync_spec.buckets_of(stage) if op is Op.REDUCE_GRAD else [-1]
+    buckets = step.plan.sync_spec.buckets_of(stage) if op is not Op.UPDATE else [-1]
     if instruction.bucket not in buckets:
         some = ", ".join(map(str, buckets)) or "none, as the stage has no replicas"
         yield f"{op} of stage {stage} names bucket {instruction.bucket}; expected {some}"
@@ -95,7 +95,11 @@ def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) ->
     columns, count = step.columns[rank], -(-step.plan.num_microbatches // size)
     for op, bucket in [
         (Op.UPDATE, -1),
-        *((Op.REDUCE_GRAD, each) for each in step.plan.sync_spec.buckets_of(stage)),
+        *(
+            (op, k)
+            for k in step.plan.sync_spec.buckets_of(stage)
+            for op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)
+        ),
     ]:
         numbers = _numbers(step, rank, stage, op, bucket)
         what = (
@@ -119,8 +123,9 @@ def _wrong_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> It
     updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.plan.sync_spec.buckets_of(stage)
     for bucket in buckets:
         sums = _numbers(step, rank, stage, Op.REDUCE_GRAD, bucket)
+        ends = _numbers(step, rank, stage, Op.WAIT_REDUCE_GRAD, bucket)
         yield from _uses_others(step, rank, stage, size, sums)
-        for version, (summed, updated) in enumerate(zip(sums, updates, strict=True), start=1):
+        for version, (summed, updated) in enumerate(zip(ends, updates, strict=True), start=1):
             if updated < summed:
                 what = f"version {version} of stage {stage} is made before bucket {bucket} is summed"
                 yield Violation((rank, updated), f"{what} for it at {summed}")

@@ -92,7 +92,7 @@ class BucketShard:
 
         The gradients of a replica without a microbatch in a round are None.
         """
-        self.finish_reduce()
+        assert self._summing is None, "a reduction is awaited before the next one"
         size = self.sharding.width * self.sharding.num_replicas
         flat = self._own.new_empty(size, dtype=self._reduced_as)
         for name, view in views(self.sharding, self._like, flat).items():

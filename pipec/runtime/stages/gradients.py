@@ -46,7 +46,7 @@ class GradientAccumulator:
         self._defers = defers
         self._factor = 1.0
         self._totals: list[Tensor | None] = []
-        self._waiting: list[Tensor | RowSparseGradient | None] = []
+        self._kept: list[Tensor | RowSparseGradient | None] = []
         self._homes: dict[int, GradientStorage] = {}
 
     def accumulate_in(self, home: GradientStorage, indices: Iterable[int]) -> None:
@@ -60,7 +60,7 @@ class GradientAccumulator:
 
     def begin_step(self, factor: float = 1.0) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
-        self._factor, self._waiting = factor, []
+        self._factor, self._kept = factor, []
         self._totals = [
             None if index in self._separate else parameter.grad
             for index, parameter in enumerate(self._parameters)
@@ -75,25 +75,22 @@ class GradientAccumulator:
 
     def forget_step(self) -> None:
         """Drop references to gradients, so that setting ``.grad`` to None frees them."""
-        self._totals, self._waiting = [], []
+        self._totals, self._kept = [], []
         for home in set(self._homes.values()):
             home.forget_step()
 
-    def add(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
-        """Add one microbatch's gradients, aligned with ``parameters``; None means no gradient.
+    def keep(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
+        """Keep a microbatch's gradients for ``accumulate``; those of an earlier segment are added now.
 
-        A parameter's first gradient is removed from the list, so that its memory can become the total.
+        They are aligned with ``parameters``; None means no gradient. The first gradient of a parameter is
+        removed from the list when it is added, so that its memory can become the sum.
         """
-        self._add(gradients, self._factor)
+        self.accumulate()
+        self._kept = gradients
 
-    def add_deferred(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
-        """Add these gradients at the next ``flush_deferred``, before sums are read."""
-        self.flush_deferred()
-        self._waiting = gradients
-
-    def flush_deferred(self) -> None:
-        """Add the deferred gradients."""
-        gradients, self._waiting = self._waiting, []
+    def accumulate(self) -> None:
+        """Add the gradients that were kept."""
+        gradients, self._kept = self._kept, []
         if gradients:
             self._add(gradients, self._factor)
 

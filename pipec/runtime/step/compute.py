@@ -19,19 +19,18 @@ def bind_function(
     microbatch: int,
     fetch_arguments: FetchArguments,
     results: ResultCollector,
-    sends_first: bool = False,
 ) -> Action:
     """The action that calls a function of ``stage`` on ``microbatch`` with what ``fetch_arguments`` returns.
 
-    ``is_last`` tells the last function of ``phase`` from those that save something for the next one. If it
-    ``sends_first``, somebody else lets the stage add the gradients, when what others wait for has been sent.
+    ``is_last`` tells the last function of ``phase`` from those that save something for the next one. The
+    stage keeps gradients until they are accumulated.
 
     Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then
     holds them, and ``GradientAccumulator`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
     function = stage.function(name, phase, microbatch)
-    add = stage.gradients.add_deferred if sends_first else stage.gradients.add
+    keep = stage.gradients.keep
 
     def forward() -> None:
         sent, saved, updates = function(*fetch_arguments())
@@ -45,20 +44,20 @@ def bind_function(
     def backward() -> None:
         sent, gradients = function(*fetch_arguments())
         frame.update(sent)
-        add(gradients := [*gradients])
+        keep([*gradients])
 
     def backward_input() -> None:
         sent, saved, gradients = function(*fetch_arguments())
         frame.update(sent, saved=saved)
-        add(gradients := [*gradients])
+        keep([*gradients])
 
     def backward_weight() -> None:
         gradients = function(*fetch_arguments())
-        add(gradients := [*gradients])
+        keep([*gradients])
 
     def part_of_backward_weight() -> None:
         frame["saved"], gradients = function(*fetch_arguments())
-        add(gradients := [*gradients])
+        keep([*gradients])
 
     actions = {
         Phase.FORWARD: forward,

@@ -32,7 +32,10 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 
 log = logging.getLogger("pipec")
 
-_OF_THE_END = (Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.GRAD_NORM, Op.UPDATE)
+_OF_THE_END = (
+    *(Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.WAIT_AVERAGE_BUFFERS),
+    *(Op.GRAD_NORM, Op.UPDATE),
+)
 """Instructions with lasting effects, which a dry run leaves out."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipec.ir import Mode, OpKind, Payload, Plan, Program, Value
+from pipec.ir import Mode, Payload, Plan, Program, Value
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter
 from pipec.runtime.messages.cuda import current_device
@@ -72,16 +72,21 @@ class Interpreter:
         self._update_state = UpdateState(updates)
         loss = loss_of(plan)
         self._rank = RankState(
-            *(program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss),
-            *(clock_of(device), self._update_state),
+            *(
+                program.rank,
+                plan,
+                self._stages,
+                self._results,
+                {},
+                [],
+                {},
+                transport,
+                loss,
+                self._update_state,
+            )
         )
+        self._clock = clock_of(device)
         self._linked = link(program, self._rank)
-        self._instructions = [each.instruction for each in self._linked]
-        self._collectives = [
-            position
-            for position, instruction in enumerate(self._instructions[: len(program.instructions)])
-            if instruction.op.traits.kind is OpKind.COLLECTIVE
-        ]
         self._closing = [transport.finish, self._end_step]
         self._actions = [*(each.action for each in self._linked), *self._closing]
 
@@ -188,18 +193,14 @@ class Interpreter:
             action()
 
     def _execute_and_stamp(self, actions: Sequence[Action], timestamps: Timestamps) -> None:
-        clock, marks = self._rank.clock, list[Moment]()
-        num_instructions = len(self._program.instructions)
-        self._rank.over.clear()
+        clock, marks = self._clock, list[Moment]()
         with clock.recording():
             for position, action in enumerate(actions):
                 self.position = position
-                clock.arrived = start = clock.now()
+                begun = clock.now()
                 action()
-                if position < num_instructions:
-                    marks += (start, clock.arrived, clock.now())
-            for number, over in self._rank.over.items():
-                marks[3 * self._collectives[number] + 2] = over
+                if position < len(self._linked):
+                    marks += (begun, clock.now())
             timestamps += clock.times(marks)
 
     def _execute_and_measure(self, actions: Sequence[Action], meter: MemoryMeter) -> None:
@@ -276,13 +277,10 @@ class Interpreter:
         rank = f"rank {self._program.rank}"
         if self.position < 0:
             return f"{rank}, preparing the step: {problem}"
-        if self.position >= len(self._instructions):
+        if self.position >= len(self._linked):
             return f"{rank}, finishing the step: {problem}"
-        instruction = self._instructions[self.position]
-        # A message that is awaited only when the program is over counts as its receive instruction.
-        return failure_message(
-            self._program, self._program.instructions.index(instruction), instruction, problem
-        )
+        instruction = self._program.instructions[self.position]
+        return failure_message(self._program, self.position, instruction, problem)
 
 
 def bind_stages(

@@ -1,18 +1,13 @@
 """Linking: every instruction of a program becomes an action, a call without arguments.
 
-The linker walks the program once. For each stage and microbatch it keeps track of the named values that are
-present or on their way. It refuses a compute that asks for a name nothing provides. The first reader of a
-value that is still on its way waits for it, and the last reader of a value drops it.
-
-Gradients are sent to the previous stage first, then accumulated: the other rank is waiting::
-
-    backward, add    send    free        ->        backward    send    add, free
+The linker walks the program once, and looks up each op in a table. For each stage and microbatch it keeps
+track of the named values that are present. It refuses a compute that asks for a name nothing provides. The
+last reader of a value drops it.
 """
 
 import functools
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -20,16 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, Op, OpKind, Payload, Phase, Program
+from pipec.ir import Instruction, Link, ModelCollective, Op, Payload, Phase, Program
 from pipec.runtime.messages.transport import Receiver
 from pipec.runtime.stages.bound_stage import Frame, parameter_names
 from pipec.runtime.stages.model_collectives import RunningCollective
 from pipec.runtime.step.compute import Action, FetchArguments, bind_function
 from pipec.runtime.step.linked_instruction import LinkedInstruction, in_sequence
-from pipec.runtime.step.rank_state import PendingValue, RankState
+from pipec.runtime.step.rank_state import RankState
 from pipec.runtime.step.step_results import StepResults
 from pipec.runtime.step.stream_results import StreamResults
-from pipec.runtime.step.sync_linker import SyncLinker
+from pipec.runtime.step.sync_linker import StartAndEnd, SyncLinker
 
 ValueReader = Callable[[], Sequence[Any]]
 OutputWriter = Callable[[Sequence[Tensor]], None]
@@ -42,92 +37,77 @@ _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 def link(program: Program, rank: RankState) -> list[LinkedInstruction]:
     """The actions of a step in order.
 
-    After the program's own come those that take in what is awaited only when the program is over: weight
-    gradients, and other ranks' results.
-
     Raises:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
-    linker, linked, settle = Linker(rank), list[LinkedInstruction](), list[Action]()
-    for instruction, behind in itertools.zip_longest(program.instructions, program.instructions[1:]):
-        made = linker.link(instruction, _sends_to_compute(behind))
-        if settle and not _sends_to_compute(instruction):
-            made = made.after(settle.pop())
-        if _makes_gradients(instruction) and _sends_to_compute(behind):
-            settle.append(rank.stages[instruction.stage].gradients.flush_deferred)
-        linked.append(made)
-    linker.finish()
-    return linked + [LinkedInstruction(program.instructions[-1], each) for each in settle] + linker.closing
-
-
-def _sends_to_compute(instruction: Instruction | None) -> bool:
-    """Whether an instruction sends what a compute of another rank waits for."""
-    if instruction is None or instruction.op is not Op.SEND:
-        return False
-    return _link_of(instruction).payload.feeds_compute
-
-
-def _makes_gradients(instruction: Instruction) -> bool:
-    phase = instruction.op.phase
-    return phase is not None and phase not in (Phase.FORWARD, Phase.RECOMPUTE)
+    linker = Linker(rank)
+    return [linker.link(instruction) for instruction in program.instructions]
 
 
 class Linker:
     """Makes the actions of a program's instructions, one after the other."""
 
     def __init__(self, rank: RankState) -> None:
-        self.closing: list[LinkedInstruction] = []
         self._rank = rank
         variables = {variable.name for variable in rank.plan.variables}
         self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
         self._inputs = {"batch_fraction", "first_row", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.batch_counts}
-        self._present: dict[tuple[int, int], dict[str, PendingValue]] = defaultdict(dict)
+        self._present: dict[tuple[int, int], set[str]] = defaultdict(set)
         self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
-        self._tied_weights: dict[int, dict[str, PendingValue]] = defaultdict(dict)
-        self._leaving: list[Action] = []
-        self._sync_linker = SyncLinker(rank)
+        self._tied_weights: dict[int, set[str]] = defaultdict(set)
+        self._ends: dict[object, Action] = {}
+        self._received: dict[tuple[int, int], Sequence[Tensor]] = {}
+        sync = SyncLinker(rank)
+        self._calls: Mapping[Op, Callable[[Instruction], Action]] = {
+            Op.RECV: self._receive,
+            Op.SEND: self._send,
+            Op.MOVE: self._move,
+            Op.ACCUMULATE: self._accumulate,
+            Op.FREE: self._free,
+            Op.OFFLOAD: self._offload,
+            Op.PREFETCH: self._prefetch,
+            **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
+            **dict.fromkeys(map(Op, Phase), self._compute),
+            **{op: functools.partial(self._started, make) for op, make in sync.starts.items()},
+            **sync.calls,
+        }
 
-    def link(self, instruction: Instruction, sends_first: bool = False) -> LinkedInstruction:
-        """With ``sends_first``, somebody else lets a compute's stage add its gradients."""
-        if instruction.op.traits.kind is OpKind.COMPUTE:
-            return self._compute(instruction, sends_first)
-        return LinkedInstruction(instruction, self._action(instruction), self._microbatches(instruction))
+    def link(self, instruction: Instruction) -> LinkedInstruction:
+        op = instruction.op
+        action = self._wait(instruction) if op.traits.awaits else self._calls[op](instruction)
+        return LinkedInstruction(instruction, action, self._microbatches(instruction))
 
-    def _action(self, instruction: Instruction) -> Action:
-        match instruction.op:
-            case Op.RECV:
-                return self._receive(instruction)
-            case Op.SEND:
-                return self._send(instruction)
-            case Op.MOVE:
-                return self._move(instruction)
-            case Op.FREE:
-                return self._free(instruction)
-            case Op.OFFLOAD:
-                return self._offload(instruction)
-            case Op.PREFETCH:
-                return self._prefetch(instruction)
-        if instruction.model_collective >= 0:
-            return self._start_model_collective(instruction)
-        return self._sync_linker.link(instruction)
+    def _started(self, make: Callable[[Instruction], StartAndEnd], instruction: Instruction) -> Action:
+        """The action that starts something; another one waits for its end."""
+        start, self._ends[_key(instruction)] = make(instruction)
+        return start
+
+    def _wait(self, instruction: Instruction) -> Action:
+        """Wait for what an instruction before has started. Its values are present then."""
+        link, key = instruction.link, (instruction.stage, instruction.microbatch)
+        if link and link.payload is Payload.WEIGHT:
+            self._tied_weights[link.target] |= {value.name for value in link.values}
+        elif link and link.payload.readers:
+            self._present[key] |= {value.name for value in link.values}
+        elif instruction.op is Op.WAIT_PREFETCH:
+            self._present[key].add("saved")
+        elif instruction.model_collective >= 0:
+            self._present[key].add(self._collective(instruction).value.name)
+        return self._ends[_key(instruction)]
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
         """The microbatches of an instruction, or of the values that it moves; none if it has none."""
-        link, number = instruction.link, self._rank.number
-        if not (instruction.op.traits.per_microbatch or instruction.op.traits.carries_link):
+        op, link, number = instruction.op, instruction.link, self._rank.number
+        if not (op.traits.per_microbatch or op.traits.carries_link):
             return ()  # also in a stream, where updates and reductions have the last of their microbatches
         if instruction.microbatch >= 0:
             return (instruction.microbatch,)
         if link is None or link.payload is Payload.WEIGHT:
             return ()
         return self._rank.plan.microbatches_on(
-            link.source, instruction.peer if instruction.op is Op.RECV else number
+            link.source, number if op in (Op.SEND, Op.MOVE) else instruction.peer
         )
-
-    def finish(self) -> None:
-        """Wait at the end of the program for everything that no instruction has waited for."""
-        self.closing += [LinkedInstruction(*left) for left in self._sync_linker.unfinished()]
 
     def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
@@ -137,26 +117,9 @@ class Linker:
                 link, microbatch, self._rank.transport.receiver(apart, self._tag(link))
             )
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
-        write_output, wait, post = (
-            self._output_writer(link, microbatch, instruction.peer),
-            receiver.wait,
-            receiver.post,
-        )
-        made_of = self._microbatches(instruction)
-
-        def deliver() -> None:
-            write_output(wait())
-
-        def deliver_if_made() -> None:
-            if any(rank.sizes[each] for each in made_of):
-                deliver()
-
-        if link.payload.readers:
-            self._announce(link, microbatch, PendingValue(deliver))
-        elif link.payload is Payload.WEIGHT_GRADIENT:
-            self._sync_linker.expect_tied_gradient(instruction, PendingValue(deliver_if_made))
-        else:
-            self.closing.append(LinkedInstruction(instruction, deliver_if_made))
+        wait, post = receiver.wait, receiver.post
+        write_output = self._output_writer(link, microbatch, instruction.peer)
+        self._ends[_key(instruction)] = lambda: write_output(wait())
         num_rows = self._num_rows(instruction)
         return lambda: post(rank.sizes_with(num_rows()))
 
@@ -199,10 +162,27 @@ class Linker:
 
     def _move(self, instruction: Instruction) -> Action:
         link, microbatch = _link_of(instruction), instruction.microbatch
-        source, write_output = self._value_reader(link, microbatch), self._output_writer(link, microbatch, -1)
-        if link.payload.readers:
-            self._announce(link, microbatch, PendingValue())
+        source = self._value_reader(link, microbatch)
+        write_output = self._output_writer(link, microbatch, -1)
+        if link.payload is Payload.WEIGHT:
+            self._tied_weights[link.target] |= {value.name for value in link.values}
+        elif link.payload.readers:
+            self._present[link.target, microbatch] |= {value.name for value in link.values}
         return lambda: write_output(source())
+
+    def _accumulate(self, instruction: Instruction) -> Action:
+        """Add the gradients of the compute before, or those that another rank has sent."""
+        stage, link = self._rank.stages[instruction.stage], instruction.link
+        if link is None:
+            return stage.gradients.accumulate
+        received, key = self._received, (self._tag(link), instruction.peer)
+        indices = [stage.code.PARAMETERS.index(value.name) for value in link.values]
+
+        def add() -> None:
+            for index, gradient in zip(indices, received.pop(key), strict=True):
+                stage.gradients.add_tied(index, gradient)
+
+        return add
 
     def _free(self, instruction: Instruction) -> Action:
         """Free a frame, and tell the last reader of each value in it to drop it. Others may take it then."""
@@ -213,30 +193,21 @@ class Linker:
         return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
 
     def _offload(self, instruction: Instruction) -> Action:
-        """Start to copy saved values to the host, of which the device lets go behind the next compute."""
+        """Start to copy saved values to the host; the wait for that frees them on the device."""
         stage = self._rank.stages[instruction.stage]
         frame, copies = stage.frames[instruction.microbatch], stage.copies
-        self._leaving.append(lambda: copies.release_device_memory(frame.get("saved", ())))
+        self._ends[_key(instruction)] = lambda: copies.release_device_memory(frame.get("saved", ()))
         return lambda: copies.offload(frame["saved"])
 
     def _prefetch(self, instruction: Instruction) -> Action:
-        """Start to copy saved values back, for which their reader waits."""
+        """Start to copy saved values back."""
         microbatch, stage = instruction.microbatch, self._rank.stages[instruction.stage]
         frame, copies = stage.frames[microbatch], stage.copies
-        self._present[stage.index, microbatch]["saved"] = PendingValue(
-            lambda: copies.wait_prefetch(microbatch)
-        )
+        self._ends[_key(instruction)] = lambda: copies.wait_prefetch(microbatch)
         return lambda: copies.prefetch(frame["saved"], microbatch)
 
     def _tag(self, link: Link) -> int:
         return self._rank.plan.links.index(link)
-
-    def _announce(self, link: Link, microbatch: int, pending: PendingValue) -> None:
-        for value in link.values:
-            if link.payload is Payload.WEIGHT:
-                self._tied_weights[link.target][value.name] = pending
-            else:
-                self._present[link.target, microbatch][value.name] = pending
 
     def _value_reader(self, link: Link, microbatch: int, away: bool = False) -> ValueReader:
         """The function that fetches a link's value from where it was stored."""
@@ -265,6 +236,9 @@ class Linker:
             return lambda tensors: received.update(
                 {(name, peer): tensor for name, tensor in zip(names, tensors, strict=True)}
             )
+        if link.payload is Payload.WEIGHT_GRADIENT and peer >= 0:
+            gradients, key = self._received, (self._tag(link), peer)
+            return functools.partial(gradients.__setitem__, key)
         stage = self._rank.stages[link.target]
         if link.payload.per_microbatch:
             frame = stage.frames[microbatch]
@@ -278,34 +252,17 @@ class Linker:
 
         return write_output
 
-    def _compute(self, instruction: Instruction, sends_first: bool) -> LinkedInstruction:
+    def _compute(self, instruction: Instruction) -> Action:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
         segments = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
-        weights: list[Action] = []
-        actions = [self._call(instruction, names, segment, weights, sends_first) for segment in segments]
+        actions = [self._call(instruction, names, segment) for segment in segments]
         if instruction.version >= 0:
             show = self._rank.stages[instruction.stage].select_version
             actions = [functools.partial(show, instruction.microbatch), *actions]
-        left, self._leaving = self._leaving, []
-        return LinkedInstruction(
-            instruction,
-            in_sequence([*actions, *left]),
-            (instruction.microbatch,),
-            in_sequence([*weights, *left]),
-        )
+        return actions[0] if len(actions) == 1 else in_sequence(actions)
 
-    def _call(
-        self,
-        instruction: Instruction,
-        names: Sequence[str],
-        segment: int,
-        weights: list[Action],
-        sends_first: bool,
-    ) -> Action:
-        """The action that calls one of the functions that a phase consists of.
-
-        What it waits for so that the weights are there is added to ``weights``.
-        """
+    def _call(self, instruction: Instruction, names: Sequence[str], segment: int) -> Action:
+        """The action that calls one of the functions that a phase consists of."""
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         name, phase, is_last = names[segment], Phase(instruction.op), segment == len(names) - 1
         function = getattr(stage.code, name, None)
@@ -315,77 +272,61 @@ class Linker:
                 "the stage code for this schedule"
             )
         parameters = parameter_names(function)
-        lies_alike = _makes_gradients(instruction)  # gradients lie as the weights do
-        reads = lies_alike or not {"w", "precomputed"}.isdisjoint(parameters)
-        own = self._weights(stage.index, name) if reads else []
-        weights += own
-        take = self._argument_fetcher(stage.index, microbatch, parameters, name, own)
+        if not {"w", "precomputed"}.isdisjoint(parameters):
+            self._check_tied_weights(stage.index, name)
+        take = self._argument_fetcher(stage.index, microbatch, parameters, name)
         self._note_made(stage.index, microbatch, phase, is_last)
-        results = self._rank.results
-        return bind_function(name, phase, is_last, stage, microbatch, take, results, sends_first)
+        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
-        """Note that what a function of ``phase`` leaves in the frame is present from now on.
-
-        What the stage hands on has been received, or is still on its way.
-        """
+        """Note that what a function of ``phase`` leaves in the frame is present from now on."""
         present = self._present[stage, microbatch]
         for link in self._rank.plan.links if is_last else ():
             if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
-                for value in link.values:
-                    present.setdefault(value.name, PendingValue())
+                present |= {value.name for value in link.values}
         if phase in _SAVING or not is_last:
-            present["saved"] = PendingValue()
+            present.add("saved")
 
-    def _start_model_collective(self, instruction: Instruction) -> Action:
-        """Start a model collective; the first reader of its result waits for it."""
-        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        collective = self._rank.plan.stages[stage.index].model_collectives[instruction.model_collective]
+    def _collective(self, instruction: Instruction) -> ModelCollective:
+        return self._rank.plan.stages[instruction.stage].model_collectives[instruction.model_collective]
+
+    def _model_collective(self, instruction: Instruction) -> Action:
+        """Start a model collective of a microbatch."""
+        stage, collective = self._rank.stages[instruction.stage], self._collective(instruction)
         group = self._rank.transport.group(self._rank.plan.placement[stage.index], collective.num_hosts)
-        running = RunningCollective(collective, stage.frames[microbatch], group)
-        self._present[stage.index, microbatch][collective.value.name] = self._sync_linker.model_collective(
-            running.finish
-        )
+        running = RunningCollective(collective, stage.frames[instruction.microbatch], group)
+        self._ends[_key(instruction)] = running.finish
         return running.start
 
     def _argument_fetcher(
-        self, stage: int, microbatch: int, names: Sequence[str], reader: str, first: Sequence[Action] = ()
+        self, stage: int, microbatch: int, names: Sequence[str], reader: str
     ) -> FetchArguments:
-        """The function that fetches values from a frame.
-
-        It first waits for those still on their way, and afterwards drops those that nobody reads later.
-        """
-        waits = [*first]
-        dropped: list[str] = []
+        """The function that fetches values from a frame, and drops those that nobody reads later."""
+        first, dropped = list[Action](), list[str]()
         for name in names:
             if name == "precomputed":
-                waits.append(functools.partial(self._rank.stages[stage].precompute, microbatch))
+                first.append(functools.partial(self._rank.stages[stage].precompute, microbatch))
                 dropped.append(name)  # before the weights go, where they are gathered for use
             elif name in self._always:
-                waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
-            elif pending := self._present[stage, microbatch].get(name):
-                waits += pending.pop_waits()
+                first += self._buffers(stage, microbatch, reader) if name == "buffers" else []
+            elif name in self._present[stage, microbatch]:
                 self._dropped_by[stage, microbatch][name] = dropped
             elif name in self._inputs:
                 self._rank.stages[stage].inputs.add(name)
             else:
                 raise self._unknown(stage, microbatch, name, reader)
-        if waits:
-            waits.append(self._rank.clock.note_arrival)
-        return _fetching(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
+        return _fetching(self._rank.stages[stage].frames[microbatch], names, first, dropped)
 
-    def _weights(self, stage: int, reader: str) -> list[Action]:
-        """The waits before all weights of a stage are present."""
-        if missing := self._rank.stages[stage].borrowed - self._tied_weights[stage].keys():
+    def _check_tied_weights(self, stage: int, reader: str) -> None:
+        """Raise VerifyError unless all borrowed weights of a stage are present."""
+        if missing := self._rank.stages[stage].borrowed - self._tied_weights[stage]:
             raise VerifyError(
                 f"stage {stage}, {reader}: the parameters {', '.join(sorted(missing))} are borrowed, but "
                 "no weight link has brought them; add one to the plan, from the stage that owns them"
             )
-        borrowed = [call for pending in self._tied_weights[stage].values() for call in pending.pop_waits()]
-        return [*borrowed, *self._sync_linker.unshard_waits(stage)]
 
     def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
-        """The waits before a microbatch has the buffers of its forward."""
+        """What puts the buffers of a microbatch's forward into its frame."""
         bound = self._rank.stages[stage]
         first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
         if reader == first and bound.code.UPDATED_BUFFERS:
@@ -401,19 +342,28 @@ class Linker:
 
 
 def _fetching(
-    frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]
+    frame: Frame, names: Sequence[str], first: Sequence[Action], dropped: Sequence[str]
 ) -> FetchArguments:
     fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
 
     def take() -> Sequence[Any]:
-        for wait in waits:
-            wait()
+        for action in first:
+            action()
         values: Sequence[Any] = fetch(frame)
         for name in dropped:
             del frame[name]
         return values
 
     return take
+
+
+def _key(instruction: Instruction) -> object:
+    """What an instruction that starts something and its wait have in common."""
+    op = instruction.op.traits.awaits or instruction.op
+    return (op, *(getattr(instruction, name) for name in _SHARED_FIELDS))
+
+
+_SHARED_FIELDS = ("stage", "microbatch", "link", "peer", "bucket", "model_collective")
 
 
 def _link_of(instruction: Instruction) -> Link:

@@ -9,12 +9,10 @@ from torch import Tensor
 from pipec.ir import Plan, Sizes, Value
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage
-from pipec.runtime.step.compute import Action
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import StepResults
 from pipec.runtime.step.stream_results import StreamResults
-from pipec.runtime.step.timestamps import Clock, Moment
 
 
 @dataclass
@@ -53,8 +51,6 @@ class RankState:
     ``values`` is set by ``use``: the other sizes that shapes have names for.
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
     differentiates.
-    ``clock`` notes when an action has all that it waited for.
-    ``over`` has, by its number among the collectives of the program, when one was last found to be over.
     """
 
     number: int
@@ -66,9 +62,7 @@ class RankState:
     values: dict[str, int | float]
     transport: Transport
     loss: Value | None
-    clock: Clock
     update_state: UpdateState
-    over: dict[int, Moment] = field(default_factory=dict)
     _sizes_with: dict[int, Sizes] = field(default_factory=dict)
 
     def use(self, values: Mapping[str, int | float]) -> None:
@@ -83,15 +77,3 @@ class RankState:
         if rows not in self._sizes_with:
             self._sizes_with[rows] = {**self.values, "b": rows}
         return self._sizes_with[rows]
-
-
-@dataclass(eq=False)
-class PendingValue:
-    """Brings awaited values to their readers. ``action`` is None once a reader has been found to run it."""
-
-    action: Action | None = None
-
-    def pop_waits(self) -> list[Action]:
-        """The waits that the next reader must run first."""
-        action, self.action = self.action, None
-        return [action] if action else []

@@ -11,9 +11,9 @@ import torch
 from pipec.ir import Program
 
 Timestamps = list[int]
-"""Three times for each instruction of a program, in order: when it began, when all that it waited for had
-come, and when it ended. A collective has ended when whoever waited for it found it over. They are nanoseconds
-since the epoch, so that the times of two hosts compare as well as the hosts' clocks agree.
+"""Two times for each instruction of a program, in order: when it began and when it ended.
+
+They are nanoseconds since the epoch, so that the times of two hosts compare as well as their clocks agree.
 
 Those of a GPU's rank are times of the GPU: when it came to what the instruction has launched.
 """
@@ -32,9 +32,7 @@ Moment = Any
 
 
 class Clock:
-    """Notes moments of a step that is recorded, by the clock of the host. ``arrived`` is the last arrival."""
-
-    arrived: Moment = 0
+    """Notes moments of a step that is recorded, by the clock of the host."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -44,10 +42,6 @@ class Clock:
 
     def now(self) -> Moment:
         return time.perf_counter_ns()
-
-    def note_arrival(self) -> None:
-        """Note that everything has arrived that an instruction waits for."""
-        self.arrived = self.now()
 
     def times(self, marks: Sequence[Moment]) -> Timestamps:
         """Moments of what is recorded, in nanoseconds since the epoch."""

@@ -36,7 +36,6 @@ from pipec.runtime.step.linker import Linker
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.rank_state import RankState, UpdateState
 from pipec.runtime.step.stream_results import StreamBatch, StreamResults
-from pipec.runtime.step.timestamps import clock_of
 
 BatchSource = Callable[[int], StreamBatch | None]
 """Returns the mini-batch of a number, or None from the end of the stream on."""
@@ -85,7 +84,6 @@ class PeriodInterpreter:
             {},
             transport,
             loss_of(plan),
-            clock_of(device),
             self._update_state,
         )
         self._linked_instructions = self._linked()
@@ -280,8 +278,6 @@ class PeriodInterpreter:
         for _, place, each in unrolled_instructions(self._program, 2 * self._window):
             frame = each.microbatch % self._window
             table[place][frame] = linker.link(replace(each, microbatch=frame))
-        linker.finish()
-        assert not linker.closing, "what a stream receives has a reader"
         return table
 
     def _describe(self, problem: str) -> str:

@@ -1,0 +1,77 @@
+"""Inserts the waits for collectives and for tied gradients into a program, each before its first reader.
+
+For example, with clipped gradients::
+
+    reduce_grad stage 0 bucket 0                reduce_grad  stage 0  bucket 0
+    backward stage 1 mb 3                       backward     stage 1  mb 3
+    grad_norm                           ->      wait_reduce_grad  stage 0  bucket 0
+    update stage 0                              grad_norm
+                                                update       stage 0
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipec.ir import WAIT_OF, Instruction, Op, OpKind, Payload, SyncSpec
+from pipec.ir.columns import OP_CODE, InstructionColumns, instruction_matrix
+
+_AWAITED = (Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
+_READING = (*_AWAITED, Op.GRAD_NORM, Op.UPDATE)
+
+
+def with_sync_waits(columns: InstructionColumns, sync_spec: SyncSpec) -> InstructionColumns:
+    """The program with waits, and with the accumulation of the gradients that other stages send.
+
+    What nothing reads is awaited at the end of the program.
+    """
+    sent_back = np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in columns.links), False])
+    starts = np.isin(columns.ops, [OP_CODE[op] for op in _AWAITED])
+    starts |= (columns.ops == OP_CODE[Op.RECV]) & sent_back[columns.link_numbers]
+    if not starts.any():
+        return columns
+    reads = starts | columns.is_compute | np.isin(columns.ops, [OP_CODE[op] for op in _READING])
+    places, added, pending = list[int](), list[Instruction](), list[_Started]()
+    for number in np.flatnonzero(reads).tolist():
+        instruction = columns[number]
+        read = [each for each in pending if each.is_read_by(instruction, sync_spec)]
+        pending = [each for each in pending if each not in read]
+        ended = [each for started in read for each in started.ended()]
+        places += [number] * len(ended)
+        added += ended
+        if starts[number]:
+            pending.append(_Started(instruction))
+    ended = [each for started in pending for each in started.ended()]
+    places += [len(columns)] * len(ended)
+    inserted = instruction_matrix([*added, *ended], columns.links)
+    return InstructionColumns(np.insert(columns.matrix, places, inserted, axis=1), columns.links)
+
+
+@dataclass(frozen=True, eq=False)
+class _Started:
+    """An instruction that has started something."""
+
+    instruction: Instruction
+
+    def ended(self) -> Iterator[Instruction]:
+        """The instructions that end it."""
+        yield replace(self.instruction, op=WAIT_OF[self.instruction.op], slot=-1)
+        if self.instruction.op is Op.RECV:
+            yield replace(self.instruction, op=Op.ACCUMULATE)
+
+    def is_read_by(self, reader: Instruction, sync_spec: SyncSpec) -> bool:
+        """Whether an instruction needs it to have ended."""
+        own, is_same_stage = self.instruction, reader.stage == self.instruction.stage
+        match own.op, reader.op:
+            case ((Op.REDUCE_GRAD | Op.RECV), (Op.GRAD_NORM | Op.UPDATE)):
+                return reader.op is Op.GRAD_NORM or is_same_stage
+            case Op.REDUCE_GRAD, Op.REDUCE_GRAD:
+                return is_same_stage and reader.bucket == own.bucket
+            case Op.RECV, Op.REDUCE_GRAD:
+                assert own.link
+                names = {value.name for value in own.link.values}
+                return is_same_stage and not names.isdisjoint(sync_spec.buckets[reader.bucket].names)
+            case Op.UNSHARD, _:
+                return is_same_stage and reader.op.traits.kind is OpKind.COMPUTE
+        return False
