@@ -316,6 +316,16 @@ def instruction_matrix(instructions: Sequence[Instruction], links: Sequence[Link
     return _matrix(rows, NUM_COLUMNS)
 
 
+def insert_instructions(
+    columns: InstructionColumns, places: Sequence[int], inserted: Sequence[Instruction]
+) -> InstructionColumns:
+    """A program with more instructions, each before the instruction at its place."""
+    if not inserted:
+        return columns
+    added = instruction_matrix(inserted, columns.links)
+    return InstructionColumns(np.insert(columns.matrix, places, added, axis=1), columns.links)
+
+
 def with_shared_links(programs: Sequence[Program]) -> list[InstructionColumns]:
     """The instructions of each program as columns, with one numbering of links for all programs."""
     columns = [each.instructions for each in programs if isinstance(each.instructions, InstructionColumns)]

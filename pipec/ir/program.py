@@ -25,7 +25,11 @@ class Op(StrEnum):
     REDUCE_GRAD = "reduce_grad"
     AVERAGE_BUFFERS = "average_buffers"
     GRAD_NORM = "grad_norm"
+    STAGE_NORM = "stage_norm"
+    CHECK = "check"
+    STASH = "stash"
     UPDATE = "update"
+    PAUSE = "pause"
     UNSHARD = "unshard"
     RESHARD = "reshard"
     ALL_REDUCE = "all_reduce"
@@ -63,6 +67,7 @@ class OpKind(Enum):
     ACCUMULATE = "accumulate"
     RELEASE = "release"
     COPY = "copy"
+    LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.ALL_REDUCE: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.ALL_GATHER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.REDUCE_SCATTER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
+    **{op: OpTraits(OpKind.LOCAL) for op in (Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.PAUSE)},
     Op.UPDATE: OpTraits(OpKind.UPDATE, timed=True),
     Op.RESHARD: OpTraits(OpKind.RELEASE),
     **{Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
@@ -144,8 +150,12 @@ class Instruction:
     prefetch        start to copy it back
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
-    grad_norm       sum the squared norms of all gradients over all ranks, and the losses that are NaN
+    grad_norm       sum the squared norms of all gradients over all ranks, and what is not finite
+    stage_norm      compute the norm of the gradients of ``stage``, by which its next update is clipped
+    check           skip the next updates if a loss or a gradient was found that is not finite
+    stash           keep the weights of ``stage`` as ``version``, before an update changes them
     update          run the optimizer on this rank's share of ``stage``, once its gradients are complete
+    pause           wait until the script has requested the mini-batch of ``microbatch``
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
     reshard         free the gathered parameters of ``bucket``
     all_reduce      start to sum the value of ``model_collective`` over the microbatches of a round
@@ -161,8 +171,9 @@ class Instruction:
     A compute runs its phase as a whole if ``segment`` is -1, and only that segment of it otherwise. Messages
     of the phase are sent after its last segment, and received before the first.
 
-    In an asynchronous schedule, ``version`` is the version of the weights that a compute reads or an update
-    makes. An update then belongs to the last of the microbatches whose gradients it uses.
+    In an asynchronous schedule, ``version`` is the version of the weights that a compute reads, an update
+    makes, or a stash keeps. An update and what prepares it name the first of the microbatches whose gradients
+    it uses.
     """
 
     op: Op

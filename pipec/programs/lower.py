@@ -64,6 +64,7 @@ from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.offload_intervals import NUM_COMPUTES_BESIDE, OffloadIntervals, offload_intervals
 from pipec.programs.routes import Route, routes
 from pipec.programs.schedule_index import ScheduleIndex
+from pipec.programs.stream_instructions import with_stream_instructions
 from pipec.programs.sync_order import SyncOp, SyncOrder
 from pipec.programs.sync_waits import with_sync_waits
 from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
@@ -136,6 +137,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
             _receives(order, rank, arriving[rank], sums),
             _sync_ops(collectives, rank, OpKind.COLLECTIVE),
             _model_collective_block(index, rank, model_collectives),
+            _sync_ops(collectives, rank, OpKind.LOCAL),
             _sync_ops(collectives, rank, OpKind.UPDATE),
             _model_collective_block(index, rank, model_collectives, WAIT_OF),
             _copies(copies, Op.WAIT_PREFETCH, copies.prefetches + NUM_COMPUTES_BESIDE),
@@ -151,6 +153,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
             _copies(copies, Op.OFFLOAD, copies.offloads),
         ]
         columns = with_sync_waits(InstructionColumns(_in_order(blocks), links), sync_spec)
+        columns = with_stream_instructions(columns, plan)
         programs.append(Program(rank, with_slots(columns, buffered)))
     return tuple(programs)
 

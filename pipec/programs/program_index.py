@@ -201,11 +201,7 @@ def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
 
 def transfer_ops(route: Route) -> tuple[Op, ...]:
     """The ops that deliver a message along a route: send, receive and wait, or a move within one rank."""
-    if not route.crosses_ranks:
-        return (Op.MOVE,)
-    if route.link.payload is Payload.MICROBATCH_RESULT:
-        return (Op.SEND, Op.RECV)
-    return (Op.SEND, Op.RECV, Op.WAIT_RECV)
+    return (Op.SEND, Op.RECV, Op.WAIT_RECV) if route.crosses_ranks else (Op.MOVE,)
 
 
 def _groups(keys: Ints) -> list[Ints]:

@@ -80,7 +80,10 @@ class SyncOrder:
 
     def _norm(self) -> Iterator[tuple[float, SyncOp]]:
         if self.sync_spec.has_grad_norm:
-            yield self._collective(Op.GRAD_NORM, {rank: self._end(rank) for rank in range(len(self.ends))})
+            every = {rank: self._end(rank) for rank in range(len(self.ends))}
+            yield self._collective(Op.GRAD_NORM, every)
+            if self.sync_spec.may_skip_step:
+                yield self._collective(Op.CHECK, every)
 
     def _updates(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self._updated():

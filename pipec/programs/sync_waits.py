@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipec.ir import WAIT_OF, Instruction, Op, OpKind, Payload, SyncSpec
-from pipec.ir.columns import OP_CODE, InstructionColumns, instruction_matrix
+from pipec.ir.columns import OP_CODE, InstructionColumns, insert_instructions
 
 _AWAITED = (Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
 _READING = (*_AWAITED, Op.GRAD_NORM, Op.UPDATE)
@@ -44,8 +44,7 @@ def with_sync_waits(columns: InstructionColumns, sync_spec: SyncSpec) -> Instruc
             pending.append(_Started(instruction))
     ended = [each for started in pending for each in started.ended()]
     places += [len(columns)] * len(ended)
-    inserted = instruction_matrix([*added, *ended], columns.links)
-    return InstructionColumns(np.insert(columns.matrix, places, inserted, axis=1), columns.links)
+    return insert_instructions(columns, places, [*added, *ended])
 
 
 @dataclass(frozen=True, eq=False)

@@ -140,7 +140,7 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     compute_rules.frees_after_last_use,
     offload_rules.offloads_in_order,
     message_rules.live_slots_not_overwritten,
-    result_rules.results_before_wait,
+    result_rules.pauses_in_order,
     message_rules.channels_in_order,
     deadlock_rules.finishes,
     message_rules.receives_after_dependencies,

@@ -20,7 +20,8 @@ _SYNC_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carr
 _READ_GRADIENTS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 _AFTER = {
     Op.GRAD_NORM: (Op.WAIT_REDUCE_GRAD,),
-    Op.UPDATE: (Op.WAIT_REDUCE_GRAD, Op.GRAD_NORM, Op.AVERAGE_BUFFERS),
+    Op.CHECK: (Op.GRAD_NORM,),
+    Op.UPDATE: (Op.WAIT_REDUCE_GRAD, Op.GRAD_NORM, Op.CHECK, Op.AVERAGE_BUFFERS),
     Op.UNSHARD: (Op.UPDATE,),
 }
 """The ops that must end before an op of the same stage starts."""
@@ -92,6 +93,8 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
                 keys[CollectiveKey(Op.UNSHARD, stage, number)] = 1
     if sync_spec.has_grad_norm:
         keys[CollectiveKey(Op.GRAD_NORM)] = 1
+        if sync_spec.may_skip_step:
+            keys[CollectiveKey(Op.CHECK)] = 1
     waits = {key._replace(op=WAIT_OF[key.op]): often for key, often in keys.items() if key.op in WAIT_OF}
     return keys | waits
 
@@ -167,7 +170,8 @@ def _before(
     if key.op is Op.UNSHARD and sync_spec.reshards_after_use(sync_spec.buckets[key.bucket]):
         return
     for other, numbers in own.items():
-        if other.op in _AFTER.get(key.op, ()) and (key.op is Op.GRAD_NORM or other.stage in (-1, key.stage)):
+        is_of_all = key.op in (Op.GRAD_NORM, Op.CHECK)
+        if other.op in _AFTER.get(key.op, ()) and (is_of_all or other.stage in (-1, key.stage)):
             yield str(other), numbers[-1]
 
 

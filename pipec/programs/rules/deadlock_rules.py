@@ -11,7 +11,6 @@ from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.rules.message_rules import cross_rank_messages
-from pipec.programs.rules.result_rules import result_waits
 from pipec.programs.violation import Violation
 
 
@@ -22,14 +21,13 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     rank 1: ... send b to rank 0, recv a from rank 0
     """
     collectives = collective_waits(step)
-    others = _together([collectives.waits, result_waits(step)])
     if (
-        not others.ranks.size
+        not collectives.count
         and step.computes
         and step.computes.receives_precede_sends(cross_rank_messages(step))
     ):
         return
-    waits = _together([_waits(step.deliveries), others])
+    waits = _together([_waits(step.deliveries), collectives.waits])
     stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * collectives.count], waits)
     if stalled:
         ring = wait_cycle(collectives.of_ranks(stalled))
@@ -49,9 +47,7 @@ def _waits(deliveries: Sequence[DeliveredMessages]) -> WaitEdges:
             source = np.full_like(each.sends, each.route.source)
             target = np.full_like(each.sends, each.route.target)
             parts[each.route.source].append((source, each.sends, target, each.receives))
-            awaited = each.waits >= 0
-            columns = target, each.waits, source, each.sends
-            parts[each.route.target].append(tuple(column[awaited] for column in columns))
+            parts[each.route.target].append((target, each.waits, source, each.sends))
     by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
     return WaitEdges(*map(_concatenated, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
 

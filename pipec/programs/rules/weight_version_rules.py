@@ -20,23 +20,30 @@ from pipec.ir import (
     replica_counts,
     stages_on,
 )
-from pipec.ir.columns import OP_CODE
+from pipec.ir.columns import OP_CODE, Ints
 from pipec.programs.program_index import COMPUTES, ProgramIndex
 from pipec.programs.violation import Violation
 
-OPS = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.UPDATE)
+_PREPARING = (Op.CHECK, Op.STAGE_NORM, Op.STASH)
+OPS = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, *_PREPARING, Op.UPDATE, Op.PAUSE)
 """The ops at the end of each round."""
 
 
 def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """Faults in the fields of a sum or an update of a stream."""
+    """Faults in the fields of a sum, an update or a pause of a stream."""
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
-    if stage not in stages_on(step.plan.placement, rank) or not 0 <= microbatch < step.plan.num_microbatches:
+    if op is Op.PAUSE:
+        if stage != -1 or not 0 <= microbatch < step.plan.num_microbatches:
+            yield f"pause names stage {stage}, microbatch {microbatch}; expected a microbatch alone"
+    elif (
+        stage not in stages_on(step.plan.placement, rank) or not 0 <= microbatch < step.plan.num_microbatches
+    ):
         expected = f"a stage of this rank, and a microbatch below {step.plan.num_microbatches}"
         yield f"{op} names stage {stage}, microbatch {microbatch}; expected {expected}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.segment == -1:
         yield f"{op} carries a link, peer, slot or segment; expected none"
-    buckets = step.plan.sync_spec.buckets_of(stage) if op is not Op.UPDATE else [-1]
+    is_sum = op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)
+    buckets = step.plan.sync_spec.buckets_of(stage) if is_sum else [-1]
     if instruction.bucket not in buckets:
         some = ", ".join(map(str, buckets)) or "none, as the stage has no replicas"
         yield f"{op} of stage {stage} names bucket {instruction.bucket}; expected {some}"
@@ -51,7 +58,8 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
     """
     stream = step.plan.sync_spec.stream
     for rank, columns in enumerate(step.columns):
-        others = ~columns.is_compute & ((columns.ops != OP_CODE[Op.UPDATE]) | (stream is None))
+        naming = np.isin(columns.ops, [OP_CODE[op] for op in (Op.UPDATE, Op.STASH)]) & (stream is not None)
+        others = ~columns.is_compute & ~naming
         for number in np.flatnonzero(others & (columns.versions != -1)).tolist()[:1]:
             op, version = columns[number].op, columns.versions[number]
             yield Violation((rank, number), f"{op} names version {version}; expected none")
@@ -87,7 +95,8 @@ def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
         size = stream.microbatches_per_update(stage, replicas)
         for rank in ranks:
             faults = [*_not_round_by_round(step, rank, stage, size)]
-            yield from faults or _wrong_gradients(step, rank, stage, size)
+            faults = faults or [*_wrong_gradients(step, rank, stage, size)]
+            yield from faults or _unprepared(step, rank, stage)
 
 
 def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
@@ -138,6 +147,30 @@ def _wrong_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> It
         yield from _uses_others(step, rank, stage, size, updates)
 
 
+def _unprepared(step: ProgramIndex, rank: int, stage: int) -> Iterator[Violation]:
+    """Updates without the check of their gradients, or without the norm by which they are clipped."""
+    sync_spec, updates = step.plan.sync_spec, _numbers(step, rank, stage, Op.UPDATE)
+    sums = [_numbers(step, rank, stage, Op.WAIT_REDUCE_GRAD, each) for each in sync_spec.buckets_of(stage)]
+    needed = {Op.CHECK: sync_spec.on_nan is not None, Op.STAGE_NORM: sync_spec.clips}
+    for op in (op for op, is_needed in needed.items() if is_needed):
+        found = np.array([-1, *_numbers(step, rank, stage, op)])
+        for made, updated in enumerate(updates):
+            first = max([updates[made - 1] if made else -1, *(each[made] for each in sums)])
+            first = max(first, _last_gradient_before(step, rank, stage, updated))
+            if ((found > first) & (found < updated)).sum() != 1:
+                message = f"update of stage {stage} without one {op} of its gradients before it"
+                yield Violation((rank, updated), message)
+                return
+
+
+def _last_gradient_before(step: ProgramIndex, rank: int, stage: int, number: int) -> int:
+    """The last accumulation of gradients of a stage before an instruction, if no sum over replicas follows."""
+    if step.plan.sync_spec.buckets_of(stage):
+        return -1
+    added = _numbers(step, rank, stage, Op.ACCUMULATE)
+    return max((each for each in added if each < number), default=-1)
+
+
 def _uses_others(
     step: ProgramIndex, rank: int, stage: int, size: int, numbers: Sequence[int]
 ) -> Iterator[Violation]:
@@ -173,6 +206,7 @@ def versions_available(step: ProgramIndex) -> Iterator[Violation]:
         own = np.flatnonzero(np.isin(columns.ops, _COMPUTES) & (columns.stages == stage))
         read = columns.versions[own]
         made = np.searchsorted(numbers, own)
+        yield from _not_stashed(step, rank, stage, numbers, own[read < made])
         for place in np.flatnonzero(read > made).tolist()[:1]:
             message = f"reads version {read[place]} of stage {stage}, which is not made yet"
             yield Violation((rank, int(own[place])), message)
@@ -182,6 +216,27 @@ def versions_available(step: ProgramIndex) -> Iterator[Violation]:
             live = int(made[place] - needed[place] + 1)
             message = f"stage {stage} holds {live} versions of its weights here; expected at most {most}"
             yield Violation((rank, int(own[place])), message)
+
+
+def _not_stashed(
+    step: ProgramIndex, rank: int, stage: int, updates: Sequence[int], late: Ints
+) -> Iterator[Violation]:
+    """Computes that read a version after the update that changes it, if that is not stashed before."""
+    columns = step.columns[rank]
+    stashes = {int(columns.versions[k]): k for k in _numbers(step, rank, stage, Op.STASH)}
+    for version, number in stashes.items():
+        first, last = (updates[version - 1] if version else -1), [*updates, len(columns)][version]
+        if not first < number < last:
+            message = (
+                f"stashes version {version} of stage {stage} at another time than before the update at {last}"
+            )
+            yield Violation((rank, number), message)
+            return
+    for number in late.tolist():
+        if (version := int(columns.versions[number])) not in stashes:
+            message = f"reads version {version} of stage {stage}, which is not stashed before the update"
+            yield Violation((rank, number), f"{message} at {updates[version]}")
+            return
 
 
 _COMPUTES = [OP_CODE[op] for op in COMPUTES]
