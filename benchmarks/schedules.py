@@ -30,7 +30,8 @@ from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_step
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.timestamps import RecordedStep
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Timeline

@@ -28,10 +28,10 @@ from pipec.programs.lower import chain_links
 from pipec.programs.lower_periodic import lower_periodic, num_microbatches_to_lower
 from pipec.programs.verify import verify
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.stream_results import StreamBatch
-from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.schedules import ASYNCHRONOUS_SCHEDULES, make_schedule
 
 BATCHES, WARMUP, RUNS = 40, 10, 5
@@ -92,7 +92,7 @@ def measure_stream(name: str, ranks: Ranks) -> Row:
     count, parameters = made.plan.num_microbatches, parameters_of(made)
     updates = OptimizerUpdates(functools.partial(torch.optim.SGD, lr=0.1), None, parameters)
     updates.bind(made.plan, parameters, ranks.devices, ranks.world.is_distributed, lambda own: [own], {})
-    execution = StreamExecution(made, parameters, {}, ranks, updates)
+    execution = Execution(made, parameters, {}, ranks, updates)
     batch = StreamBatch([{"x": torch.zeros(1)}] * count, [1] * count, [1 / count] * count)
     measured = []
     for _ in range(RUNS):

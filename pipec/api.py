@@ -39,10 +39,10 @@ from pipec.profiler import ProgressWrapper, profile_graph
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.optimizers import state_bytes, update_scratch
 from pipec.runtime.processes.launch import Devices, default_num_ranks, world
-from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import weight_name
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.ranks import Ranks
 
 
 @takes_options(Options)

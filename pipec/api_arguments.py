@@ -31,7 +31,7 @@ from pipec.runtime.messages.call_description import (
     describe_differences,
     describe_tensor,
 )
-from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.ranks import Ranks
 
 
 @dataclass(frozen=True)

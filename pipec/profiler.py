@@ -42,7 +42,8 @@ from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.simplify import Simplify
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.timestamps import Moment, RecordedStep, clock_of
 from pipec.schedules import one_f_one_b
 from pipec.timeline.trace import measured_timeline

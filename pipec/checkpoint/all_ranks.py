@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.errors import CheckpointError, InputError, PipecError, TransportError
-from pipec.runtime.step.execution import BackgroundRanks, Ranks
+from pipec.runtime.step.ranks import BackgroundRanks, Ranks
 
 RankCalls = Ranks | BackgroundRanks
 """The processes, called from the main thread or from a background thread."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipec.checkpoint.safetensors_files import TensorSpec
 from pipec.errors import CheckpointError
-from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pipec.checkpoint.safetensors_files import TensorSpec
 from pipec.checkpoint.shards import TensorShard
 from pipec.cost.profile import Profile
 from pipec.errors import InputError
-from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.stream_position import StreamPosition
 
 PROFILE = "profile.json"

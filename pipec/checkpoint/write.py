@@ -38,7 +38,7 @@ from pipec.checkpoint.staging_directory import StagingDirectory, require_replace
 from pipec.checkpoint.stream_positions import encode_position
 from pipec.checkpoint.training_state import PROFILE, TrainingState
 from pipec.errors import InputError
-from pipec.runtime.step.execution import BackgroundRanks
+from pipec.runtime.step.ranks import BackgroundRanks
 
 
 def begin_checkpoint(

@@ -14,7 +14,7 @@ from pipec.errors import InputError
 from pipec.ir import Plan, Sizes, Value
 from pipec.ir.text_format import evaluate_dim, format_value
 from pipec.runtime.loaded_pipeline import LoadedPipeline, check_sync_spec
-from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.ranks import Ranks
 
 PARAMETER_DEVIATION = 0.02
 """The standard deviation of random parameters: GPT-2's at initialization, small enough for most models."""

@@ -30,7 +30,6 @@ from pipec.runtime.step.microbatch_weight import MicrobatchWeight, loss_weights
 from pipec.runtime.step.step_results import merge_slices
 from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.stream.call_arguments import CallArguments
-from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.stream.stream_session import CompiledStream
 from pipec.runtime.stream_training import OnStarted, nothing
 from pipec.torch_compat import ValuePath, pytree
@@ -130,7 +129,7 @@ class CompiledCalls:
         collective_call = self._agree_on_step(arguments)
         groups = self.compiled(collective_call)
         execution = self._linked.execution(groups[0][0].artifact)
-        if not isinstance(execution, StreamExecution):
+        if not execution.is_stream:
             return None
         if len(groups) > 1:
             raise InputError(

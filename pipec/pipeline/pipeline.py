@@ -31,8 +31,8 @@ from pipec.runtime.call_guard import exclusive_call
 from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
-from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.stream_training import StreamTraining
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace

@@ -17,7 +17,6 @@ from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
-from pipec.runtime.stream.stream_execution import StreamExecution
 
 
 class LinkedArtifacts:
@@ -30,11 +29,11 @@ class LinkedArtifacts:
     def __init__(self, module: nn.Module, context: PipelineContext) -> None:
         self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._context = context
-        self._executions: dict[Artifact, Execution | StreamExecution] = {}
+        self._executions: dict[Artifact, Execution] = {}
         self.emptied = EmptiedTensors()
         self.uninitialized = UninitializedTensors()
 
-    def execution(self, artifact: Artifact) -> Execution | StreamExecution:
+    def execution(self, artifact: Artifact) -> Execution:
         """The artifact linked to the tensors.
 
         Raises:
@@ -48,8 +47,7 @@ class LinkedArtifacts:
         updates = self._bound_updates(artifact.plan)
         if artifact not in self._executions:
             tensors = self.tensors()
-            kind = StreamExecution if artifact.programs[0].period else Execution
-            self._executions[artifact] = kind(artifact, tensors, tensors, self._context.ranks, updates)
+            self._executions[artifact] = Execution(artifact, tensors, tensors, self._context.ranks, updates)
         return self._executions[artifact]
 
     def tensors(self, every_name: bool = False) -> dict[str, Tensor]:

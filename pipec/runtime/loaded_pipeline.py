@@ -42,13 +42,12 @@ from pipec.runtime.random_seeds import advance_default_generator, peek_seed
 from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.stages.kernels import require_source
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight, loss_weights
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
 from pipec.runtime.stream.call_arguments import CallArguments
-from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.stream.stream_session import CompiledStream
 from pipec.runtime.stream_training import OnStarted, StreamTraining, nothing
 from pipec.runtime.tensor_owners import owner_ranks, tensor_devices
@@ -207,7 +206,6 @@ class _ArtifactCalls:
         batch = self._batch_of(arguments)
         seed = self._agreed_seed(batch)
         execution = self._linked.execution(self._context.artifact)
-        assert isinstance(execution, StreamExecution), "an asynchronous schedule has periodic programs"
 
         def split(arguments: CallArguments) -> StreamBatch | None:
             other = self._batch_of(arguments)

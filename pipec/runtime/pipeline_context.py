@@ -12,9 +12,9 @@ from pipec.runtime.messages.agreement import CallRole, RankReply
 from pipec.runtime.messages.call_description import CallDescription, describe_differences, format_ranks
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS, exit_all_ranks
-from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.stream_results import BatchResult
 from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.stream_session import StreamSession

@@ -10,9 +10,9 @@ from torch import Tensor
 from pipec.errors import InputError, PipecError
 from pipec.runtime.messages.call_description import CallDescription
 from pipec.runtime.pipeline_context import PipelineContext
+from pipec.runtime.step.execution import require_no_accumulation, require_no_recording
 from pipec.runtime.stream.call_arguments import CallArguments, call_arguments_of
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
-from pipec.runtime.stream.stream_execution import require_no_accumulation, require_no_recording
 from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
 from pipec.runtime.stream_position import ResumableReader, StreamPosition
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.runtime.step.dry_run import DryRuns
-from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.ranks import Ranks
 
 X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 32).view(16, 2)
 

@@ -27,7 +27,8 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.ranks import Ranks
 from pipec.schedules import make_schedule
 
 SIZES = (3, 3, 2)

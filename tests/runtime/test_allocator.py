@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pipec.runtime.memory import allocator
-from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
 

@@ -34,7 +34,7 @@ from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.step import interpreter
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.step_results import StepResults, merge
 
 CPU = torch.device("cpu")

@@ -1,8 +1,8 @@
 """The rules for the results of a stream, which a script gets mini-batch by mini-batch, on every rank.
 
-By requesting the results of a mini-batch, a script also decides how the updates are made that end with this
-mini-batch. So a rank reaches such an update, or has the last result of a mini-batch, only after its script has
-requested that mini-batch, and therefore has all results of earlier ones.
+By requesting the results of a mini-batch, a script also decides how the updates are made that end with it.
+So a rank reaches such an update, or has the last result of a mini-batch, only after its script has requested
+that mini-batch, and therefore has all results of earlier ones.
 """
 
 from collections import Counter

@@ -164,7 +164,7 @@ def _unprepared(step: ProgramIndex, rank: int, stage: int) -> Iterator[Violation
 
 
 def _last_gradient_before(step: ProgramIndex, rank: int, stage: int, number: int) -> int:
-    """The last accumulation of gradients of a stage before an instruction, if no sum over replicas follows."""
+    """The last accumulation of gradients before an instruction, if no sum over replicas follows."""
     if step.plan.sync_spec.buckets_of(stage):
         return -1
     added = _numbers(step, rank, stage, Op.ACCUMULATE)

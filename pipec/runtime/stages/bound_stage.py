@@ -226,12 +226,15 @@ class BoundStage:
         frame = self.frames[microbatch]
         frame["w"] = self.versions.of(frame["version"])
 
-    def advance(self) -> None:
-        """Switch to the next version of the weights after an update of a stream."""
+    def advance(self, keeps_buffers: bool = False) -> None:
+        """Switch to the next version of the weights after an update of a stream.
+
+        A stream that skips updates ends with the buffers before the first of them, and so ``keeps_buffers``.
+        """
         self.versions.advance()
         for number in [each for each in self._precomputed if each < self.versions.oldest]:
             del self._precomputed[number]
-        for number in [each for each in self._buffers_found if each < self.versions.oldest]:
+        for number in [x for x in self._buffers_found if x < self.versions.oldest and not keeps_buffers]:
             del self._buffers_found[number]
 
     def restore(self, number: int) -> None:

@@ -9,8 +9,8 @@ class WeightVersions:
     """The latest version, which is the model's parameters, and copies of earlier ones.
 
     ``latest`` is the list object of the stage. Updates change parameters in place. After an update, the
-    ``behind`` versions before the new one may still be read, so that the weights that an update changes
-    are copied first; weights that it does not change are shared by all versions.
+    ``behind`` versions before the new one may still be read. Weights that an update does not change are
+    shared by all versions.
     """
 
     def __init__(self, latest: Sequence[Tensor], behind: int) -> None:
@@ -34,16 +34,17 @@ class WeightVersions:
         return self._latest if number == self.number else self._stashed[number]
 
     def stash(self, changing: Collection[int]) -> None:
-        """Copy the weights at these indices, before an update changes them."""
-        self._is_changing = True
-        if not self._behind:
-            return
+        """Keep the current version: copy the weights at these indices, before an update changes them."""
         self._stashed[self.number] = list(self._latest)
         copies = {index: self._latest[index].detach().clone() for index in changing}
         for weights in self._stashed.values():
             for index, copy in copies.items():
                 if weights[index] is self._latest[index]:
                     weights[index] = copy
+
+    def begin_update(self) -> None:
+        """Note that the current weights change, and are no version until ``advance``."""
+        self._is_changing = True
 
     def advance(self) -> None:
         """Make the current parameters the next version, and free versions that are no longer read."""

@@ -1,28 +1,24 @@
-"""The ranks of this process, and an artifact linked on them, ready to run."""
+"""An artifact linked on the ranks of this process, ready to run."""
 
+import contextlib
 import functools
 import json
+import math
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, load_stage_module
 from pipec.errors import ExecutionError, InputError, PipecError, TransportError
-from pipec.ir import Phase, Plan, RankMemory, stages_on
-from pipec.runtime.memory.allocator import retain_freed_memory
+from pipec.ir import Phase, Plan, RankMemory, rank_of, stages_on
+from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.memory.meter import make_memory_meter
-from pipec.runtime.messages.agreement import Agreement
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.messages.cuda import CudaGraphRecorder, pinned_copy
-from pipec.runtime.messages.distributed_transport import DistributedTransport
-from pipec.runtime.messages.transport import InProcessTransport, Transport
-from pipec.runtime.processes.launch import SINGLE_PROCESS, Devices, World, resolve_devices, world
-from pipec.runtime.stages.cuda_graphs import GraphRecorder, StageGraphs, require_gpus, require_recordable
+from pipec.runtime.stages.cuda_graphs import GraphRecorder, StageGraphs, require_recordable
 from pipec.runtime.stages.kernels import load_kernels
 from pipec.runtime.step.batch_counts import (
     BatchCountsFunction,
@@ -32,140 +28,18 @@ from pipec.runtime.step.batch_counts import (
 )
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
-from pipec.runtime.step.interpreter import Interpreter
-from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.step.interpreter import BatchSource, Interpreter
+from pipec.runtime.step.non_finite import NonFinite, stage_of_loss
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.ranks import Ranks
+from pipec.runtime.step.recovery import restore_common_version
+from pipec.runtime.step.stream_results import StreamBatch
+from pipec.runtime.step.stream_run import ProcessStreamRun, StreamRun, ThreadedStreamRun
 from pipec.runtime.step.timestamps import RecordedStep, Timestamps
 
-T = TypeVar("T")
 
-
-class _ReadsInputs(Protocol):
-    @property
-    def inputs(self) -> Set[str]: ...
-
-
-InterpreterT = TypeVar("InterpreterT", bound=_ReadsInputs)
-
-
-class Ranks:
-    """The ranks that run in this process, their devices, and the transport to the other ranks.
-
-    ``kernels`` says how they load the code of their stages. Ranks of a process that is ``alone``, whatever
-    others were started with it, all run in it.
-
-    Raises:
-        InputError: ``devices`` contradicts the number of processes that were started.
-    """
-
-    def __init__(
-        self, devices: Devices, timeout: float, kernels: str = "source", alone: bool = False
-    ) -> None:
-        self.world = SINGLE_PROCESS if alone else world()
-        self.devices = resolve_devices(devices, self.world)
-        self.count = devices if isinstance(devices, int) else len(devices)
-        self._timeout, self.kernels = timeout, kernels
-        if kernels == "cudagraphs":
-            require_gpus(self.devices.values())
-        if self.has_gpu_messages:  # before the first CUDA call, which would take memory of GPU 0
-            torch.cuda.set_device(self.devices[self.world.rank])
-        if any(device.type == "cpu" for device in self.devices.values()):
-            retain_freed_memory()
-
-    @functools.cached_property
-    def in_process(self) -> InProcessTransport:
-        return InProcessTransport([self.devices[rank] for rank in range(self.count)])
-
-    @functools.cached_property
-    def distributed(self) -> DistributedTransport:
-        return DistributedTransport(self.devices[self.world.rank], self._timeout)
-
-    @functools.cached_property
-    def agreement(self) -> Agreement:
-        """Where processes compare what they were given. All of them make theirs in the same order."""
-        return Agreement(self.distributed, self._timeout)
-
-    @property
-    def has_gpu_messages(self) -> bool:
-        """Whether GPUs wait for messages, and not their hosts."""
-        return self.world.is_distributed and self.devices[self.world.rank].type == "cuda"
-
-    def call_on_rank_0(self, request: str, make: Callable[[], T]) -> T:
-        """Call ``make`` in one process; every process returns its result, or raises its error."""
-        return self.distributed.call_on_rank_0(request, make) if self.world.is_distributed else make()
-
-    def gathered(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-        """The recorded steps with the timestamps of all ranks, on every rank."""
-        if not self.world.is_distributed:
-            return list(steps)
-        parts = [
-            json.loads(part)
-            for part in self.distributed.all_gather_text(json.dumps([s.timestamps for s in steps]))
-        ]
-        return [
-            RecordedStep(
-                step.programs, {int(rank): timestamps for part in own for rank, timestamps in part.items()}
-            )
-            for step, *own in zip(steps, *parts, strict=True)
-        ]
-
-    def peak_memory(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
-        """The peak memory of each rank, on every rank."""
-        found = list(measured)
-        if self.world.is_distributed:
-            texts = self.distributed.all_gather_text(json.dumps([each.as_json() for each in measured]))
-            found = [RankMemory.from_json(each) for text in texts for each in json.loads(text)]
-        most = {each.rank: each for each in sorted(found, key=lambda each: each.peak_bytes)}
-        return [most[rank] for rank in range(self.count)]
-
-    def barrier(self) -> None:
-        """Wait for the other processes, however long they take while all of them live."""
-        self.all_gather_text_no_timeout("", "waiting for what other ranks do before their first step")
-
-    def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
-        """The text of each process, in every process, however long they take while all of them live."""
-        return (
-            self.distributed.all_gather_text_no_timeout(text, activity)
-            if self.world.is_distributed
-            else [text]
-        )
-
-    def exchange_final_status(self, text: str) -> list[str | None]:
-        """The text of each other process that lives when the pipeline cannot go on; None if it tells none."""
-        return (
-            list(self.distributed.exchange_final_status(text).values()) if self.world.is_distributed else []
-        )
-
-    def in_background(self) -> "BackgroundRanks":
-        """These processes, for a thread beside the one that steps."""
-        if not self.world.is_distributed:
-            return BackgroundRanks(self.world, self.all_gather_text_no_timeout, lambda: None)
-        transport = self.distributed
-        return BackgroundRanks(
-            self.world,
-            lambda text, _: transport.all_gather_text_in_background(text),
-            transport.check_processes,
-        )
-
-    def transport(self, rank: int) -> Transport:
-        return self.distributed if self.world.is_distributed else self.in_process.endpoint(rank)
-
-
-@dataclass(frozen=True)
-class BackgroundRanks:
-    """Communication of background threads, one of each process, separate from that of steps.
-
-    ``all_gather_text_no_timeout`` takes a text and the activity of this process; it returns the texts of all
-    processes. ``check`` raises TransportError if the process of another rank has ended.
-    """
-
-    world: World
-    all_gather_text_no_timeout: Callable[[str, str], list[str]]
-    check: Callable[[], None]
-
-
-class LinkedArtifact(Generic[InterpreterT]):
-    """An artifact linked on the ranks of this process, an ``interpret`` of the program of each.
+class Execution:
+    """An artifact linked on the ranks of this process, ready to run steps, or the mini-batches of a stream.
 
     ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
 
@@ -175,7 +49,6 @@ class LinkedArtifact(Generic[InterpreterT]):
 
     def __init__(
         self,
-        interpret: Callable[..., InterpreterT],
         artifact: Artifact,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
@@ -183,14 +56,16 @@ class LinkedArtifact(Generic[InterpreterT]):
         updates: OptimizerUpdates | None = None,
     ) -> None:
         self.artifact = artifact
-        self._ranks, self._updates = ranks, updates
+        self.non_finite: NonFinite | None = None
+        """Why nothing came of the last step or mini-batch, if the plan looks for that."""
+        self._ranks, self._updates, self._parameters = ranks, updates, parameters
         plan, is_distributed = artifact.plan, ranks.world.is_distributed
         if ranks.kernels == "cudagraphs":
             require_recordable(plan, artifact.sources, ranks.devices)
         _require_one_device(plan, ranks.devices)
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.canonical_text())
-        self._interpreters: list[InterpreterT] = []
+        self._interpreters: list[Interpreter] = []
         self._of_batch: list[BatchCountsFunction] = []
         self._read_by_gpus: set[str] = set()
         self._dry_runs: list[DryRuns] = []
@@ -201,7 +76,7 @@ class LinkedArtifact(Generic[InterpreterT]):
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
-                interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
+                Interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
             if ranks.has_gpu_messages or ranks.kernels != "source":
                 self._dry_runs.append(DryRuns(program, plan, modules, parameters, held, device, updates))
@@ -210,8 +85,9 @@ class LinkedArtifact(Generic[InterpreterT]):
             self._of_batch += [
                 BatchCountsFunction(plan.stages[k], module, held, device) for k, module in modules.items()
             ]
-        readers: list[_ReadsInputs] = [*self._interpreters, *self._of_batch]
-        self._read_here = set[str]().union(*(reader.inputs for reader in readers))
+        self._read_here = set[str]().union(
+            *(each.inputs for each in self._interpreters), *(each.inputs for each in self._of_batch)
+        )
 
     def _load(self, number: int, recorder: GraphRecorder | None) -> types.ModuleType:
         stage = self.artifact.plan.stages[number]
@@ -300,22 +176,6 @@ class LinkedArtifact(Generic[InterpreterT]):
                 microbatch[given.value.name] = part
         return microbatches
 
-
-class Execution(LinkedArtifact[Interpreter]):
-    """An artifact of steps, ready to run them."""
-
-    def __init__(
-        self,
-        artifact: Artifact,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        ranks: Ranks,
-        updates: OptimizerUpdates | None = None,
-    ) -> None:
-        super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
-        self.non_finite: NonFinite | None = None
-        """Why nothing came of the last step, if its plan looks for that."""
-
     def run(
         self,
         leaves: Sequence[object],
@@ -324,8 +184,8 @@ class Execution(LinkedArtifact[Interpreter]):
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
         measured: list[RankMemory] | None = None,
-    ) -> dict[str, Tensor]:
-        """Run one step; returns its results by name.
+    ) -> Mapping[str, Tensor]:
+        """Run one step, or a stream of one mini-batch; returns its results by name.
 
         A step that fails drops all gradients since the last update, if the program makes updates: nobody
         could tell apart what it has added to them.
@@ -338,6 +198,11 @@ class Execution(LinkedArtifact[Interpreter]):
             update: Whether a program that updates does so.
             measured: If the step succeeds, what the ranks of this process held is appended.
         """
+        if self.is_stream:
+            require_no_accumulation(not update)
+            require_no_recording(recorded)
+            require_no_measuring(measured)
+            return self._run_batch(leaves, batch_slice, seed)
         if self._updates is not None:
             self._updates.follow_script()
         microbatches = self._microbatches(leaves, batch_slice)
@@ -390,6 +255,111 @@ class Execution(LinkedArtifact[Interpreter]):
         return (
             f"the step failed when updates had begun, of {listed}: the parameters of the stages do not fit "
             "together. Load a checkpoint to train on"
+        )
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the programs are periodic: steps overlap."""
+        return self.artifact.programs[0].period > 0
+
+    @property
+    def num_readers(self) -> int:
+        """How many ranks of this process read each mini-batch of a stream."""
+        return len(self._interpreters)
+
+    def batch(self, leaves: Sequence[object], batch_slice: BatchSlice) -> StreamBatch:
+        """A mini-batch of a stream: split, with its batch counts."""
+        return StreamBatch(
+            self._microbatches(leaves, batch_slice),
+            batch_slice.sizes,
+            batch_slice.loss_weights,
+            batch_slice.values,
+        )
+
+    def begin(self, source: BatchSource, first: StreamBatch, seed: int) -> StreamRun:
+        """Begin to run the mini-batches of a source, which all have the sizes of its first one."""
+        batch_slice = BatchSlice(
+            first.sizes, sum(first.sizes), custom_loss_weights=first.loss_weights, values=first.values
+        )
+        self.dry_run(first.microbatches, batch_slice, seed)
+        if self._ranks.world.is_distributed:
+            return ProcessStreamRun(self._interpreters, self._num_ahead, source, seed)
+        if self._updates is not None:
+            self._updates.refresh_copies(self._parameters)
+        return ThreadedStreamRun(self._interpreters, self._num_ahead, source, seed, self._ranks.in_process)
+
+    @functools.cached_property
+    def _num_ahead(self) -> int:
+        plan = self.artifact.plan
+        return max(max_batches_ahead(x, plan.links, plan.num_microbatches) for x in self.artifact.programs)
+
+    def found(self) -> tuple[int, NonFinite] | None:
+        """The first skipped mini-batch of the stream, and why; None if there is none so far."""
+        plan, first = self.artifact.plan, min(each.first_nan for each in self._interpreters)
+        if math.isinf(first):
+            return None
+        (number, place), stage = divmod(int(first), plan.num_microbatches), stage_of_loss(plan)
+        return number, NonFinite(rank_of(plan.placement, stage, int(first)), stage, place)
+
+    @contextlib.contextmanager
+    def drop_gradients_on_failure(self) -> Iterator[None]:
+        """Drop all gradients if the ``with`` fails, and say which weights of the stream are left."""
+        try:
+            yield
+        except PipecError as error:
+            error.add_note(restore_common_version(self._interpreters, self._ranks))
+            for each in self._interpreters:
+                each.forget()
+            self._drop_gradients()
+            raise
+        except BaseException:
+            self._drop_gradients()
+            raise
+
+    def _drop_gradients(self) -> None:
+        if self._updates is not None:
+            self._updates.drop_gradients()
+
+    def _run_batch(
+        self, leaves: Sequence[object], batch_slice: BatchSlice, seed: int
+    ) -> Mapping[str, Tensor]:
+        """Run a stream of one mini-batch."""
+        batch = self.batch(leaves, batch_slice)
+        with self.drop_gradients_on_failure():
+            assert self._updates is not None, "a stream updates"
+            run = self.begin(lambda number: None if number else batch, batch, seed)
+            groups = self._updates.optimizer.hyperparameters()
+            results = run.results(groups)
+            assert results is not None, "the mini-batch is there"
+            run.drain(groups)
+        _, self.non_finite = self.found() or (0, None)
+        return results
+
+
+def require_no_accumulation(accumulates: bool) -> None:
+    """Raise InputError if gradients of several mini-batches are to be added up."""
+    if accumulates:
+        raise InputError(
+            "an asynchronous schedule updates after every mini-batch, so that it accumulates no gradients; "
+            "leave out accumulate(), or pass schedule='1f1b'"
+        )
+
+
+def require_no_recording(recorded: list[RecordedStep] | None) -> None:
+    """Raise InputError if the times of a stream are to be recorded, which has no end to note them at."""
+    if recorded is not None:
+        raise InputError(
+            "an asynchronous schedule cannot be recorded or traced, because its programs do not end; use "
+            "simulate() and visualize(...), or record schedule='1f1b'"
+        )
+
+
+def require_no_measuring(measured: list[RankMemory] | None) -> None:
+    """Raise InputError if the memory of a stream is to be measured, which has no end to note it at."""
+    if measured is not None:
+        raise InputError(
+            "the memory of an asynchronous schedule cannot be measured, because its programs do not end; use "
+            "memory(), or measure schedule='1f1b'"
         )
 
 

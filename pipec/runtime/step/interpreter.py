@@ -1,33 +1,50 @@
-"""The interpreter: runs the program of one rank, step after step.
+"""The interpreter: runs the program of one rank, a step or a stream.
 
-Everything that can be decided before a step is decided once, when ``pipec.runtime.step.linker`` links the
-program. A step then fills the frames of its microbatches and runs the linked actions, one after the other.
+Everything that can be decided before is decided once, when ``pipec.runtime.step.linker`` links the program.
+A step fills the frames of all its microbatches, and runs the linked actions one after the other. A stream
+repeats a period of them (``pipec.ir.periodic_program``): a microbatch takes a frame when it is first named,
+and the frames are taken in turn. Where the program pauses, the stream waits for the script.
 """
 
 import contextlib
 import functools
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.ir import Mode, Payload, Plan, Program, Value
+from pipec.ir import Mode, Op, Payload, Plan, Program, Value, rank_of, replica_counts
+from pipec.ir.periodic_program import microbatch_window, unrolled_instructions, updates_per_period
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage, StageCode
 from pipec.runtime.stages.cuda_graphs import graph_slots
+from pipec.runtime.stages.weight_versions import WeightVersions
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.compute import Action
 from pipec.runtime.step.error_report import failure_message, reporting_failures
-from pipec.runtime.step.linker import link
+from pipec.runtime.step.linked_instruction import LinkedInstruction
+from pipec.runtime.step.linker import Linker
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates, StageUpdate
 from pipec.runtime.step.rank_state import RankState, UpdateState
 from pipec.runtime.step.step_results import StepResults, empty_result, has_rows, merge_replicas, result_values
+from pipec.runtime.step.stream_results import StreamBatch, StreamResults
 from pipec.runtime.step.timestamps import Moment, Timestamps, clock_of
+
+BatchSource = Callable[[int], StreamBatch | None]
+"""Returns the mini-batch of a number, or None from the end of the stream on."""
+
+GroupHyperparameters = Sequence[Mapping[str, Any]]
+"""The hyperparameters of an update, for each group of the optimizer."""
+
+Emit = Callable[[int, Mapping[str, Tensor]], None]
 
 
 class Interpreter:
@@ -55,11 +72,29 @@ class Interpreter:
         updates: OptimizerUpdates | None = None,
     ) -> None:
         self.position = -1
-        self._program, self._device = program, device
-        bind = functools.partial(bind_stages, plan, program.rank, stages, parameters, buffers, device)
-        self._stages = bind(plan.num_microbatches, owns_tensors)
-        for (index, microbatch), slot in graph_slots(program).items():
+        self._program, self._plan, self._device = program, plan, device
+        self._window = _num_frames(program, plan)
+        copies = updates.copies(program.rank) if updates and program.period else {}
+        self._stages = {
+            stage.index: BoundStage(
+                stage,
+                stages[stage.index],
+                {**parameters, **copies},
+                buffers,
+                device,
+                self._window,
+                plan.sync_spec.reduced_parameters(stage.index),
+                owns_tensors(stage.index),
+                plan.sync_spec.defers_gradients,
+            )
+            for stage in plan.stages
+            if program.rank in plan.placement[stage.index]
+        }
+        for (index, microbatch), slot in () if program.period else graph_slots(program).items():
             self._stages[index].slots[microbatch] = slot
+        for index, stage in self._stages.items() if program.period else ():
+            stage.versions = WeightVersions(stage.weights, _most_behind(program, index))
+            stage.is_versioned = True
         self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
         self._result_links = [link for link in plan.links if link.payload is Payload.RESULT]
         made = [
@@ -68,32 +103,73 @@ class Interpreter:
             if link.source in self._stages
             for value in link.values
         ]
-        self._results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
+        self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
+        self._stream_results = StreamResults(plan)
         self._update_state = UpdateState(updates)
-        loss = loss_of(plan)
         self._rank = RankState(
-            *(
-                program.rank,
-                plan,
-                self._stages,
-                self._results,
-                {},
-                [],
-                {},
-                transport,
-                loss,
-                self._update_state,
-            )
+            program.rank,
+            plan,
+            self._stages,
+            self._stream_results if program.period else self._step_results,
+            self._step_results,
+            self._stream_results,
+            transport,
+            loss_of(plan),
+            self._update_state,
+            [0] * (self._window + 1),
         )
         self._clock = clock_of(device)
-        self._linked = link(program, self._rank)
-        self._closing = [transport.finish, self._end_step]
-        self._actions = [*(each.action for each in self._linked), *self._closing]
+        self._passes = self._link()
+        self._actions = [*(each.action for each in self._passes[0]), transport.finish, self._end_step]
+
+    def _link(self) -> Sequence[Sequence[LinkedInstruction]]:
+        """The linked instructions; those of a period once for each of the frames that microbatches take."""
+        linker, program = Linker(self._rank), self._program
+        if not program.period:
+            return [[linker.link(each) for each in program.instructions]]
+        passes: list[dict[int, LinkedInstruction]] = [{} for _ in range(self._window // program.period)]
+        for number, place, each in unrolled_instructions(program, 2 * self._window):
+            in_frame = replace(each, microbatch=each.microbatch % self._window)
+            passes[number % len(passes)][place] = linker.link(in_frame)
+        return [[linked[place] for place in range(len(program.instructions))] for linked in passes]
 
     @property
     def inputs(self) -> set[str]:
         """The inputs of the model that this rank reads."""
         return set[str]().union(*(stage.inputs for stage in self._stages.values()))
+
+    @contextlib.contextmanager
+    def _running_alone(self) -> Iterator[None]:
+        """Run instructions in a ``with`` block, on their device; failures are reported to the other ranks."""
+        with (
+            reporting_failures(self._rank.transport, self._describe),
+            current_device(self._device),
+            torch.no_grad(),
+            torch.autocast(self._device.type, enabled=False),
+        ):
+            yield
+
+    def _fill(
+        self,
+        microbatch: int,
+        size: int,
+        inputs: Mapping[str, Tensor],
+        key: tuple[int, int],
+        loss_weight: float,
+    ) -> None:
+        """Fill the frames of a microbatch on this rank's stages; nothing if it has no rows."""
+        number = microbatch % self._window
+        self._rank.sizes[number] = size
+        for stage in self._stages.values() if size else ():
+            if rank_of(self._plan.placement, stage.index, microbatch) != self._rank.number:
+                continue
+            frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
+            frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs})
+            if self._program.period:
+                frame["version"] = self._version(stage.index, microbatch)
+                frame["batch"] = microbatch // self._plan.num_microbatches
+            if self._rank.loss:
+                frame["grad_loss"] = loss_gradient(loss_weight, self._rank.loss.dtype, self._device)
 
     def run(
         self,
@@ -125,17 +201,7 @@ class Interpreter:
         self.position = -1
         self._update_state.begin_step(update)
         try:
-            with (
-                reporting_failures(self._rank.transport, self._describe),
-                current_device(self._device),
-                torch.no_grad(),
-                torch.autocast(self._device.type, enabled=False),
-                meter or contextlib.nullcontext(),
-            ):
-                self._results.loss_weights, self._results.is_local = (
-                    batch_slice.custom_loss_weights,
-                    batch_slice.is_local,
-                )
+            with self._running_alone(), meter or contextlib.nullcontext():
                 self._begin_step(microbatches, batch_slice, seed)
                 actions = self._actions if all(batch_slice.sizes) else self._actions_on(batch_slice.sizes)
                 if meter is not None:
@@ -151,22 +217,16 @@ class Interpreter:
     def _begin_step(
         self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
     ) -> None:
+        self._step_results.loss_weights = batch_slice.custom_loss_weights
+        self._step_results.is_local = batch_slice.is_local
         self._rank.sizes[:] = [*batch_slice.sizes, batch_slice.num_rows]
         self._rank.use(batch_slice.values)
         shares, scale = batch_slice.loss_weights, self._update_state.loss_scale
         for stage in self._stages.values():
             stage.begin_step(scale)
-            for microbatch in self._own[stage.index]:
-                if not batch_slice.sizes[microbatch]:
-                    continue
-                inputs, sizes = microbatches[microbatch], self._rank.sizes_with(batch_slice.sizes[microbatch])
-                frame = stage.fill_frame(microbatch, (seed, batch_slice.first + microbatch), sizes)
-                frame.update(
-                    {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
-                )
-                if self._rank.loss:
-                    weight = shares[microbatch]
-                    frame["grad_loss"] = loss_gradient(weight * scale, self._rank.loss.dtype, self._device)
+        for microbatch, size in enumerate(batch_slice.sizes):
+            key = seed, batch_slice.first + microbatch
+            self._fill(microbatch, size, microbatches[microbatch], key, shares[microbatch] * scale)
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless nothing is to come of it."""
@@ -185,7 +245,7 @@ class Interpreter:
 
     def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""
-        return [*(each.for_sizes(sizes) for each in self._linked), *self._closing]
+        return [*(each.for_sizes(sizes) for each in self._passes[0]), *self._actions[-2:]]
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for position, action in enumerate(actions):
@@ -199,7 +259,7 @@ class Interpreter:
                 self.position = position
                 begun = clock.now()
                 action()
-                if position < len(self._linked):
+                if position < len(self._program.instructions):
                     marks += (begun, clock.now())
             timestamps += clock.times(marks)
 
@@ -262,53 +322,183 @@ class Interpreter:
         if not any(batch_slice.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
             return None
         if rank == self._rank.number:
-            return self._results.merged(value.name, batch_slice.sizes, batch_slice.values)
+            return self._step_results.merged(value.name, batch_slice.sizes, batch_slice.values)
         return self._rank.received[value.name, rank]
 
     def _forget_step(self) -> None:
         for stage in self._stages.values():
             stage.forget_step()
-        self._results.forget_step()
+        self._step_results.forget_step()
         self._rank.received.clear()
         clear_block_cache()
 
+    def begin(self, source: BatchSource, emit: Emit, seed: int) -> None:
+        """Begin a stream. Random operators draw from streams that depend on ``seed``.
+
+        ``emit`` is called with the number of each mini-batch and its results by name.
+        """
+        self._source, self._seed, self.position = source, seed, -1
+        self._stream_results.begin(emit)
+        self._num_admitted, self._end = 0, math.inf
+        self._batch: StreamBatch | None = None
+        self._groups: dict[float, GroupHyperparameters] = {}
+        self._requested = -1.0
+        self._update_state.begin_step()
+        for stage in self._stages.values():
+            stage.begin_step()
+            stage.versions.begin()
+        self._running = self._run_periods()
+
+    def advance(self, batch: float, groups: GroupHyperparameters) -> None:
+        """Run until the results of a mini-batch are known, or the programs end.
+
+        ``groups`` are the hyperparameters of the updates whose last mini-batch it is.
+
+        Raises:
+            ExecutionError, TransportError: as ``run``.
+        """
+        self._requested, self._groups[batch] = batch, groups
+        with self._running_alone():
+            next(self._running, None)
+
+    def finish(self, groups: GroupHyperparameters) -> None:
+        """Run everything that is left of a stream whose source has ended. Raises as ``advance``."""
+        self.advance(math.inf, groups)
+        with self._running_alone():
+            self._rank.transport.finish()
+            for stage in self._stages.values():
+                stage.restore_buffers(self._stream_results.num_finite)
+                stage.end_step()
+
+    def forget(self) -> None:
+        """Drop every value of the stream."""
+        self._running, self._batch = iter(()), None
+        for stage in self._stages.values():
+            stage.forget_step()
+            stage.versions.begin()
+        self._stream_results.forget()
+
+    @property
+    def first_nan(self) -> float:
+        """The first microbatch whose loss is NaN; its mini-batch and all later ones are not updated."""
+        return self._stream_results.first_nan
+
+    @property
+    def held_versions(self) -> dict[int, set[int]]:
+        """The weight versions that each stage holds, by the number of mini-batches before them."""
+        held = {}
+        for index, stage in self._stages.items():
+            per_version = self._microbatches_per_update(index) // self._plan.num_microbatches
+            held[index] = {version * per_version for version in stage.versions.held}
+        return held
+
+    def restore(self, batch: int | None) -> None:
+        """Restore the weights and buffers of all stages after a mini-batch; None leaves each its latest."""
+        for index, stage in self._stages.items():
+            per_version = self._microbatches_per_update(index) // self._plan.num_microbatches
+            stage.restore(stage.versions.number if batch is None else batch // per_version)
+
+    def _microbatches_per_update(self, stage: int) -> int:
+        stream = self._plan.sync_spec.stream
+        assert stream is not None, "periodic programs have mini-batches"
+        return stream.microbatches_per_update(stage, replica_counts(self._plan.placement))
+
+    def _run_periods(self) -> Iterator[None]:
+        """Run period after period; yields where the script has to request the next mini-batch first."""
+        instructions, period = self._program.instructions, self._program.period
+        offsets, per_batch = [each.microbatch for each in instructions], self._plan.num_microbatches
+        number = -(max(offsets) // period)
+        while number * period + min(offsets) < self._end:
+            for position, linked in enumerate(self._passes[number % len(self._passes)]):
+                microbatch = offsets[position] + number * period
+                if microbatch < 0 or not self._admits(microbatch):
+                    continue
+                self.position, self._stream_results.microbatch = position, microbatch
+                if linked.instruction.op is Op.PAUSE:
+                    while self._requested < microbatch // per_batch:
+                        yield
+                elif linked.instruction.op is Op.UPDATE:
+                    behind = microbatch + self._microbatches_per_update(linked.instruction.stage)
+                    self._update_state.groups = self._groups_of(int(min(behind, self._end)) // per_batch - 1)
+                linked.for_sizes(self._rank.sizes)()
+            number += 1
+
+    def _groups_of(self, batch: int) -> GroupHyperparameters:
+        """The hyperparameters of when the script requested a mini-batch, or the last ones if it has not."""
+        for number in [each for each in self._groups if each < batch]:
+            del self._groups[number]
+        return self._groups[batch if batch in self._groups else math.inf]
+
+    def _admits(self, microbatch: int) -> bool:
+        """Whether a microbatch exists. When it is first named, its frames are filled."""
+        while self._num_admitted <= microbatch < self._end:
+            number, place = divmod(self._num_admitted, self._plan.num_microbatches)
+            if place == 0:
+                self._batch = self._source(number)
+            if self._batch is None:
+                self._end = self._num_admitted
+            else:
+                if place == 0:
+                    self._stream_results.expect(number, self._batch)
+                    self._rank.use(self._batch.values)
+                size, inputs = self._batch.sizes[place], self._batch.microbatches[place]
+                key = self._seed, self._num_admitted
+                self._fill(self._num_admitted, size, inputs, key, self._batch.loss_weights[place])
+                self._num_admitted += 1
+        return microbatch < self._end
+
+    def _version(self, stage: int, microbatch: int) -> int:
+        """The version that the program says for a microbatch."""
+        period = self._program.period
+        forward = next(
+            each
+            for each in self._program.instructions
+            if each.op is Op.FORWARD and each.stage == stage and (microbatch - each.microbatch) % period == 0
+        )
+        number = (microbatch - forward.microbatch) // period
+        return max(forward.version + number * self._updates_per_period[stage], 0)
+
+    @functools.cached_property
+    def _updates_per_period(self) -> Mapping[int, int]:
+        return updates_per_period(self._program)
+
     def _describe(self, problem: str) -> str:
         """The place, the problem, and the instructions before it."""
-        rank = f"rank {self._program.rank}"
+        rank, run = f"rank {self._program.rank}", "stream" if self._program.period else "step"
         if self.position < 0:
-            return f"{rank}, preparing the step: {problem}"
-        if self.position >= len(self._linked):
-            return f"{rank}, finishing the step: {problem}"
+            return f"{rank}, preparing the {run}: {problem}"
+        if self.position >= len(self._program.instructions):
+            return f"{rank}, finishing the {run}: {problem}"
         instruction = self._program.instructions[self.position]
+        if self._program.period:
+            instruction = replace(instruction, microbatch=self._stream_results.microbatch)
         return failure_message(self._program, self.position, instruction, problem)
 
 
-def bind_stages(
-    plan: Plan,
-    rank: int,
-    stages: Mapping[int, StageCode],
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    device: torch.device,
-    num_frames: int,
-    owns_tensors: Callable[[int], bool],
-) -> dict[int, BoundStage]:
-    """The state of each stage of a rank, for so many microbatches at a time."""
-    return {
-        stage.index: BoundStage(
-            stage,
-            stages[stage.index],
-            parameters,
-            buffers,
-            device,
-            num_frames,
-            plan.sync_spec.reduced_parameters(stage.index),
-            owns_tensors(stage.index),
-            plan.sync_spec.defers_gradients,
-        )
-        for stage in plan.stages
-        if rank in plan.placement[stage.index]
-    }
+def _num_frames(program: Program, plan: Plan) -> int:
+    """The frames of a step, or a number of frames that the microbatches of a stream can take in turn.
+
+    After that many, a period names the first again. The results of two mini-batches may be in transit.
+    """
+    if not program.period:
+        return plan.num_microbatches
+    most = max(microbatch_window(program), 2 * plan.num_microbatches)
+    return -(-most // program.period) * program.period
+
+
+def _most_behind(program: Program, stage: int) -> int:
+    """How many versions before the one that an update makes may still be read after it."""
+    written = [
+        each
+        for _, _, each in unrolled_instructions(program, 4 * (microbatch_window(program) + program.period))
+    ]
+    read = [each.version if each.op.phase and each.stage == stage else math.inf for each in written]
+    behind, oldest = 0.0, math.inf
+    for each, version in zip(reversed(written), reversed(read), strict=True):
+        oldest = min(oldest, version)
+        if each.op is Op.UPDATE and each.stage == stage:
+            behind = max(behind, each.version - oldest)
+    return int(behind)
 
 
 def loss_of(plan: Plan) -> Value | None:

@@ -15,15 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, ModelCollective, Op, Payload, Phase, Program
-from pipec.runtime.messages.transport import Receiver
+from pipec.ir import Instruction, Link, ModelCollective, Op, Payload, Phase
 from pipec.runtime.stages.bound_stage import Frame, parameter_names
 from pipec.runtime.stages.model_collectives import RunningCollective
 from pipec.runtime.step.compute import Action, FetchArguments, bind_function
 from pipec.runtime.step.linked_instruction import LinkedInstruction, in_sequence
 from pipec.runtime.step.rank_state import RankState
-from pipec.runtime.step.step_results import StepResults
-from pipec.runtime.step.stream_results import StreamResults
 from pipec.runtime.step.sync_linker import StartAndEnd, SyncLinker
 
 ValueReader = Callable[[], Sequence[Any]]
@@ -34,18 +31,12 @@ _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 """The phases whose last function saves something, too."""
 
 
-def link(program: Program, rank: RankState) -> list[LinkedInstruction]:
-    """The actions of a step in order.
+class Linker:
+    """Makes the actions of a program's instructions, one after the other.
 
     Raises:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
-    linker = Linker(rank)
-    return [linker.link(instruction) for instruction in program.instructions]
-
-
-class Linker:
-    """Makes the actions of a program's instructions, one after the other."""
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
@@ -111,28 +102,14 @@ class Linker:
 
     def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
-        if link.payload is Payload.MICROBATCH_RESULT:
-            apart = replace(instruction, slot=microbatch)  # several are on their way at once
-            return self._receive_microbatch_result(
-                link, microbatch, self._rank.transport.receiver(apart, self._tag(link))
-            )
+        if link.payload is Payload.MICROBATCH_RESULT:  # several are on their way at once
+            instruction = replace(instruction, slot=microbatch)
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         wait, post = receiver.wait, receiver.post
         write_output = self._output_writer(link, microbatch, instruction.peer)
         self._ends[_key(instruction)] = lambda: write_output(wait())
         num_rows = self._num_rows(instruction)
         return lambda: post(rank.sizes_with(num_rows()))
-
-    def _receive_microbatch_result(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
-        """Post the receive of a microbatch's results, which the rank waits for when the script asks."""
-        rank, stream_results, names = self._rank, self._rank.results, [value.name for value in link.values]
-        assert isinstance(stream_results, StreamResults), "only a stream returns results of microbatches"
-
-        def post() -> None:
-            receiver.post(rank.sizes_with(rank.sizes[microbatch]))
-            stream_results.expect_received(names, receiver.wait)
-
-        return post
 
     def _send(self, instruction: Instruction) -> Action:
         link, rank = _link_of(instruction), self._rank
@@ -146,9 +123,8 @@ class Linker:
         sizes, microbatch = self._rank.sizes, instruction.microbatch
         if _link_of(instruction).payload is not Payload.RESULT:
             return lambda: sizes[microbatch]
-        results, away = self._rank.results, self._is_other_pipeline(instruction.peer)
+        results, away = self._rank.step_results, self._is_other_pipeline(instruction.peer)
         made_of = self._microbatches(instruction)
-        assert isinstance(results, StepResults), "only a step returns results at its end"
         return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
 
     def _is_other_pipeline(self, peer: int) -> bool:
@@ -218,8 +194,7 @@ class Linker:
                     link.source, microbatch, names, f"the link to stage {link.target}"
                 )
             case Payload.RESULT:
-                results, rank = self._rank.results, self._rank
-                assert isinstance(results, StepResults), "only a step returns results at its end"
+                results, rank = self._rank.step_results, self._rank
                 fetch = results.sent_to_other_pipeline if away else results.merged
                 return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
@@ -231,6 +206,9 @@ class Linker:
     def _output_writer(self, link: Link, microbatch: int, peer: int) -> OutputWriter:
         """The function that stores a link's value where its reader finds it."""
         names = [value.name for value in link.values]
+        if link.payload is Payload.MICROBATCH_RESULT:
+            results = self._rank.results
+            return lambda tensors: results.collect(microbatch, dict(zip(names, tensors, strict=True)))
         if link.payload is Payload.RESULT:
             received = self._rank.received
             return lambda tensors: received.update(

@@ -1,14 +1,13 @@
 """Whether a step's losses and gradients are finite: checked together, with one result on all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipec.errors import NonFiniteError
-from pipec.ir import Payload, Plan, SyncSpec, stages_on
-from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.ir import Payload, Plan, SyncSpec
 from pipec.runtime.optimizers import stored_values
 
 
@@ -58,11 +57,6 @@ def is_overflow(found: NonFinite, sync_spec: SyncSpec) -> bool:
     return sync_spec.has_loss_scale and (bool(found.parameter) or sync_spec.on_nan is None)
 
 
-def first_nan(losses: Mapping[int, Tensor]) -> int | None:
-    """The first microbatch whose loss is NaN."""
-    return min((number for number, loss in losses.items() if loss.isnan().any()), default=None)
-
-
 def non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """The names of the gradients that have an infinity or a NaN."""
     return [name for name, gradient in gradients.items() if not _is_finite(gradient)]
@@ -72,42 +66,6 @@ def require_finite(gradients: Mapping[str, Tensor]) -> None:
     """Raise NonFiniteError if some gradient of a stage's update is not finite."""
     if names := non_finite(gradients):
         raise NonFiniteError(f"the gradient of {names[-1]}, the last such one, is not finite")
-
-
-def agree_on_non_finite(
-    plan: Plan,
-    rank: int,
-    losses: Mapping[int, Tensor],
-    gradients: Mapping[str, Tensor],
-    names: Sequence[str],
-    group: CollectiveGroup,
-    device: torch.device,
-) -> NonFinite | None:
-    """The non-finite value that some rank has found; None if all is finite. All ranks call this together.
-
-    A loss comes before gradients. Of these it is the last one in the model's order, that of ``names``, which
-    backwards came to first.
-    """
-    order = {name: number for number, name in enumerate(names, start=1)}
-    loss = first_nan(losses)
-    table = torch.zeros(plan.num_ranks, 2, dtype=torch.int64, device=device)
-    table[rank, 0] = 0 if loss is None else loss + 1
-    table[rank, 1] = max((order[name] for name in non_finite(gradients)), default=0)
-    group.all_reduce(table)()
-    return _non_finite_result(plan, names, table.tolist())
-
-
-def _non_finite_result(plan: Plan, names: Sequence[str], rows: Sequence[Sequence[int]]) -> NonFinite | None:
-    losses = [(row[0] - 1, rank) for rank, row in enumerate(rows) if row[0]]
-    if losses:
-        microbatch, rank = min(losses)
-        return NonFinite(rank, stage_of_loss(plan), microbatch)
-    last, rank = max((row[1], rank) for rank, row in enumerate(rows))
-    if not last:
-        return None
-    name = names[last - 1]
-    own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed_parameters)
-    return NonFinite(rank, next(own, stages_on(plan.placement, rank)[0]), parameter=name)
 
 
 def stage_of_loss(plan: Plan) -> int:

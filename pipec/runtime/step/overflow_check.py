@@ -1,4 +1,9 @@
-"""Decides from the norm whether a step is skipped because a value in it is not finite."""
+"""Decides from the norm of all gradients whether a step is skipped because a value in it is not finite.
+
+The collective that sums the norm also tells all ranks what each has found, so that all decide alike. Its
+table has a float64 for each parameter, microbatch and rank: the squared norm of a gradient, whether a loss is
+NaN, and the last gradient that is not finite.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,62 +11,79 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipec.ir import NonFiniteAction
-from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.ir import NonFiniteAction, rank_of, stages_on
 from pipec.runtime.optimizers import gradient_norms
-from pipec.runtime.step.non_finite import NonFinite, agree_on_non_finite, is_overflow
+from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite, stage_of_loss
 from pipec.runtime.step.optimizer_updates import StageUpdate
 from pipec.runtime.step.rank_state import RankState
-from pipec.runtime.step.step_results import StepResults
 
 
-class OverflowCheck:
-    """Decides for a rank as all others of ``group`` do, all of whom call ``follow`` with the same sums."""
+def norm_table(rank: RankState, device: torch.device) -> Tensor:
+    """What a rank adds to the table of all ranks."""
+    names, plan = parameter_order(rank), rank.plan
+    size = len(names) + (plan.num_microbatches + plan.num_ranks if plan.sync_spec.may_skip_step else 0)
+    table = torch.zeros(size, dtype=torch.float64, device=device)
+    counted = {name: x for gradients in _gradients_on(rank) for name, x in gradients.items()}
+    found = gradient_norms(counted.values(), exactly=plan.sync_spec.clips)
+    norms = dict(zip(counted, found, strict=True))
+    if norms:
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        table[: len(names)] = torch.stack([norms.get(name, none) for name in names]).square_()
+    if plan.sync_spec.may_skip_step:
+        losses = rank.step_results.losses
+        if losses:
+            places = [len(names) + microbatch for microbatch in losses]
+            table[places] = torch.stack(list(losses.values())).isnan().double()
+        if norms and not bool(torch.stack(found).isfinite().all()):  # which may be so of very large gradients
+            last = max((names.index(name) + 1 for name in non_finite(counted)), default=0)
+            table[len(names) + plan.num_microbatches + rank.number] = last
+    return table
 
-    def __init__(self, rank: RankState, group: CollectiveGroup, device: torch.device) -> None:
-        self._rank, self._group, self._device = rank, group, device
 
-    def num_nan_losses(self) -> Tensor | int:
-        losses = list(self._losses().values())
-        return torch.stack(losses).isnan().sum() if losses else 0
+def follow_table(rank: RankState, table: Tensor) -> None:
+    """Keep the step or skip it: no update, no gradient in ``.grad``, no buffer.
 
-    def follow(self, squares: float, num_nan_losses: float) -> None:
-        """Keep the step or skip it: no update, no gradient in ``.grad``, no buffer."""
-        rank, update_state = self._rank, self._rank.update_state
-        updates = update_state.updates
-        found = None
-        if num_nan_losses or not math.isfinite(squares):  # which is so of very large gradients, too
-            found = self._found()
-        if updates is None:
-            update_state.non_finite = found
-            for stage in rank.stages.values() if found is None else ():
-                stage.gradients.release()
-            return
-        if update_state.now:
-            found = updates.skip_reasons.pop(rank.number, None) or found
+    ``table`` is the sum of those of all ranks.
+    """
+    update_state = rank.update_state
+    updates, found = update_state.updates, _found_in(rank, table)
+    if updates is None:
         update_state.non_finite = found
-        if found is None:
-            return
-        sync_spec = rank.plan.sync_spec
-        if not update_state.now and (
-            sync_spec.on_nan is NonFiniteAction.SKIP or is_overflow(found, sync_spec)
-        ):
-            updates.skip_reasons[rank.number] = found
-            return
-        update_state.now = False
-        for update in _updates_of(rank):
-            update.drop_gradients()
+        for stage in rank.stages.values() if found is None else ():
+            stage.gradients.release()
+        return
+    if update_state.now:
+        found = updates.skip_reasons.pop(rank.number, None) or found
+    update_state.non_finite = found
+    if found is None:
+        return
+    sync_spec = rank.plan.sync_spec
+    if not update_state.now and (sync_spec.on_nan is NonFiniteAction.SKIP or is_overflow(found, sync_spec)):
+        updates.skip_reasons[rank.number] = found
+        return
+    update_state.now = False
+    for update in _updates_of(rank):
+        update.drop_gradients()
 
-    def _found(self) -> NonFinite | None:
-        gradients = {name: x for named in _gradients_on(self._rank) for name, x in named.items()}
-        plan, number = self._rank.plan, self._rank.number
-        order = parameter_order(self._rank)
-        return agree_on_non_finite(plan, number, self._losses(), gradients, order, self._group, self._device)
 
-    def _losses(self) -> Mapping[int, Tensor]:
-        results = self._rank.results
-        assert isinstance(results, StepResults), "a stream has no norm of all stages"
-        return results.losses
+def _found_in(rank: RankState, table: Tensor) -> NonFinite | None:
+    """The non-finite value that some rank has found; None if all is finite.
+
+    A loss comes before gradients. Of these it is the last one in the model's order, which backwards came to
+    first.
+    """
+    plan, names = rank.plan, parameter_order(rank)
+    total, *found = torch.cat([table[: len(names)].sum()[None], table[len(names) :]]).tolist()
+    losses, gradients = found[: plan.num_microbatches], found[plan.num_microbatches :]
+    if any(losses):
+        stage, microbatch = stage_of_loss(plan), next(k for k, is_nan in enumerate(losses) if is_nan)
+        return NonFinite(rank_of(plan.placement, stage, microbatch), stage, microbatch)
+    if math.isfinite(total) or not any(gradients):
+        return None
+    last, number = max((int(last), number) for number, last in enumerate(gradients))
+    name = names[last - 1]
+    own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed_parameters)
+    return NonFinite(number, next(own, stages_on(plan.placement, number)[0]), parameter=name)
 
 
 def parameter_order(rank: RankState) -> Sequence[str]:
@@ -70,15 +92,7 @@ def parameter_order(rank: RankState) -> Sequence[str]:
     return [*updates.shapes] if updates else [value.name for value in plan.parameters]
 
 
-def norms_of_rank(rank: RankState) -> dict[str, Tensor]:
-    """The norms of the gradients that a rank counts in the global norm, by name."""
-    counted = {name: x for gradients in _gradients_on(rank) for name, x in gradients.items()}
-    return dict(
-        zip(counted, gradient_norms(counted.values(), exactly=rank.plan.sync_spec.clips), strict=True)
-    )
-
-
-def _gradients_on(rank: RankState) -> Iterator[dict[str, Tensor]]:
+def _gradients_on(rank: RankState) -> Iterator[Mapping[str, Tensor]]:
     """The gradients that a rank counts in the global norm, by name, for each of its stages."""
     if rank.update_state.updates is not None:
         yield from (update.norm_gradients for update in _updates_of(rank))

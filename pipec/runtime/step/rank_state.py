@@ -11,7 +11,7 @@ from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
-from pipec.runtime.step.step_results import StepResults
+from pipec.runtime.step.step_results import ResultCollector, StepResults
 from pipec.runtime.step.stream_results import StreamResults
 
 
@@ -20,15 +20,18 @@ class UpdateState:
     """The optimizer, whether the step updates, and the clipping factor.
 
     ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
-    ``non_finite`` is why the step is skipped, on every rank. ``begun`` has the stages whose update has begun
-    in this step.
+    ``table`` is what all ranks have found with the norm, and ``non_finite`` why the step is skipped.
+    ``skipped`` has the stages of a stream whose next update is skipped, and ``begun`` the stages whose update
+    has begun in this step.
     """
 
     updates: OptimizerUpdates | None = None
     now: bool = True
     factor: Tensor | None = None
     groups: Sequence[Mapping[str, Any]] = ()
+    table: Tensor | None = None
     non_finite: NonFinite | None = None
+    skipped: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
 
     @property
@@ -37,17 +40,19 @@ class UpdateState:
         scaled = self.updates.loss_scale if self.updates else None
         return scaled.scale if scaled else 1.0
 
-    def begin_step(self, now: bool) -> None:
-        self.now, self.factor, self.non_finite = now, None, None
+    def begin_step(self, now: bool = True) -> None:
+        self.now, self.factor, self.table, self.non_finite = now, None, None, None
         self.begun.clear()
+        self.skipped.clear()
 
 
 @dataclass(frozen=True)
 class RankState:
     """The state on which the actions of one rank work.
 
-    ``sizes`` is set for each step: the number of samples in each microbatch, then that in the batch. A
-    link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
+    ``results`` are those of the step, or of the stream. ``sizes`` is set for each step: the number of samples
+    in each microbatch, then that in the batch. A link that moves once per step has microbatch -1, and so
+    finds the size of the batch at ``sizes[-1]``.
     ``values`` is set by ``use``: the other sizes that shapes have names for.
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
     differentiates.
@@ -56,13 +61,15 @@ class RankState:
     number: int
     plan: Plan
     stages: Mapping[int, BoundStage]
-    results: StepResults | StreamResults
-    received: dict[tuple[str, int], Tensor]
-    sizes: list[int]
-    values: dict[str, int | float]
+    results: ResultCollector
+    step_results: StepResults
+    stream_results: StreamResults
     transport: Transport
     loss: Value | None
     update_state: UpdateState
+    sizes: list[int]
+    values: dict[str, int | float] = field(default_factory=dict)
+    received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _sizes_with: dict[int, Sizes] = field(default_factory=dict)
 
     def use(self, values: Mapping[str, int | float]) -> None:

@@ -38,10 +38,6 @@ class BatchResult(NamedTuple):
         return cls(results["loss"], {name: results[output] for name, output in kept})
 
 
-Arrival = Callable[[], Sequence[Tensor]]
-"""Waits for what another rank has sent."""
-
-
 @dataclass
 class _Parts:
     """The results of one mini-batch, by name and microbatch."""
@@ -74,7 +70,6 @@ class StreamResults:
         """Start with a stream."""
         self._emit = emit
         self._parts: dict[int, _Parts] = {}
-        self._arriving: list[tuple[int, Sequence[str], Arrival]] = []
         self.microbatch = 0
         self.first_nan: float = math.inf
         self._losses_left: dict[int, int] = {}
@@ -82,14 +77,13 @@ class StreamResults:
     def is_finite(self, number: int) -> bool:
         """Whether a mini-batch is trained on, not skipped; read before the update that it is for."""
         if self._looks:
-            self.wait_received(number)
             assert self._losses_left.pop(number) == 0, "losses come before updates"
         return number < self.num_finite
 
     def forget(self) -> None:
         """Drop the results of a stream that is over."""
         self._emit = lambda number, results: None
-        self._parts, self._arriving = {}, []
+        self._parts = {}
 
     @property
     def num_finite(self) -> float:
@@ -104,28 +98,11 @@ class StreamResults:
 
     def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
         """Keep the results of the microbatch that is in this frame now."""
-        self._keep(self.microbatch, sent)
-
-    def expect_received(self, names: Sequence[str], wait: Arrival) -> None:
-        """Note that another rank's results of the microbatch are in transit."""
-        self._arriving.append((self.microbatch, names, wait))
-
-    def wait_received(self, last: float) -> None:
-        """Wait for the results in transit of the mini-batches up to this one."""
-        due, self._arriving = self._arriving, []
-        for each in due:
-            microbatch, names, wait = each
-            if microbatch // self._per_batch <= last:
-                self._keep(microbatch, dict(zip(names, wait(), strict=True)))
-            else:
-                self._arriving.append(each)
-
-    def _keep(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
-        number, place = divmod(microbatch, self._per_batch)
+        number, place = divmod(self.microbatch, self._per_batch)
         if self._looks and "loss" in sent:
             self._losses_left[number] -= 1
             if sent["loss"].isnan().any():
-                self.first_nan = min(self.first_nan, microbatch)
+                self.first_nan = min(self.first_nan, self.microbatch)
         for name in self._values.keys() & sent.keys():
             parts = self._parts[number].found.setdefault(name, {})
             parts[place] = sent[name]

@@ -3,8 +3,6 @@
 import functools
 from collections.abc import Callable, Mapping
 
-import torch
-
 from pipec.ir import Bucket, Instruction, Op
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import sum_of_squares
@@ -14,9 +12,8 @@ from pipec.runtime.stages.replica_reductions import BufferAverage, GradientReduc
 from pipec.runtime.step.compute import Action
 from pipec.runtime.step.non_finite import require_finite
 from pipec.runtime.step.optimizer_updates import StageUpdate
-from pipec.runtime.step.overflow_check import OverflowCheck, norms_of_rank, parameter_order
+from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
 from pipec.runtime.step.rank_state import RankState
-from pipec.runtime.step.stream_results import StreamResults
 
 StartAndEnd = tuple[Action, Action]
 """The action that starts something, and the one that waits for its end."""
@@ -35,7 +32,11 @@ class SyncLinker:
         }
         self.calls: Mapping[Op, Callable[[Instruction], Action]] = {
             Op.GRAD_NORM: self._norm,
+            Op.STAGE_NORM: self._stage_norm,
+            Op.CHECK: self._check,
+            Op.STASH: self._stash,
             Op.UPDATE: self._update,
+            Op.PAUSE: lambda instruction: _nothing,
             Op.RESHARD: self._reshard,
         }
 
@@ -65,72 +66,99 @@ class SyncLinker:
         return average.start, average.finish
 
     def _norm(self, instruction: Instruction) -> Action:
-        """Sum the squares of the norms for every update to come, and see whether all losses are numbers.
+        """Sum the squares of the norms for every update to come, and tell all ranks what is not finite.
 
         Each parameter's is summed over the ranks first, and then those of all in the model's order. So the
         bits of the sum do not depend on which ranks have which parameters.
         """
-        rank, group = self._rank, self._rank.transport.group(range(self._rank.plan.num_ranks))
+        rank, update_state = self._rank, self._rank.update_state
+        group = rank.transport.group(range(rank.plan.num_ranks))
         device = next(iter(rank.stages.values())).device
-        overflow_check = OverflowCheck(rank, group, device) if rank.plan.sync_spec.may_skip_step else None
-        updates, names = rank.update_state.updates, parameter_order(rank)
+        updates, num_names = update_state.updates, len(parameter_order(rank))
 
         def norm() -> None:
-            table = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
-            if norms := norms_of_rank(rank):
-                none = torch.zeros((), dtype=torch.float64, device=device)
-                table[:-1] = torch.stack([norms.get(name, none) for name in names]).square_()
-            if overflow_check is not None:
-                table[-1] = overflow_check.num_nan_losses()
-            group.all_reduce(table)()
-            total = table[:-1].sum()
+            update_state.table = norm_table(rank, device)
+            group.all_reduce(update_state.table)()
             if updates is not None and updates.max_norm is not None:
-                rank.update_state.factor = updates.factor(total)
-            if overflow_check is not None:
-                overflow_check.follow(*torch.stack([total, table[-1]]).tolist())
+                update_state.factor = updates.factor(update_state.table[:num_names].sum())
 
-        return norm if overflow_check else self._if_updating(norm)
+        return norm if rank.plan.sync_spec.may_skip_step else self._if_updating(norm)
+
+    def _check(self, instruction: Instruction) -> Action:
+        """Decide whether the step is skipped; in a stream, whether a mini-batch is."""
+        rank, update_state, number = self._rank, self._rank.update_state, instruction.stage
+        if number < 0:
+
+            def check() -> None:
+                assert update_state.table is not None, "the norm comes first"
+                follow_table(rank, update_state.table)
+
+            return check
+        results, versions = rank.stream_results, rank.stages[number].versions
+        update = self._stage_update(number)
+
+        def check_batch() -> None:
+            update_state.skipped.discard(number)
+            if not results.is_finite(versions.number):
+                update_state.skipped.add(number)
+            elif update is not None:
+                require_finite(update.norm_gradients)
+
+        return check_batch
+
+    def _stage_norm(self, instruction: Instruction) -> Action:
+        """Compute the factor by which the next update of a stage of a stream is clipped."""
+        update_state, update = self._rank.update_state, self._stage_update(instruction.stage)
+        updates = update_state.updates
+        assert updates is not None, "a program that updates has an optimizer"
+
+        def norm() -> None:
+            if update is not None:
+                update_state.factor = updates.factor(sum_of_squares(update.norm_gradients.values()))
+
+        return norm
+
+    def _stash(self, instruction: Instruction) -> Action:
+        """Keep the weights of a stage that its next update changes."""
+        stage, skipped = self._rank.stages[instruction.stage], self._rank.update_state.skipped
+
+        def stash() -> None:
+            changes = stage.index not in skipped
+            stage.versions.stash(
+                [i for i, weight in enumerate(stage.weights) if changes and weight.grad is not None]
+            )
+
+        return stash
 
     def _update(self, instruction: Instruction) -> Action:
-        update_state, stage = self._rank.update_state, instruction.stage
-        assert update_state.updates is not None, "a program that updates has an optimizer"
+        update_state, stage = self._rank.update_state, self._rank.stages[instruction.stage]
+        update = self._stage_update(instruction.stage)
         if instruction.version >= 0:
-            return self._update_version(stage)
-        update = update_state.updates.on(self._rank.number, stage)
+            return self._update_version(stage, update)
         if update is None:
             return _nothing
 
-        gradients = self._rank.stages[stage].gradients
-
         def act() -> None:
-            update_state.begun.add(stage)
+            update_state.begun.add(stage.index)
             update.update(update_state.factor)
-            gradients.clear_updated()
+            stage.gradients.clear_updated()
 
         return self._if_updating(act)
 
-    def _update_version(self, number: int) -> Action:
-        """Update a stage of a stream, and clip by the norm of its own gradients."""
-        update_state, stage = self._rank.update_state, self._rank.stages[number]
-        updates, versions, stream_results = update_state.updates, stage.versions, self._rank.results
-        assert updates is not None, "a program that updates has an optimizer"
-        assert isinstance(stream_results, StreamResults), "a stream has results of microbatches"
-        update = updates.on(self._rank.number, number)
-        looks = self._rank.plan.sync_spec.on_nan is not None
+    def _update_version(self, stage: BoundStage, update: StageUpdate | None) -> Action:
+        """Make the next version of a stage; if its mini-batch is skipped, it equals the last one."""
+        update_state = self._rank.update_state
 
         def act() -> None:
-            if not stream_results.is_finite(versions.number):
-                _skip_update(stage, update)
-                return
-            if update is not None and looks:
-                require_finite(update.norm_gradients)
-            versions.stash([i for i, weight in enumerate(stage.weights) if weight.grad is not None])
+            is_skipped = stage.index in update_state.skipped
             if update is not None:
-                clips = updates.max_norm is not None
-                factor = updates.factor(sum_of_squares(update.norm_gradients.values())) if clips else None
-                update.update(factor, update_state.groups)
+                if is_skipped:
+                    update.drop_gradients()
+                else:
+                    stage.versions.begin_update()
+                    update.update(update_state.factor, update_state.groups)
                 stage.gradients.clear_updated()
-            stage.advance()
+            stage.advance(keeps_buffers=is_skipped)
 
         return act
 
@@ -158,9 +186,13 @@ class SyncLinker:
 
     def _shard(self, instruction: Instruction) -> BucketShard | None:
         """This rank's shard of a bucket, if it has one."""
-        updates = self._rank.update_state.updates
-        update = updates.on(self._rank.number, instruction.stage) if updates else None
+        update = self._stage_update(instruction.stage)
         return update.shards.get(instruction.bucket) if update else None
+
+    def _stage_update(self, stage: int) -> StageUpdate | None:
+        """What this rank updates of a stage."""
+        updates = self._rank.update_state.updates
+        return updates.on(self._rank.number, stage) if updates else None
 
     def _group(self, stage: int, bucket: Bucket | None = None) -> CollectiveGroup:
         num_hosts = bucket.num_hosts if bucket else 1
@@ -187,18 +219,9 @@ def _show_gathered(shard: BucketShard, stage: BoundStage) -> None:
         stage.set_weights(gathered)
 
 
-def _skip_update(stage: BoundStage, update: StageUpdate | None) -> None:
-    """Leave an update of a stream out. The version that it would have made is the one before."""
-    if update is not None:
-        update.drop_gradients()
-        stage.gradients.clear_updated()
-    stage.versions.stash(())
-    stage.versions.advance()
-
-
 def _ignore(gathered: object) -> None:
     """Drop views that nobody needs."""
 
 
 def _nothing() -> None:
-    """The update of a rank that leaves it to another replica."""
+    """The update of a rank that leaves it to another replica; a pause, which the interpreter makes."""

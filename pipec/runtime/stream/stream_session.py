@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipec.errors import PipecError
+from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
+from pipec.runtime.step.stream_run import GroupHyperparameters
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
-from pipec.runtime.stream.stream_execution import StreamExecution
-from pipec.runtime.stream.stream_run import GroupHyperparameters
 
 Announce = Callable[[int, ReadItem], Callable[[], bool]]
 """Starts to tell the other ranks of a batch; what it returns waits for theirs, and says if it is the same."""
@@ -28,7 +28,7 @@ class CompiledStream:
     model as it is now.
     """
 
-    execution: StreamExecution
+    execution: Execution
     seed: int
     split: Callable[[CallArguments], StreamBatch | None]
     is_valid: Callable[[], bool]

@@ -17,8 +17,8 @@ from torch import Tensor
 from pipec.errors import PipecError, TransportError
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.processes.worker import Worker
+from pipec.runtime.step.interpreter import BatchSource, GroupHyperparameters, Interpreter
 from pipec.runtime.step.stream_results import StreamBatch
-from pipec.runtime.stream.period_interpreter import BatchSource, GroupHyperparameters, PeriodInterpreter
 
 ResultsByName = Mapping[str, Tensor]
 
@@ -32,7 +32,7 @@ class StreamRun(ABC):
 
     def __init__(
         self,
-        interpreters: Sequence[PeriodInterpreter],
+        interpreters: Sequence[Interpreter],
         max_batches_ahead: int,
         source: BatchSource,
         seed: int,
@@ -120,7 +120,7 @@ class ThreadedStreamRun(StreamRun):
 
     def __init__(
         self,
-        interpreters: Sequence[PeriodInterpreter],
+        interpreters: Sequence[Interpreter],
         max_batches_ahead: int,
         source: BatchSource,
         seed: int,
@@ -195,7 +195,7 @@ class ThreadedStreamRun(StreamRun):
             self._failure, self._over, self._is_complete = failure, True, failure is None
             self._changed.notify_all()
 
-    def _work(self, interpreter: PeriodInterpreter) -> None:
+    def _work(self, interpreter: Interpreter) -> None:
         """Run a rank: advance as far as the script has requested, and to the end once that is known."""
         number = 0
         try:

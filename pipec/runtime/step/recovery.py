@@ -8,16 +8,16 @@ the newest such is put into the parameters, with the buffers of that moment.
 import json
 from collections.abc import Sequence
 
-from pipec.runtime.step.execution import Ranks
-from pipec.runtime.stream.period_interpreter import PeriodInterpreter
+from pipec.runtime.step.interpreter import Interpreter
+from pipec.runtime.step.ranks import Ranks
 
 
-def restore_common_version(interpreters: Sequence[PeriodInterpreter], ranks: Ranks) -> str:
+def restore_common_version(interpreters: Sequence[Interpreter], ranks: Ranks) -> str:
     """Put a consistent version into the parameters, if there is one; returns what was found, in words.
 
     The ranks that live all call this after a failure.
     """
-    held = [(stage, found) for each in interpreters for stage, found in each.held.items()]
+    held = [(stage, found) for each in interpreters for stage, found in each.held_versions.items()]
     every = ranks.exchange_final_status(json.dumps([(stage, sorted(found)) for stage, found in held]))
     held += [(stage, {*found}) for told in every for stage, found in json.loads(told or "[]")]
     common = max(set.intersection(*(found for _, found in held)), default=None) if None not in every else None

@@ -1,0 +1,136 @@
+"""The ranks that run in this process, and their communication with the others."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from pipec.ir import RankMemory
+from pipec.runtime.memory.allocator import retain_freed_memory
+from pipec.runtime.messages.agreement import Agreement
+from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.messages.transport import InProcessTransport, Transport
+from pipec.runtime.processes.launch import SINGLE_PROCESS, Devices, World, resolve_devices, world
+from pipec.runtime.stages.cuda_graphs import require_gpus
+from pipec.runtime.step.timestamps import RecordedStep
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that run in this process, their devices, and the transport to the other ranks.
+
+    ``kernels`` says how they load the code of their stages. Ranks of a process that is ``alone``, whatever
+    others were started with it, all run in it.
+
+    Raises:
+        InputError: ``devices`` contradicts the number of processes that were started.
+    """
+
+    def __init__(
+        self, devices: Devices, timeout: float, kernels: str = "source", alone: bool = False
+    ) -> None:
+        self.world = SINGLE_PROCESS if alone else world()
+        self.devices = resolve_devices(devices, self.world)
+        self.count = devices if isinstance(devices, int) else len(devices)
+        self._timeout, self.kernels = timeout, kernels
+        if kernels == "cudagraphs":
+            require_gpus(self.devices.values())
+        if self.has_gpu_messages:  # before the first CUDA call, which would take memory of GPU 0
+            torch.cuda.set_device(self.devices[self.world.rank])
+        if any(device.type == "cpu" for device in self.devices.values()):
+            retain_freed_memory()
+
+    @functools.cached_property
+    def in_process(self) -> InProcessTransport:
+        return InProcessTransport([self.devices[rank] for rank in range(self.count)])
+
+    @functools.cached_property
+    def distributed(self) -> DistributedTransport:
+        return DistributedTransport(self.devices[self.world.rank], self._timeout)
+
+    @functools.cached_property
+    def agreement(self) -> Agreement:
+        """Where processes compare what they were given. All of them make theirs in the same order."""
+        return Agreement(self.distributed, self._timeout)
+
+    @property
+    def has_gpu_messages(self) -> bool:
+        """Whether GPUs wait for messages, and not their hosts."""
+        return self.world.is_distributed and self.devices[self.world.rank].type == "cuda"
+
+    def call_on_rank_0(self, request: str, make: Callable[[], T]) -> T:
+        """Call ``make`` in one process; every process returns its result, or raises its error."""
+        return self.distributed.call_on_rank_0(request, make) if self.world.is_distributed else make()
+
+    def gathered(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+        """The recorded steps with the timestamps of all ranks, on every rank."""
+        if not self.world.is_distributed:
+            return list(steps)
+        parts = [
+            json.loads(part)
+            for part in self.distributed.all_gather_text(json.dumps([s.timestamps for s in steps]))
+        ]
+        return [
+            RecordedStep(
+                step.programs, {int(rank): timestamps for part in own for rank, timestamps in part.items()}
+            )
+            for step, *own in zip(steps, *parts, strict=True)
+        ]
+
+    def peak_memory(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
+        """The peak memory of each rank, on every rank."""
+        found = list(measured)
+        if self.world.is_distributed:
+            texts = self.distributed.all_gather_text(json.dumps([each.as_json() for each in measured]))
+            found = [RankMemory.from_json(each) for text in texts for each in json.loads(text)]
+        most = {each.rank: each for each in sorted(found, key=lambda each: each.peak_bytes)}
+        return [most[rank] for rank in range(self.count)]
+
+    def barrier(self) -> None:
+        """Wait for the other processes, however long they take while all of them live."""
+        self.all_gather_text_no_timeout("", "waiting for what other ranks do before their first step")
+
+    def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
+        """The text of each process, in every process, however long they take while all of them live."""
+        return (
+            self.distributed.all_gather_text_no_timeout(text, activity)
+            if self.world.is_distributed
+            else [text]
+        )
+
+    def exchange_final_status(self, text: str) -> list[str | None]:
+        """The text of each other process that lives when the pipeline cannot go on; None if it tells none."""
+        return (
+            list(self.distributed.exchange_final_status(text).values()) if self.world.is_distributed else []
+        )
+
+    def in_background(self) -> "BackgroundRanks":
+        """These processes, for a thread beside the one that steps."""
+        if not self.world.is_distributed:
+            return BackgroundRanks(self.world, self.all_gather_text_no_timeout, lambda: None)
+        transport = self.distributed
+        return BackgroundRanks(
+            self.world,
+            lambda text, _: transport.all_gather_text_in_background(text),
+            transport.check_processes,
+        )
+
+    def transport(self, rank: int) -> Transport:
+        return self.distributed if self.world.is_distributed else self.in_process.endpoint(rank)
+
+
+@dataclass(frozen=True)
+class BackgroundRanks:
+    """Communication of background threads, one of each process, separate from that of steps.
+
+    ``all_gather_text_no_timeout`` takes a text and the activity of this process; it returns the texts of all
+    processes. ``check`` raises TransportError if the process of another rank has ended.
+    """
+
+    world: World
+    all_gather_text_no_timeout: Callable[[str, str], list[str]]
+    check: Callable[[], None]
