@@ -252,18 +252,13 @@ def _reads(step: _Step) -> TaskInputs:
 
 
 def _start_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
-    """A message and a copy read the work before them, a collective the last arrival of its ranks.
-
-    A norm is awaited at once.
-    """
-    tasks, events, own = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), step.events, step.collectives
+    """A message and a copy read the work before them, a collective the last arrival of its ranks."""
+    tasks, own = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), step.collectives
     for started in (step.sends, *step.copies):
         yield tasks[started], tasks[step.last_before(step.occupies_rank, started)]
     last = np.full(int(step.collective_numbers.max(initial=-1)) + 1, -1, np.int32)
     np.maximum.at(last, step.collective_numbers, step.arrivals)
     yield tasks[own], last[step.collective_numbers]
-    norms = own[events.ops[own] == OP_CODE[Op.GRAD_NORM]]
-    yield tasks[step.next_at_work[norms]], tasks[norms]
 
 
 def _arrival_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
@@ -302,8 +297,12 @@ def _message_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
 
 
 def _other_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
-    """For each wait for a collective or a copy the event that follows, its rank, and the task it is for."""
-    following, ranks, ended = [_NONE], [_NONE], [_NONE]
+    """For each wait for a collective or a copy the event that follows, its rank, and the task it is for.
+
+    A norm is its own wait.
+    """
+    norms = np.flatnonzero(step.events.ops == OP_CODE[Op.GRAD_NORM])
+    following, ranks, ended = [norms + 1], [step.ranks[norms]], [step.tasks[norms]]
     for rank, columns in enumerate(step.programs):
         waits, starts = awaited_starts(columns)
         if waits.size:
@@ -312,9 +311,6 @@ def _other_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
             ranks.append(np.full(waits.size, rank))
             ended.append(step.tasks[numbers[starts]])
     return np.concatenate(following), np.concatenate(ranks), np.concatenate(ended)
-
-
-_NONE = np.empty(0, np.int32)
 
 
 def _explain(step: _Step, stuck: Ints) -> str:

@@ -216,7 +216,7 @@ def test_a_stream_that_was_drained_still_ends_there() -> None:
 def test_a_stage_of_a_stream_refuses_a_gradient_that_is_not_finite() -> None:
     pipe = pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.AdamW, on_nan="raise")
     losses: list[Tensor] = []
-    with pytest.raises(ExecutionError, match=r"update: NonFiniteError: the gradient of gain, .* not finite"):
+    with pytest.raises(ExecutionError, match=r"check: NonFiniteError: the gradient of gain, .* not finite"):
         losses.extend(pipe.stream(batches(GOOD, GOOD, NAN_GRADIENT, GOOD, GOOD, GOOD)))
     assert not any(parameter.isnan().any() for parameter in pipe.parameters())
 

@@ -295,9 +295,6 @@ def test_versions_are_copied_only_while_they_are_read() -> None:
     assert versions.of(2)[1] is versions.of(3)[1]
     with pytest.raises(KeyError):
         versions.of(1)
-    last = WeightVersions([first], behind=0)
-    last.stash([0])
-    assert not last._stashed
 
 
 def test_dropout_draws_by_mini_batch() -> None:
