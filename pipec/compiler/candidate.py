@@ -8,7 +8,7 @@ from pipec.compiler.schedule_policy import Replicas, SchedulePolicy
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology, equal_devices
-from pipec.ir import Placement, RankMemory, Schedule, ShardingLevel, count_ranks
+from pipec.ir import Placement, Plan, RankMemory, Schedule, ShardingLevel, count_ranks
 from pipec.passes import Pass
 from pipec.passes.assign_stages import Assign, AssignStages
 from pipec.passes.assignments.cut_for_replicas import CutForReplicas
@@ -82,6 +82,14 @@ class Candidate:
             staged.operator_stages,
         )
         return replace(self, placement=placement, cut=cut)
+
+    def gathering(self, plan: Plan) -> "Candidate":
+        """The candidate whose evaluations gather the parameters that the training of ``plan`` shards."""
+        options = self.options
+        if plan.sync_spec.shard is not ShardingLevel.PARAMETERS:
+            return self
+        sync_spec = replace(options.sync_spec, buckets=plan.sync_spec.buckets)
+        return replace(self, options=replace(options, sync_spec=sync_spec))
 
     def for_next_steps(self, schedule: Schedule) -> "Candidate":
         """The candidate for the steps after one that ran ``schedule``."""

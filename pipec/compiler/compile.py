@@ -292,7 +292,7 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
             require_memory(best, lambda devices: search(step, chosen.on_topology(devices)).best)
     decided = chosen.for_next_steps(best.schedule)
     if candidate.cut is None:
-        decided = decided.on_stages_of(found.base, best.schedule.placement)
+        decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)
     counts = chosen.counts(request.batch)
     count = best.plan.num_microbatches if len(counts) > 1 else counts[0]
     return _Choice(decided, found.base, count, found)
@@ -350,7 +350,7 @@ def _evaluate_group(
         return replace(found, candidate=decided.for_next_steps(found.best.schedule))
     assert decided.placement is not None
     schedule = decided.policy.forward_schedule(count, decided.placement)
-    return SearchResult(decided, staged.evaluate(schedule, size), staged, ())
+    return SearchResult(decided, staged.evaluate(schedule, size, decided.options.sync_spec), staged, ())
 
 
 def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) -> CompiledArtifact:

@@ -61,6 +61,8 @@ class Bucket:
 class SyncSpec:
     """The end of a step, after its microbatches: reduce, clip, update, unshard. By default nothing.
 
+    An evaluation only gathers parameters that are sharded.
+
     ``buckets`` belong to stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
     average the buffers that their forwards changed. If the program ``updates``, it runs the optimizer; if it
     ``clips``, it computes the norm of all gradients before. ``shard`` is the data that replicas shard.
@@ -81,6 +83,11 @@ class SyncSpec:
     on_nan: NonFiniteAction | None = None
     has_loss_scale: bool = False
     state_on_host: bool = False
+
+    @property
+    def only_gathers(self) -> bool:
+        """Whether parameters are gathered before they are used, and nothing is reduced: in an evaluation."""
+        return self.shard is ShardingLevel.PARAMETERS and not self.updates
 
     @property
     def may_skip_step(self) -> bool:
@@ -111,6 +118,8 @@ class SyncSpec:
 
     def reduced_parameters(self, stage: int) -> tuple[str, ...]:
         """The parameters of a stage whose gradients its replicas sum."""
+        if self.only_gathers:
+            return ()
         return tuple(name for bucket in self.buckets if bucket.stage == stage for name in bucket.names)
 
 

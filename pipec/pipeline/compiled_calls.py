@@ -266,7 +266,7 @@ class CompiledCalls:
         on_started()
         if collective_call.signature.key.mode is Mode.TRAIN:
             return self._run_groups(collective_call, groups)
-        with self._linked.unsharded():
+        with self._linked.unsharded([compiled.artifact.plan for compiled, _ in groups]):
             return self._run_groups(collective_call, groups)
 
     def _run_groups(self, collective_call: CollectiveCall, groups: MicrobatchGroups) -> Mapping[str, Tensor]:

@@ -92,7 +92,7 @@ def with_update_costs(plan: Plan, optimizer: OptimizerProperties, device: Device
 def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProperties) -> Plan:
     """The plan of an evaluation, with the optimizer's state that ``training`` keeps meanwhile.
 
-    Sharded parameters are held whole beside their shards.
+    Sharded parameters are gathered stage by stage, or held whole beside their shards.
     """
     sizes = {value.name: value_bytes(value, {}) for value in plan.parameters}
 
@@ -101,7 +101,12 @@ def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProp
         share = 1 / len(plan.placement[stage.index]) if training.shard else 1.0
         state = share * sum((optimizer.state_bytes or {}).get(name, 0) for name in own)
         memory = stage.cost.memory
-        if training.shard is ShardingLevel.PARAMETERS and share < 1:
+        if plan.sync_spec.only_gathers:
+            buckets = [plan.sync_spec.buckets[number] for number in plan.sync_spec.buckets_of(stage.index)]
+            sharded = [each for each in buckets if plan.sync_spec.reshards_after_use(each)]
+            whole = sum(sizes[name] for each in sharded for name in each.names if name in stage.parameters)
+            memory = replace(memory, weights=memory.weights - whole + sum(x.shard_bytes for x in sharded))
+        elif training.shard is ShardingLevel.PARAMETERS and share < 1:
             memory = replace(memory, weights=memory.weights + share * sum(sizes[name] for name in own))
         on_host = state if training.state_on_host else 0.0
         memory = replace(memory, state=state - on_host, host=on_host)

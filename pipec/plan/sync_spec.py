@@ -10,7 +10,7 @@ from pipec.errors import InputError
 from pipec.graph.phase_functions import StageFunctions
 from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
 from pipec.hardware.topology import Topology
-from pipec.ir import GRADIENT_PHASES, Bucket, Link, Mode, Payload, Placement, SyncSpec, Value
+from pipec.ir import GRADIENT_PHASES, Bucket, Link, Mode, Payload, Placement, ShardingLevel, SyncSpec, Value
 from pipec.ir.text_format import value_bytes
 
 
@@ -25,9 +25,10 @@ def build_sync_spec(
 ) -> SyncSpec:
     """The sync spec of a step: what was ``requested``, and what its replicas need.
 
-    ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has
-    buckets for each segment of its backward and each dtype; parameters that are tied to other stages have
-    buckets of their own, and so has each with sparse gradients.
+    ``values`` are the parameters by FQN. Only training reduces and updates. Another call gathers the
+    parameters that training has sharded, whose buckets were ``requested``. In training, each stage with
+    replicas has buckets for each segment of its backward and each dtype; parameters that are tied to other
+    stages have buckets of their own, and so has each with sparse gradients.
 
     Raises:
         InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
@@ -36,6 +37,8 @@ def build_sync_spec(
         stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
     )
     if mode is not Mode.TRAIN:
+        if requested.shard is ShardingLevel.PARAMETERS and requested.buckets:
+            return SyncSpec(requested.buckets, averaged, shard=requested.shard)
         return SyncSpec(buffer_sync_stages=averaged)
     tied = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(

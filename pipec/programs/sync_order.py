@@ -65,7 +65,7 @@ class SyncOrder:
             yield self._collective(Op.AVERAGE_BUFFERS, ready, stage)
 
     def _reduces(self) -> Iterator[tuple[float, SyncOp]]:
-        for number, bucket in enumerate(self.sync_spec.buckets):
+        for number, bucket in enumerate(() if self.sync_spec.only_gathers else self.sync_spec.buckets):
             for ready in self._rounds(bucket):
                 yield self._collective(Op.REDUCE_GRAD, ready, bucket.stage, number)
 
@@ -100,7 +100,7 @@ class SyncOrder:
         for number, bucket in enumerate(self.sync_spec.buckets if self.sync_spec.shard else ()):
             if self.sync_spec.reshards_after_use(bucket):
                 yield from self._around_uses(number, bucket)
-            else:
+            elif self.sync_spec.updates:
                 last = {rank: self._end(rank) + 2 for rank in self._ranks(bucket.stage)}
                 yield float("inf"), SyncOp(Op.UNSHARD, last, bucket.stage, number)
 
@@ -115,6 +115,8 @@ class SyncOrder:
     def _uses(self, stage: int) -> list[tuple[dict[int, int], dict[int, int]]]:
         """The first and last positions, by rank, between which the parameters of a stage are gathered."""
         forwards = self._first(stage, _FORWARD), self._last(stage, _FORWARD)
+        if self.sync_spec.only_gathers:
+            return [forwards]
         backwards = self._first(stage, _BACKWARDS), self._last(stage, [*_BACKWARDS, *_GRADIENTS])
         again = self._at(self._ahead_of(backwards[0]), Op.UNSHARD, backwards[0]).positions
         if all(again[rank] > last for rank, last in forwards[1].items()):

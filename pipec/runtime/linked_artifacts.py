@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import cast
 
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class LinkedArtifacts:
     def __init__(self, module: nn.Module, context: PipelineContext) -> None:
         self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._context = context
-        self._executions: dict[Artifact, Execution] = {}
+        self._executions: dict[tuple[Artifact, bool], Execution] = {}
         self.emptied = EmptiedTensors()
         self.uninitialized = UninitializedTensors()
 
@@ -40,15 +40,19 @@ class LinkedArtifacts:
             InputError: a tensor has no values; or the artifact updates weights, and there is no optimizer.
         """
         self._context.refuse_fork()
-        if artifact not in self._executions:
+        if not self._is_linked(artifact):
             tensors = self.tensors()
             _refuse_meta(tensors)
             self.uninitialized.refuse(tensors, artifact.plan)
         updates = self._bound_updates(artifact.plan)
-        if artifact not in self._executions:
+        key = artifact, updates is not None
+        if key not in self._executions:
             tensors = self.tensors()
-            self._executions[artifact] = Execution(artifact, tensors, tensors, self._context.ranks, updates)
-        return self._executions[artifact]
+            self._executions[key] = Execution(artifact, tensors, tensors, self._context.ranks, updates)
+        return self._executions[key]
+
+    def _is_linked(self, artifact: Artifact) -> bool:
+        return any((artifact, updates) in self._executions for updates in (False, True))
 
     def tensors(self, every_name: bool = False) -> dict[str, Tensor]:
         """The tensors of this process under their first names, or under all names of tied ones."""
@@ -60,7 +64,7 @@ class LinkedArtifacts:
 
     def keep(self, artifacts: Collection[Artifact]) -> None:
         """Unlink all other artifacts."""
-        self._executions = {made: x for made, x in self._executions.items() if made in artifacts}
+        self._executions = {key: x for key, x in self._executions.items() if key[0] in artifacts}
 
     def clear(self) -> None:
         """Unlink all artifacts, because the tensors are replaced."""
@@ -73,20 +77,25 @@ class LinkedArtifacts:
             self._context.updates.release(self._group_of)
 
     @contextlib.contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Gather sharded parameters inside a ``with``. All ranks do so together."""
+    def unsharded(self, plans: Sequence[Plan] = ()) -> Iterator[None]:
+        """Gather sharded parameters inside a ``with``, unless the programs of ``plans`` do so.
+
+        All ranks do so together.
+        """
         self._context.drain()
-        if self._context.updates is None:
+        updates = self._context.updates
+        if updates is None or (plans and all(map(updates.has_sharded, plans))):
             yield
         else:
-            with self._context.updates.gathered(self._group_of):
+            with updates.gathered(self._group_of):
                 yield
 
     def _bound_updates(self, plan: Plan) -> OptimizerUpdates | None:
-        """The optimizer, bound to the parameters as the plan shards them."""
-        if not plan.sync_spec.updates:
-            return None
+        """The optimizer, bound to the parameters as the plan shards them; None if it needs none."""
         updates, context = self._context.updates, self._context
+        if not plan.sync_spec.updates:
+            gathers = plan.sync_spec.only_gathers and updates is not None and updates.has_sharded(plan)
+            return updates if gathers else None
         if updates is None:
             raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
         if not updates.is_bound_to(plan):

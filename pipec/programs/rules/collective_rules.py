@@ -84,12 +84,13 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
         rounds = ceil(step.plan.num_microbatches / len(step.plan.placement[stage]))
         for number in sync_spec.buckets_of(stage) if not sync_spec.stream else ():
             bucket = sync_spec.buckets[number]
-            keys[CollectiveKey(Op.REDUCE_GRAD, stage, number)] = (
-                rounds if sync_spec.reduces_every_round(bucket) else 1
-            )
+            if not sync_spec.only_gathers:
+                keys[CollectiveKey(Op.REDUCE_GRAD, stage, number)] = (
+                    rounds if sync_spec.reduces_every_round(bucket) else 1
+                )
             if sync_spec.reshards_after_use(bucket):
                 keys |= {CollectiveKey(op, stage, number): -1 for op in (Op.UNSHARD, Op.RESHARD)}
-            elif sync_spec.shard:
+            elif sync_spec.shard and sync_spec.updates:
                 keys[CollectiveKey(Op.UNSHARD, stage, number)] = 1
     if sync_spec.has_grad_norm:
         keys[CollectiveKey(Op.GRAD_NORM)] = 1

@@ -10,7 +10,7 @@ def violations(
     sync_spec: SyncSpec, placement: Placement, links: Sequence[Link], segments: SegmentCounts
 ) -> Iterator[str]:
     """Faults in a sync spec for stages on these ranks, whatever their programs are."""
-    if (sync_spec.clips or sync_spec.shard) and not sync_spec.updates:
+    if (sync_spec.clips or sync_spec.shard) and not (sync_spec.updates or sync_spec.only_gathers):
         yield "the step clips gradients or shards state, but it updates nothing; expected an optimizer in it"
     replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
     named = [("averages buffers of", stage) for stage in sync_spec.buffer_sync_stages]
@@ -53,7 +53,7 @@ def _wrongly_tied(sync_spec: SyncSpec, links: Sequence[Link]) -> Iterator[str]:
 
 def stage_violations(plan: Plan) -> Iterator[str]:
     """Faults in the sync spec of a plan, given the tensors of its stages."""
-    for number, bucket in enumerate(plan.sync_spec.buckets):
+    for number, bucket in enumerate(() if plan.sync_spec.only_gathers else plan.sync_spec.buckets):
         stage = plan.stages[bucket.stage] if 0 <= bucket.stage < len(plan.stages) else None
         own = {*stage.parameters} - {*stage.borrowed_parameters} if stage else set()
         if foreign := sorted({*bucket.names} - own):

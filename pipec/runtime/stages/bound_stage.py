@@ -177,8 +177,10 @@ class BoundStage:
     def clear_weights(self, fqns: Iterable[str]) -> None:
         """Drop parameters that ``set_weights`` set."""
         self._precomputed.clear()
-        for fqn in fqns:
-            self.weights[self.code.PARAMETERS.index(fqn)] = _NOT_RECEIVED
+        dropped = set(fqns)
+        for index, fqn in enumerate(self.code.PARAMETERS):
+            if fqn in dropped:
+                self.weights[index] = _NOT_RECEIVED
 
     def precompute(self, microbatch: int) -> None:
         """Put the precomputed values into a microbatch's frame; the first use of a version computes them."""

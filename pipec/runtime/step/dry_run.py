@@ -34,7 +34,7 @@ log = logging.getLogger("pipec")
 
 _OF_THE_END = (
     *(Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.WAIT_AVERAGE_BUFFERS),
-    *(Op.GRAD_NORM, Op.UPDATE),
+    *(Op.GRAD_NORM, Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.UPDATE, Op.PAUSE),
 )
 """Instructions with lasting effects, which a dry run leaves out."""
 
@@ -73,7 +73,11 @@ class DryRuns:
             updates=updates,
         )
         self._parameters, self._buffers = parameters, buffers
-        self._update = functools.partial(updates.dry_run, program.rank, device) if updates else None
+        self._update = (
+            functools.partial(updates.dry_run, program.rank, device)
+            if updates is not None and plan.sync_spec.updates
+            else None
+        )
         self._graphs: list[StageGraphs] = [x.graphs for x in stages.values() if hasattr(x, "graphs")]
         self._known, self._ready = set[object](), set[object]()
 

@@ -230,7 +230,7 @@ class Execution:
             self.dry_run(microbatches, batch_slice, seed)
             results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
         except BaseException as error:
-            if self._updates is not None:
+            if self._updates is not None and self.artifact.plan.sync_spec.updates:
                 self._updates.drop_gradients()
                 if isinstance(error, PipecError) and (note := self._half_made()):
                     error.add_note(note)

@@ -101,7 +101,7 @@ class OptimizerUpdates:
         self._stages: dict[tuple[int, int], StageUpdate] = {}
         self._buckets: list[ShardedBucket] = []
         self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
-        self._bound: object = None
+        self._bound: Plan | None = None
         self.skip_reasons: dict[int, NonFinite] = {}
         """By rank, why the next update is to be left out, where steps without an update came before it."""
 
@@ -169,7 +169,14 @@ class OptimizerUpdates:
 
     def is_bound_to(self, plan: Plan) -> bool:
         """Whether the parameters are divided as a plan says."""
-        return self._bound == _key(plan)
+        return self._bound is not None and _key(self._bound) == _key(plan)
+
+    def has_sharded(self, plan: Plan) -> bool:
+        """Whether the parameters are sharded as the programs of an evaluation gather them."""
+        return self._bound is not None and (self._bound.placement, self._bound.sync_spec.buckets) == (
+            plan.placement,
+            plan.sync_spec.buckets,
+        )
 
     def drop_gradients(self) -> None:
         """Forget all gradients since the last update: a step has failed that has added some of its own."""
@@ -194,7 +201,7 @@ class OptimizerUpdates:
         parameter that the plan does not use may have a gradient from other steps: its ``owner_ranks``, or
         rank 0, update it with the first of their stages.
         """
-        self._bound, self._stages, self._copies = _key(plan), {}, {}
+        self._bound, self._stages, self._copies = plan, {}, {}
         keeps = plan.sync_spec.shard is not ShardingLevel.PARAMETERS or not is_distributed
         for stage, placement in enumerate(plan.placement):
             here = [rank for rank in placement if rank in devices]

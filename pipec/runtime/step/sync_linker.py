@@ -165,7 +165,8 @@ class SyncLinker:
     def _unshard(self, instruction: Instruction) -> StartAndEnd:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
         stage, shard = self._rank.stages[instruction.stage], self._shard(instruction)
-        assert shard is not None, "a program that gathers has shares"
+        if shard is None:
+            return _nothing, _nothing
         bucket = self._rank.plan.sync_spec.buckets[instruction.bucket]
         group = self._group(stage.index, bucket)
         if not self._rank.plan.sync_spec.reshards_after_use(bucket):
@@ -175,7 +176,8 @@ class SyncLinker:
 
     def _reshard(self, instruction: Instruction) -> Action:
         stage, shard = self._rank.stages[instruction.stage], self._shard(instruction)
-        assert shard is not None, "a program that lets go of parameters has shares"
+        if shard is None:
+            return _nothing
 
         def reshard() -> None:
             shard.drop()
@@ -185,9 +187,12 @@ class SyncLinker:
         return reshard
 
     def _shard(self, instruction: Instruction) -> BucketShard | None:
-        """This rank's shard of a bucket, if it has one."""
-        update = self._stage_update(instruction.stage)
-        return update.shards.get(instruction.bucket) if update else None
+        """This rank's shard of a bucket; None if gradients, or parameters of an evaluation, are whole."""
+        update, op = self._stage_update(instruction.stage), instruction.op
+        shard = update.shards.get(instruction.bucket) if update else None
+        is_whole = op is Op.REDUCE_GRAD or self._rank.plan.sync_spec.only_gathers
+        assert shard or is_whole, "a program that gathers parameters has shards"
+        return shard
 
     def _stage_update(self, stage: int) -> StageUpdate | None:
         """What this rank updates of a stage."""
@@ -216,7 +221,7 @@ def _start_scatter(shard: BucketShard, stage: BoundStage, bucket: Bucket, group:
 def _show_gathered(shard: BucketShard, stage: BoundStage) -> None:
     gathered = shard.finish_gather()
     if not shard.keeps_parameters:
-        stage.set_weights(gathered)
+        stage.set_weights({name: x for name, x in gathered.items() if name in stage.code.PARAMETERS})
 
 
 def _ignore(gathered: object) -> None:
@@ -224,4 +229,4 @@ def _ignore(gathered: object) -> None:
 
 
 def _nothing() -> None:
-    """The update of a rank that leaves it to another replica; a pause, which the interpreter makes."""
+    """An update that another replica makes, a gathering of whole parameters, or a pause."""
