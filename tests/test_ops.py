@@ -267,11 +267,13 @@ def test_a_function_hands_over_what_the_next_one_takes_joined() -> None:
     assert any(line.startswith('    return {"all_gather": target, "all_gather_1": ') for line in lines)
     assert [
         (each.op, each.microbatch, each.segment, each.model_collective)
-        for each in pipe.programs[1].instructions[:4]
+        for each in pipe.programs[1].instructions[:6]
     ] == [
         (Op.FORWARD, 1, 0, -1),
         (Op.ALL_GATHER, 1, -1, 0),
         (Op.ALL_GATHER, 1, -1, 1),
+        (Op.WAIT_ALL_GATHER, 1, -1, 0),
+        (Op.WAIT_ALL_GATHER, 1, -1, 1),
         (Op.FORWARD, 1, 1, -1),
     ]
 

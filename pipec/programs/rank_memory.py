@@ -189,7 +189,7 @@ class _Account:
         are reduced without sharding stay from step to step.
         """
         sync_spec = self.plan.sync_spec
-        for stage in self.own:
+        for stage in () if sync_spec.only_gathers else self.own:
             if sync_spec.stream:
                 self.static["gradients"] += self.stages[stage].gradients
                 continue
@@ -202,6 +202,7 @@ class _Account:
                     self._sum_until(reductions, num_bytes, stage, bucket.segment)
                 else:
                     self.static["gradients"] += num_bytes
+                    self._keep_until_accumulated(self._making(stage, bucket.segment), stage, num_bytes)
             if sync_spec.buckets_of(stage):
                 others[0] -= (in_transit := sum(others) - self._lent_gradients(stage))
                 self.static["gradients"] += in_transit
@@ -216,23 +217,31 @@ class _Account:
     def _sum_until(self, reductions: Ints, amount: float, stage: int, segment: int) -> None:
         """Sums that begin with the first gradients of a segment after each reduction.
 
-        Sums in which gradients are accumulated directly begin earlier. Other gradients of later microbatches
-        stay until they are accumulated, or until the next segment has made its own.
+        Sums in which gradients are accumulated directly begin earlier.
         """
-        columns, of_stage = self.columns, self.columns.stages == stage
-        of_segment = (columns.segments < 0) | (columns.segments == segment)
-        made = np.flatnonzero(of_stage & of_segment & np.isin(columns.ops, _MAKING_GRADIENTS))
+        made = self._making(stage, segment)
         rounds, first = np.unique(np.searchsorted(reductions, made), return_index=True)
         memory = self.stages[stage]
         early = (
             amount * memory.accumulated_in_place / memory.gradients if memory.accumulated_in_place else 0.0
         )
         self.grow("gradients", made[first], early, amount - early)
-        later = np.delete(made, first)
-        accumulated = np.union1d(made, self._at(Op.ACCUMULATE, stage))
-        self.grow("gradients", later, 0.0, amount - early)
-        self.grow("gradients", accumulated[np.searchsorted(accumulated, later, "right")], 0.0, early - amount)
+        self._keep_until_accumulated(np.delete(made, first), stage, amount - early)
         self.grow("gradients", reductions[rounds[rounds < reductions.size]], 0.0, -amount)
+
+    def _making(self, stage: int, segment: int) -> Ints:
+        """The computes that make gradients in a segment of a stage."""
+        columns, of_stage = self.columns, self.columns.stages == stage
+        of_segment = (columns.segments < 0) | (columns.segments == segment)
+        made: Ints = np.flatnonzero(of_stage & of_segment & np.isin(columns.ops, _MAKING_GRADIENTS))
+        return made
+
+    def _keep_until_accumulated(self, made: Ints, stage: int, amount: float) -> None:
+        """Gradients beside their sum. A compute accumulates those of all its segments but the last itself."""
+        own = made[np.append(np.diff(self.numbers) > 0, True)[made]]
+        accumulates = self._at(Op.ACCUMULATE, stage)
+        self.grow("gradients", own, 0.0, amount)
+        self.grow("gradients", accumulates[np.searchsorted(accumulates, own)], 0.0, -amount)
 
     def count_messages(self) -> None:
         columns, links = self.columns, self.plan.links
@@ -303,6 +312,11 @@ class _Account:
         for stage in self.own:
             for number in sync_spec.buckets_of(stage) if sync_spec.shard else ():
                 bucket = sync_spec.buckets[number]
+                if sync_spec.reshards_after_use(bucket):
+                    self.grow("in_transit", self._at(Op.UNSHARD, stage, number), bucket.unsharded_bytes, 0.0)
+                    self.grow("in_transit", self._at(Op.RESHARD, stage, number), 0.0, -bucket.unsharded_bytes)
+                if sync_spec.only_gathers:
+                    continue
                 reduces = self._at(Op.REDUCE_GRAD, stage, number)
                 ends = self._at(Op.WAIT_REDUCE_GRAD, stage, number)
                 self.grow("in_transit", reduces, bucket.in_transit_bytes, 0.0)
@@ -310,9 +324,6 @@ class _Account:
                 self.grow("gradients", reduces, bucket.shard_bytes, 0.0)
                 self.grow("gradients", ends[1:], 0.0, -bucket.shard_bytes)
                 self.grow("gradients", self._at(Op.UPDATE, stage)[:1], 0.0, -bucket.shard_bytes)
-                if sync_spec.reshards_after_use(bucket):
-                    self.grow("in_transit", self._at(Op.UNSHARD, stage, number), bucket.unsharded_bytes, 0.0)
-                    self.grow("in_transit", self._at(Op.RESHARD, stage, number), 0.0, -bucket.unsharded_bytes)
 
     def count_prepared(self) -> None:
         """Where weights are gathered for use, values precomputed from them are freed with them."""

@@ -9,7 +9,7 @@ from pipec.artifact.artifact import Artifact
 from pipec.compiler import pass_list
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.graph import TrainingGraph, is_constant, is_forward, stage_of
-from pipec.ir import Instruction, Program, Schedule, SegmentCounts
+from pipec.ir import Instruction, Op, Phase, Program, Schedule, SegmentCounts
 from pipec.passes import Pass
 
 
@@ -59,7 +59,16 @@ def apart(artifact: Artifact) -> Artifact:
 
 
 def _apart(program: Program, segments: SegmentCounts) -> Iterator[Instruction]:
+    last = -1
     for each in program.instructions:
+        if each.op is Op.ACCUMULATE and each.link is None:
+            yield replace(each, segment=last)
+            continue
         count = segments.get((each.stage, each.op.phase), 1) if each.op.phase else 1
         numbers = range(count) if count > 1 and each.segment < 0 else (each.segment,)
-        yield from (replace(each, segment=number) for number in numbers)
+        makes_gradients = each.op.phase not in (None, Phase.FORWARD, Phase.RECOMPUTE)
+        for number in numbers:
+            yield replace(each, segment=number)
+            if makes_gradients and number != numbers[-1]:
+                yield Instruction(Op.ACCUMULATE, each.stage, each.microbatch, segment=number)
+        last = numbers[-1] if makes_gradients else last

@@ -45,7 +45,7 @@ def test_an_edited_artifact_is_refused(tmp_path: Path) -> None:
     artifact = pipe._artifact
     verify_artifact(artifact)
     text = (tmp_path / "saved" / "rank_0.txt").read_text()
-    assert text.startswith("rank 0: 7 instructions, again every 1 mb\n")
+    assert text.startswith("rank 0: 12 instructions, again every 1 mb\n")
     edited = text.replace("version 0", "version 1")
     first = parse_program(edited, artifact.plan.links)
     with pytest.raises(VerifyError, match="reads version 1; expected 0"):

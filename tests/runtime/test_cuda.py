@@ -214,7 +214,7 @@ def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
     timestamps: list[int] = []
     began = time.time_ns()
     made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], BatchSlice([3, 2], 5), timestamps=timestamps)
-    assert [round((stamp - timestamps[0]) / 1e6) for stamp in timestamps] == [0, 0, 3, 3, 3, 5]
+    assert [round((stamp - timestamps[0]) / 1e6) for stamp in timestamps] == [0, 3, 3, 5]
     assert began <= timestamps[0] <= time.time_ns()
     made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], BatchSlice([3, 2], 5))
 

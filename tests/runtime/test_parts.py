@@ -98,7 +98,8 @@ def sum_of(parameters: Sequence[Tensor], *microbatches: list[Tensor | None]) -> 
     total = GradientAccumulator(parameters, ())
     total.begin_step()
     for gradients in microbatches:
-        total.add(gradients)
+        total.keep(gradients)
+        total.accumulate()
 
 
 def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
@@ -108,7 +109,8 @@ def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
     address = gradients[0].data_ptr()
     total = GradientAccumulator([weight], ())
     total.begin_step()
-    total.add(gradients)
+    total.keep(gradients)
+    total.accumulate()
     assert weight.grad.data_ptr() == address
 
 

@@ -367,11 +367,11 @@ def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> N
     )
     assert lines == [
         "last instructions of rank 1:",
-        "     4  recv      stage 1  mb 2  hidden_1 (0 -> 1)               from rank 0  slot 2",
-        "     5  recv      stage 1  mb 0  grad_hidden_2 (2 -> 1)          from rank 2  slot 0",
-        "     6  forward   stage 1  mb 1",
-        "     7  send      stage 1  mb 1  hidden_2 (1 -> 2)               to rank 2",
-        "     8  backward  stage 1  mb 0",
+        "     7  wait_recv   stage 1  mb 1  hidden_1 (0 -> 1)               from rank 0",
+        "     8  forward     stage 1  mb 1",
+        "     9  send        stage 1  mb 1  hidden_2 (1 -> 2)               to rank 2",
+        "    10  wait_recv   stage 1  mb 0  grad_hidden_2 (2 -> 1)          from rank 2",
+        "    11  backward    stage 1  mb 0",
     ]
     assert isinstance(caught.value.__cause__, ValueError)
     assert_same_bits(pipeline.model.buffers, buffers)

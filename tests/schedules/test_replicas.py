@@ -207,16 +207,20 @@ def test_the_text_of_an_ending_is_readable() -> None:
     assert (
         format_program(step.programs()[1])
         == """\
-rank 1: 9 instructions
-0  unshard          stage 0        bucket 0
-1  forward          stage 0  mb 1
-2  average_buffers  stage 0
-3  backward         stage 0  mb 1
-4  free             stage 0  mb 1
-5  reshard          stage 0        bucket 0
-6  reduce_grad      stage 0        bucket 0
-7  grad_norm
-8  update           stage 0
+rank 1: 13 instructions
+ 0  unshard               stage 0        bucket 0
+ 1  wait_unshard          stage 0        bucket 0
+ 2  forward               stage 0  mb 1
+ 3  average_buffers       stage 0
+ 4  backward              stage 0  mb 1
+ 5  accumulate            stage 0  mb 1
+ 6  free                  stage 0  mb 1
+ 7  reshard               stage 0        bucket 0
+ 8  reduce_grad           stage 0        bucket 0
+ 9  wait_reduce_grad      stage 0        bucket 0
+10  grad_norm
+11  update                stage 0
+12  wait_average_buffers  stage 0
 """
     )
 

@@ -18,7 +18,8 @@ def violations(
     for what, stage in named:
         if stage not in replicated:
             yield f"the step {what} stage {stage}; expected a stage with several replicas: {replicated}"
-    yield from _in_no_segment(sync_spec.buckets, segments)
+    if not sync_spec.only_gathers:
+        yield from _in_no_segment(sync_spec.buckets, segments)
     yield from _summed_twice(sync_spec.buckets)
     yield from _wrongly_tied(sync_spec, links)
 

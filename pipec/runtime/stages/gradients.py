@@ -80,12 +80,12 @@ class GradientAccumulator:
             home.forget_step()
 
     def keep(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
-        """Keep a microbatch's gradients for ``accumulate``; those of an earlier segment are added now.
+        """Keep a microbatch's gradients for ``accumulate``.
 
         They are aligned with ``parameters``; None means no gradient. The first gradient of a parameter is
         removed from the list when it is added, so that its memory can become the sum.
         """
-        self.accumulate()
+        assert not self._kept, "gradients are accumulated before the next are made"
         self._kept = gradients
 
     def accumulate(self) -> None:

@@ -234,6 +234,9 @@ class Linker:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
         segments = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
         actions = [self._call(instruction, names, segment) for segment in segments]
+        if instruction.op not in (Op.FORWARD, Op.RECOMPUTE):  # the last function's have an instruction
+            accumulate = self._rank.stages[instruction.stage].gradients.accumulate
+            actions = [each for call in actions for each in (call, accumulate)][:-1]
         if instruction.version >= 0:
             show = self._rank.stages[instruction.stage].select_version
             actions = [functools.partial(show, instruction.microbatch), *actions]
