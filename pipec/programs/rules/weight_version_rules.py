@@ -34,7 +34,8 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
     if op is Op.PAUSE:
         if stage != -1 or not 0 <= microbatch < step.plan.num_microbatches:
-            yield f"pause names stage {stage}, microbatch {microbatch}; expected a microbatch alone"
+            expected = f"no stage, and a microbatch below {step.plan.num_microbatches}"
+            yield f"pause names stage {stage}, microbatch {microbatch}; expected {expected}"
     elif (
         stage not in stages_on(step.plan.placement, rank) or not 0 <= microbatch < step.plan.num_microbatches
     ):
