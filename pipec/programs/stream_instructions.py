@@ -46,7 +46,7 @@ class _Insertion:
 
     def __init__(self, columns: InstructionColumns, plan: Plan, stream: Stream) -> None:
         self._columns, self._sync_spec, self._stream = columns, plan.sync_spec, stream
-        self._replicas = replica_counts(plan.placement)
+        self._replicas, self._num_microbatches = replica_counts(plan.placement), plan.num_microbatches
         self._makers = [x.source for x in plan.links if x.payload is Payload.MICROBATCH_RESULT]
         self._num_results, self._num_complete = Counter[int](), 0
         self._num_requested = 0
@@ -91,9 +91,9 @@ class _Insertion:
             self._num_requested += 1
 
     def _last_batch(self, update: Instruction) -> int:
-        """The last mini-batch whose gradients an update uses."""
+        """The last mini-batch whose gradients an update uses; the last round may have fewer."""
         behind = update.microbatch + self._stream.microbatches_per_update(update.stage, self._replicas)
-        return behind // self._stream.microbatches - 1
+        return min(behind, self._num_microbatches) // self._stream.microbatches - 1
 
     def _preparation(self, number: int, update: Instruction) -> Iterator[Instruction]:
         """What an update needs before it."""

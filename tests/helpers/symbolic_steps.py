@@ -3,7 +3,8 @@
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bare_programs import lower, verify_programs
 from example_schedules import tied_links, value
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pipec.errors import InputError
 from pipec.ir import (
     GRADIENT_PHASES,
+    WAIT_OF,
     Bucket,
     Instruction,
     Link,
@@ -120,9 +122,17 @@ class Wrong(Exception):
     """A step that does not do what it should."""
 
 
+Message = tuple[Link, int, int]
+"""A link, a microbatch, and the rank that sends it."""
+
+
 @dataclass
 class _Rank:
-    """What a rank holds. Gradients are counted by the stage and microbatch that they come from."""
+    """What a rank holds. Gradients are counted by the stage and microbatch that they come from.
+
+    ``made`` has those that the last compute made, until they are accumulated; ``started`` the results of
+    collectives that are not awaited yet.
+    """
 
     position: int = 0
     over: Counter[tuple[Op, int, int]] = field(default_factory=Counter)
@@ -130,12 +140,16 @@ class _Rank:
     gradients: dict[tuple[int, str], Counter[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
+    made: dict[Instruction, set[str]] = field(default_factory=dict)
+    started: dict[Instruction, object] = field(default_factory=dict)
     sums: dict[int, Counter[tuple[int, int]]] = field(default_factory=lambda: defaultdict(Counter))
     gathered: dict[int, set[bool]] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
-    posted: list[tuple[Link, int]] = field(default_factory=list)
+    posted: set[Message] = field(default_factory=set)
+    arrived: set[Message] = field(default_factory=set)
     averaged: Counter[int] = field(default_factory=Counter)
     has_norm: bool = False
+    is_checked: bool = False
 
 
 class SymbolicExecution:
@@ -148,7 +162,7 @@ class SymbolicExecution:
     def __init__(self, step: Step, programs: Sequence[Program]) -> None:
         self.step, self.programs = step, programs
         self.ranks = [_Rank() for _ in programs]
-        self.sent: dict[tuple[Link, int, int, int], object] = {}
+        self.sent: dict[tuple[Link | None, int, int, int], Counter[tuple[int, int]]] = {}
 
     def run(self) -> None:
         while any(self._advance(rank) for rank in range(len(self.ranks))):
@@ -171,60 +185,87 @@ class SymbolicExecution:
         return True
 
     def _can_run(self, rank: int, each: Instruction) -> bool:
-        state = self.ranks[rank]
-        awaited = [
-            (link, source)
-            for link, source in state.posted
-            if (link.payload.per_microbatch and each.op.phase in link.payload.readers)
-            or (link.payload is Payload.WEIGHT and each.op.phase)
-            or (link.payload is Payload.WEIGHT_GRADIENT and each.op is Op.UPDATE)
-        ]
-        awaited = [(link, source) for link, source in awaited if link.target == each.stage]
-        for link, source in awaited:
-            microbatch = each.microbatch if link.payload.per_microbatch else -1
-            needed = not link.payload.per_microbatch or source == self._source(link, microbatch)
-            if needed and (link, microbatch, source, rank) not in self.sent:
-                return False
-        return True
-
-    def _source(self, link: Link, microbatch: int) -> int:
-        ranks = self.step.placement[link.source]
-        return ranks[microbatch % len(ranks)]
+        return each.op is not Op.WAIT_RECV or (each.link, each.microbatch, each.peer, rank) in self.sent
 
     def _run(self, rank: int, each: Instruction) -> None:
         state, stage = self.ranks[rank], each.stage
+        message = each.link, each.microbatch, each.peer
         match each.op:
             case Op.RECV:
-                state.posted.append((each.link, each.peer))  # type: ignore[arg-type]
+                self._require(message not in state.posted, "received twice")
+                state.posted.add(message)  # type: ignore[arg-type]
+            case Op.WAIT_RECV:
+                self._require(message in state.posted, "waits for nothing")
+                self._require(message not in state.arrived, "awaited twice")
+                state.arrived.add(message)  # type: ignore[arg-type]
             case Op.SEND | Op.MOVE:
                 self._send(rank, each)
+            case Op.ACCUMULATE if each.link:
+                self._require(message in state.arrived, "adds what has not come")
+                name = each.link.values[0].name
+                state.gradients[stage, name] += self.sent.pop((*message, rank))  # type: ignore[arg-type]
+            case Op.ACCUMULATE:
+                names = state.made.pop(replace(each, op=Op.BACKWARD), None)
+                self._require(names is not None, "adds what is not made")
+                for name in names or ():
+                    state.gradients[stage, name][stage, each.microbatch] += 1
+            case Op.CHECK:
+                self._require(state.has_norm, "checks before the norm")
+                state.is_checked = True
             case Op.UPDATE:
                 self._require(stage not in state.updated, "updated twice")
                 self._require(
                     state.has_norm or not self.step.sync_spec.has_grad_norm, "update before the norm"
+                )
+                self._require(
+                    state.is_checked or not self.step.sync_spec.may_skip_step, "update before the check"
                 )
                 self._check_gradients(rank, stage)
                 state.updated.add(stage)
             case Op.RESHARD:
                 self._require(state.gathered.pop(each.bucket, None) is not None, "nothing to let go of")
         if each.op.phase:
-            self._compute(state, each)
+            self._compute(rank, each)
+        elif each.op.traits.awaits not in (None, Op.RECV):
+            self._await(state, each)
+
+    def _await(self, state: _Rank, each: Instruction) -> None:
+        """What a collective has made is there from now on."""
+        started = replace(each, op=each.op.traits.awaits or each.op)
+        self._require(started in state.started, "waits for nothing")
+        result: Any = state.started.pop(started)
+        if each.op is Op.WAIT_REDUCE_GRAD:
+            state.sums[each.bucket] += result
+        elif each.op is Op.WAIT_UNSHARD:
+            self._require(each.bucket not in state.gathered, "gathered twice")
+            state.gathered[each.bucket] = result
 
     def _send(self, rank: int, each: Instruction) -> None:
         link = each.link
         assert link is not None
         target = each.peer if each.op is Op.SEND else rank
-        payload: object = None
+        payload: Counter[tuple[int, int]] = Counter()
         if link.payload is Payload.WEIGHT_GRADIENT:
+            self._require(not self.ranks[rank].made, "sends gradients that are not complete")
             payload = self.ranks[rank].gradients.pop((link.source, link.values[0].name), Counter())
         if link.payload is Payload.WEIGHT:
             self._require(link.source not in self.ranks[rank].updated, "lends weights after the update")
         if each.op is Op.MOVE:
-            self.ranks[rank].posted.append((link, rank))
+            self.ranks[rank].arrived.add((link, each.microbatch, rank))
+            if link.payload is Payload.WEIGHT_GRADIENT:
+                self.ranks[rank].gradients[link.target, link.values[0].name] += payload
         self.sent[link, each.microbatch, rank, target] = payload
 
-    def _compute(self, state: _Rank, each: Instruction) -> None:
-        stage, cell = each.stage, (each.stage, each.microbatch)
+    def _compute(self, rank: int, each: Instruction) -> None:
+        state, stage, cell = self.ranks[rank], each.stage, (each.stage, each.microbatch)
+        self._require(not state.made, "computes before gradients are accumulated")
+        for link in self.step.links:
+            if link.target == stage and each.op.phase in link.payload.readers:
+                microbatch = each.microbatch if link.payload.per_microbatch else -1
+                ranks = self.step.placement[link.source]
+                source = ranks[microbatch % len(ranks)] if microbatch >= 0 else -1
+                came = {at for of, mb, at in state.arrived if (of, mb) == (link, microbatch)}
+                self._require(bool(came) if source < 0 else source in came, "reads what has not come")
         self._require(stage not in state.updated, "computes after the update")
         for number in self.step.sync_spec.buckets_of(stage):
             if self.step.sync_spec.reshards_after_use(self.step.sync_spec.buckets[number]):
@@ -237,10 +278,10 @@ class SymbolicExecution:
         for part in segments:
             self._require(state.over[each.op, *cell] == part, "segments that are not one after the other")
             state.over[each.op, *cell] += 1
-        if each.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            for name, part in self._parameters(stage).items():
-                if part % number in segments:
-                    state.gradients[stage, name][cell] += 1
+        if each.op.phase in GRADIENT_PHASES or each.op is Op.BACKWARD_INPUT:
+            makes = self._parameters(stage) if each.op is not Op.BACKWARD_INPUT else {}
+            made = {name for name, part in makes.items() if part % number in segments}
+            state.made[Instruction(Op.BACKWARD, *cell, segment=each.segment)] = made
 
     def _parameters(self, stage: int) -> dict[str, int]:
         """The parameters of a stage, each with the part that completes its gradient; -1 is the last one."""
@@ -266,39 +307,26 @@ class SymbolicExecution:
         if any(set(group) != set(members) for group in groups):
             return False
         self._require(all(other == each for other in met), f"{each} meets others in {met}")
-        if each.op in (Op.REDUCE_GRAD, Op.GRAD_NORM) and not all(self._home(rank, each) for rank in members):
-            return False
         self._collect(each, members, sync_spec)
         for rank in members:
             self.ranks[rank].position += 1
         return True
 
-    def _home(self, rank: int, each: Instruction) -> bool:
-        """Whether the gradients that other stages bring for what is summed have come."""
-        names = () if each.op is Op.GRAD_NORM else self.step.sync_spec.buckets[each.bucket].names
-        return all(
-            (link, -1, source, rank) in self.sent
-            for link, source in self.ranks[rank].posted
-            if link.payload is Payload.WEIGHT_GRADIENT
-            if each.op is Op.GRAD_NORM or link.values[0].name in names
-        )
-
     def _collect(self, each: Instruction, members: Sequence[int], sync_spec: SyncSpec) -> None:
+        total: Counter[tuple[int, int]] = Counter()
         if each.op is Op.REDUCE_GRAD:
-            total: Counter[tuple[int, int]] = Counter()
             for rank in members:
                 for name in sync_spec.buckets[each.bucket].names:
                     total += self._take(rank, each.stage, name)
-            for rank in members:
-                self.ranks[rank].sums[each.bucket] += total
         versions = {each.stage in self.ranks[rank].updated for rank in members}
         for rank in members:
             state = self.ranks[rank]
+            self._require(not state.made, "reads gradients before they are accumulated")
+            self._require(each not in state.started, "started twice")
+            if each.op in WAIT_OF:
+                state.started[each] = versions if each.op is Op.UNSHARD else total
             if each.op is Op.AVERAGE_BUFFERS:
                 state.averaged[each.stage] += 1
-            elif each.op is Op.UNSHARD:
-                self._require(each.bucket not in state.gathered, "gathered twice")
-                state.gathered[each.bucket] = versions
             elif each.op is Op.GRAD_NORM:
                 self._require(not state.has_norm, "two norms")
                 for stage in stages_on(self.step.placement, rank):
@@ -306,15 +334,8 @@ class SymbolicExecution:
                 state.has_norm = True
 
     def _take(self, rank: int, stage: int, name: str) -> Counter[tuple[int, int]]:
-        """The gradients of a parameter on a rank, with those that were brought home until now."""
-        state = self.ranks[rank]
-        total = state.gradients.pop((stage, name), Counter())
-        for link, source in list(state.posted):
-            brings = link.payload is Payload.WEIGHT_GRADIENT and link.target == stage
-            if brings and link.values[0].name == name:
-                total += self.sent[link, -1, source, rank]  # type: ignore[arg-type]
-                state.posted.remove((link, source))
-        return total
+        """The gradients of a parameter that a rank has accumulated."""
+        return self.ranks[rank].gradients.pop((stage, name), Counter())
 
     def _check_gradients(self, rank: int, stage: int) -> None:
         """All gradients that a rank updates with are complete, each counted once."""
@@ -351,6 +372,9 @@ class SymbolicExecution:
 
     def _check_end(self, rank: int, state: _Rank) -> None:
         sync_spec = self.step.sync_spec
+        self._require(not state.made, "gradients that are never accumulated")
+        self._require(not state.started, "collectives that are never awaited")
+        self._require(state.posted <= state.arrived, "messages that are never awaited")
         for stage in stages_on(self.step.placement, rank):
             self._require((stage in state.updated) == sync_spec.updates, f"stage {stage} is not updated")
             self._require(state.has_norm == sync_spec.has_grad_norm, "a norm too much or too little")

@@ -58,4 +58,4 @@ def test_a_step_of_many_instructions_is_lowered_and_verified() -> None:
     schedule, links = make_schedule("1f1b", 100, 300), chain_links(100)
     programs = lower(schedule, links)
     verify_programs(programs, schedule.placement, links, 300, max_in_flight=range(100, 0, -1))
-    assert sum(len(program.instructions) for program in programs) == 7 * 100 * 300 - 4 * 300
+    assert sum(len(program.instructions) for program in programs) == 10 * 100 * 300 - 6 * 300

@@ -3,6 +3,7 @@
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from graphlib import TopologicalSorter
 
 import pytest
@@ -25,43 +26,54 @@ def checked(schedule: Schedule, links: Sequence[Link], recompute: Sequence[int] 
 
 
 MIDDLE_RANK = """\
-rank 1: 25 instructions
- 0  recv       stage 1  mb 0  hidden_1 (0 -> 1)       from rank 0  slot 0
- 1  recv       stage 1  mb 1  hidden_1 (0 -> 1)       from rank 0  slot 1
- 2  forward    stage 1  mb 0
- 3  send       stage 1  mb 0  hidden_2 (1 -> 2)       to rank 2
- 4  recv       stage 1  mb 2  hidden_1 (0 -> 1)       from rank 0  slot 2
- 5  recv       stage 1  mb 0  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
- 6  forward    stage 1  mb 1
- 7  send       stage 1  mb 1  hidden_2 (1 -> 2)       to rank 2
- 8  recompute  stage 1  mb 0
- 9  backward   stage 1  mb 0
-10  send       stage 1  mb 0  grad_hidden_1 (1 -> 0)  to rank 0
-11  free       stage 1  mb 0
-12  recv       stage 1  mb 1  grad_hidden_2 (2 -> 1)  from rank 2  slot 1
-13  forward    stage 1  mb 2
-14  send       stage 1  mb 2  hidden_2 (1 -> 2)       to rank 2
-15  recv       stage 1  mb 2  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
-16  recompute  stage 1  mb 1
-17  backward   stage 1  mb 1
-18  send       stage 1  mb 1  grad_hidden_1 (1 -> 0)  to rank 0
-19  free       stage 1  mb 1
-20  recv                      result loss (2 -> all)  from rank 2
-21  recompute  stage 1  mb 2
-22  backward   stage 1  mb 2
-23  send       stage 1  mb 2  grad_hidden_1 (1 -> 0)  to rank 0
-24  free       stage 1  mb 2
+rank 1: 35 instructions
+ 0  recv        stage 1  mb 0  hidden_1 (0 -> 1)       from rank 0  slot 0
+ 1  recv        stage 1  mb 1  hidden_1 (0 -> 1)       from rank 0  slot 1
+ 2  wait_recv   stage 1  mb 0  hidden_1 (0 -> 1)       from rank 0
+ 3  forward     stage 1  mb 0
+ 4  send        stage 1  mb 0  hidden_2 (1 -> 2)       to rank 2
+ 5  recv        stage 1  mb 2  hidden_1 (0 -> 1)       from rank 0  slot 2
+ 6  recv        stage 1  mb 0  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
+ 7  wait_recv   stage 1  mb 1  hidden_1 (0 -> 1)       from rank 0
+ 8  forward     stage 1  mb 1
+ 9  send        stage 1  mb 1  hidden_2 (1 -> 2)       to rank 2
+10  recompute   stage 1  mb 0
+11  wait_recv   stage 1  mb 0  grad_hidden_2 (2 -> 1)  from rank 2
+12  backward    stage 1  mb 0
+13  send        stage 1  mb 0  grad_hidden_1 (1 -> 0)  to rank 0
+14  accumulate  stage 1  mb 0
+15  free        stage 1  mb 0
+16  recv        stage 1  mb 1  grad_hidden_2 (2 -> 1)  from rank 2  slot 1
+17  wait_recv   stage 1  mb 2  hidden_1 (0 -> 1)       from rank 0
+18  forward     stage 1  mb 2
+19  send        stage 1  mb 2  hidden_2 (1 -> 2)       to rank 2
+20  recv        stage 1  mb 2  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
+21  recompute   stage 1  mb 1
+22  wait_recv   stage 1  mb 1  grad_hidden_2 (2 -> 1)  from rank 2
+23  backward    stage 1  mb 1
+24  send        stage 1  mb 1  grad_hidden_1 (1 -> 0)  to rank 0
+25  accumulate  stage 1  mb 1
+26  free        stage 1  mb 1
+27  recv                       result loss (2 -> all)  from rank 2
+28  recompute   stage 1  mb 2
+29  wait_recv   stage 1  mb 2  grad_hidden_2 (2 -> 1)  from rank 2
+30  backward    stage 1  mb 2
+31  send        stage 1  mb 2  grad_hidden_1 (1 -> 0)  to rank 0
+32  accumulate  stage 1  mb 2
+33  free        stage 1  mb 2
+34  wait_recv                  result loss (2 -> all)  from rank 2
 """
 
 FORWARD_ALONE = """\
-rank 0: 7 instructions
-0  forward  stage 0  mb 0
-1  send     stage 0  mb 0  hidden_1 (0 -> 1)       to rank 1
-2  free     stage 0  mb 0
-3  forward  stage 0  mb 1
-4  send     stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1
-5  free     stage 0  mb 1
-6  recv                    result loss (1 -> all)  from rank 1
+rank 0: 8 instructions
+0  forward    stage 0  mb 0
+1  send       stage 0  mb 0  hidden_1 (0 -> 1)       to rank 1
+2  free       stage 0  mb 0
+3  forward    stage 0  mb 1
+4  send       stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1
+5  free       stage 0  mb 1
+6  recv                      result loss (1 -> all)  from rank 1
+7  wait_recv                 result loss (1 -> all)  from rank 1
 """
 
 
@@ -88,8 +100,9 @@ def test_results_go_from_the_last_rank_to_every_other() -> None:
     sends = [each for each in programs[3].instructions if each.link == result_link(3)]
     assert [(each.op, each.stage, each.peer) for each in sends] == [(Op.SEND, 3, peer) for peer in range(3)]
     for program in programs[:3]:
-        [receive] = [each for each in program.instructions if each.link == result_link(3)]
+        receive, wait = [each for each in program.instructions if each.link == result_link(3)]
         assert (receive.op, receive.stage, receive.microbatch, receive.slot) == (Op.RECV, -1, -1, -1)
+        assert wait == replace(receive, op=Op.WAIT_RECV) == program.instructions[-1]
 
 
 def test_a_link_within_a_rank_is_a_move_right_after_its_producer() -> None:

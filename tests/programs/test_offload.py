@@ -106,8 +106,12 @@ def test_what_is_away_is_told_beforehand(name: str) -> None:
 Edit = Callable[[list[Instruction]], None]
 
 
-def drop(op: Op) -> Edit:
-    return lambda own: own.remove(Instruction(op, 0, 0))
+def drop(*ops: Op) -> Edit:
+    def edit(own: list[Instruction]) -> None:
+        for op in ops:
+            own.remove(Instruction(op, 0, 0))
+
+    return edit
 
 
 def put(op: Op, behind: Op, behind_microbatch: int) -> Edit:
@@ -119,24 +123,54 @@ def put(op: Op, behind: Op, behind_microbatch: int) -> Edit:
     return edit
 
 
+def put_each(*steps: tuple[Op, Op, int]) -> Edit:
+    def edit(own: list[Instruction]) -> None:
+        for each in steps:
+            put(*each)(own)
+
+    return edit
+
+
+def repeat(op: Op) -> Edit:
+    return lambda own: own.insert(own.index(Instruction(op, 0, 0)), Instruction(op, 0, 0))
+
+
 def first_of_all(own: list[Instruction]) -> None:
     own.remove(Instruction(Op.OFFLOAD, 0, 0))
     own.insert(0, Instruction(Op.OFFLOAD, 0, 0))
 
 
 def again(own: list[Instruction]) -> None:
-    own.append(Instruction(Op.OFFLOAD, 0, 0))
+    number = own.index(Instruction(Op.OFFLOAD, 0, 0))
+    own[number:number] = [Instruction(Op.OFFLOAD, 0, 0), Instruction(Op.WAIT_OFFLOAD, 0, 0)]
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (drop(Op.PREFETCH), "offload of stage 0, microbatch 0 has no prefetch"),
-        (drop(Op.OFFLOAD), "prefetch of stage 0, microbatch 0 has no offload"),
+        (drop(Op.PREFETCH, Op.WAIT_PREFETCH), "offload of stage 0, microbatch 0 has no prefetch"),
+        (drop(Op.OFFLOAD, Op.WAIT_OFFLOAD), "prefetch of stage 0, microbatch 0 has no offload"),
         (first_of_all, "offload of stage 0, microbatch 0 runs before its forward"),
-        (put(Op.PREFETCH, Op.OFFLOAD, 0), "runs before the compute at .*, with which its offload is over"),
-        (put(Op.PREFETCH, Op.BACKWARD, 0), "reads what stage 0 saved for microbatch 0, which is away"),
-        (again, "offload of stage 0, microbatch 0 is there more than once|which was freed at"),
+        (
+            put(Op.PREFETCH, Op.OFFLOAD, 0),
+            "prefetch of stage 0, microbatch 0 runs before its wait_offload at",
+        ),
+        (
+            put(Op.WAIT_OFFLOAD, Op.PREFETCH, 0),
+            "prefetch of stage 0, microbatch 0 runs before its wait_offload",
+        ),
+        (put(Op.WAIT_PREFETCH, Op.BACKWARD, 0), "reads what stage 0 saved for microbatch 0, which is away"),
+        (
+            put_each((Op.PREFETCH, Op.BACKWARD, 0), (Op.WAIT_PREFETCH, Op.PREFETCH, 0)),
+            "reads what stage 0 saved for microbatch 0, which is away",
+        ),
+        (again, "offload of stage 0, microbatch 0 is there more than once"),
+        (drop(Op.WAIT_OFFLOAD), "offload of stage 0 microbatch 0 is never awaited; expected wait_offload"),
+        (drop(Op.WAIT_PREFETCH), "prefetch of stage 0 microbatch 0 is never awaited; expected wait_prefetch"),
+        (drop(Op.PREFETCH), "wait_prefetch of stage 0 microbatch 0 waits for nothing; expected prefetch"),
+        (put(Op.WAIT_OFFLOAD, Op.FORWARD, 0), "wait_offload of stage 0 microbatch 0 waits for nothing"),
+        (repeat(Op.OFFLOAD), "offload of stage 0 microbatch 0 starts again before it is awaited"),
+        (repeat(Op.WAIT_PREFETCH), "wait_prefetch of stage 0 microbatch 0 waits for nothing"),
     ],
 )
 def test_the_verifier_finds_values_that_are_not_where_they_are_read(edit: Edit, message: str) -> None:

@@ -22,14 +22,17 @@ LINKS = (*chain_links(3), *skip_links(0, 2), *tied_links(0, 2), result_link(2))
 Edit = Callable[[list[Instruction]], None]
 
 
-def find(instructions: Sequence[Instruction], op: Op, microbatch: int = 0, name: str = "") -> int:
-    """The first instruction of that op and microbatch whose link, if asked for, has a value of that name."""
+def find(
+    instructions: Sequence[Instruction], op: Op, microbatch: int = 0, name: str = "", stage: int | None = None
+) -> int:
+    """The first instruction of that op and microbatch, with a value of that name and that stage if given."""
     return next(
         number
         for number, each in enumerate(instructions)
         if each.op is op
         and each.microbatch == microbatch
         and (not name or (each.link and name in [value.name for value in each.link.values]))
+        and stage in (None, each.stage)
     )
 
 
@@ -60,10 +63,27 @@ def drop(op: Op, microbatch: int = 0, name: str = "") -> Edit:
     return lambda instructions: instructions.pop(find(instructions, op, microbatch, name)) and None
 
 
-def move(op: Op, microbatch: int = 0, name: str = "", *, by: int) -> Edit:
+Named = tuple[Op, int] | tuple[Op, int, str] | tuple[Op, int, str, int]
+"""The arguments of ``find``."""
+
+
+def move(
+    op: Op,
+    microbatch: int = 0,
+    name: str = "",
+    *,
+    before: Named | None = None,
+    behind: Named | None = None,
+    by: int = 0,
+) -> Edit:
+    """Moves an instruction directly before or behind another, or by a number of places."""
+
     def edit(instructions: list[Instruction]) -> None:
         number = find(instructions, op, microbatch, name)
-        instructions.insert(number + by, instructions.pop(number))
+        moved, place = instructions.pop(number), number + by
+        if before or behind:
+            place = find(instructions, *(before or behind)) + (before is None)
+        instructions.insert(place, moved)
 
     return edit
 
@@ -85,12 +105,12 @@ def test_the_message_shows_the_lines_around_the_fault_with_the_bad_one_marked() 
         fault(0, change(Op.FORWARD, 1, stage=1), links=chain_links(3))
         == """\
 rank 0, instruction 2: forward names stage 1; expected a stage of this rank: [0]
-   0  forward   stage 0  mb 0
-   1  send      stage 0  mb 0  hidden_1 (0 -> 1)       to rank 1
->  2  forward   stage 1  mb 1
-   3  send      stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1
-   4  recv      stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0
-   5  forward   stage 0  mb 2
+   0  forward     stage 0  mb 0
+   1  send        stage 0  mb 0  hidden_1 (0 -> 1)       to rank 1
+>  2  forward     stage 1  mb 1
+   3  send        stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1
+   4  recv        stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0
+   5  forward     stage 0  mb 2
   rank 0      F0 [F1] F2  B0  F3  B1  B2
   rank 1      F0  F1  B0  F2  B1  F3  B2
   rank 2      F0  B0  F1  B1  F2  B2  F3"""
@@ -103,19 +123,19 @@ FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (change(Op.FORWARD, 1, microbatch=9), "6: forward names microbatch 9; expected 0 to 3"),
-        (change(Op.FORWARD, 1, slot=3), "6: forward carries a link, peer, slot or bucket; expected none"),
-        (change(Op.FREE, 1, stage=-1), "17: free names stage -1; expected a stage of this rank: [1]"),
-        (change(Op.SEND, 1, "hidden_2", link=None), "7: send carries no link; expected a link of the plan"),
+        (change(Op.FORWARD, 1, microbatch=9), "8: forward names microbatch 9; expected 0 to 3"),
+        (change(Op.FORWARD, 1, slot=3), "8: forward carries a link, peer, slot or bucket; expected none"),
+        (change(Op.FREE, 1, stage=-1), "24: free names stage -1; expected a stage of this rank: [1]"),
+        (change(Op.SEND, 1, "hidden_2", link=None), "9: send carries no link; expected a link of the plan"),
         (
             change(Op.RECV, 1, "hidden_1", link=FOREIGN),
             "1: recv carries foreign (0 -> 1); expected a link of",
         ),
         (
             change(Op.SEND, 1, "hidden_2", peer=0),
-            "7: send takes hidden_2 (1 -> 2) from rank 1 to 0; expected from",
+            "9: send takes hidden_2 (1 -> 2) from rank 1 to 0; expected from",
         ),
-        (change(Op.SEND, 1, "hidden_2", stage=2), "7: send of hidden_2 (1 -> 2) names stage 2; expected 1"),
+        (change(Op.SEND, 1, "hidden_2", stage=2), "9: send of hidden_2 (1 -> 2) names stage 2; expected 1"),
         (
             change(Op.RECV, 1, "hidden_1", peer=2),
             "1: recv takes hidden_1 (0 -> 1) from rank 2 to 1; expected from",
@@ -124,7 +144,7 @@ FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
             change(Op.RECV, 1, "hidden_1", slot=-1),
             "1: recv names slot -1; only messages of a microbatch",
         ),
-        (change(Op.SEND, 1, "hidden_2", slot=0), "7: send names slot 0; only messages of a microbatch"),
+        (change(Op.SEND, 1, "hidden_2", slot=0), "9: send names slot 0; only messages of a microbatch"),
         (change(Op.RECV, 1, "hidden_1", microbatch=4), "1: recv names microbatch 4; expected 0 to 3"),
         (change(Op.RECV, -1, "loss", microbatch=0), "recv names microbatch 0; expected -1 to -1"),
         (change(Op.RECV, -1, "loss", stage=1), "recv of result loss (2 -> all) names stage 1; expected -1"),
@@ -158,16 +178,16 @@ def test_programs_and_links_fit_the_placement() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (drop(Op.FORWARD, 1), "instruction 14: forward of stage 1, microbatch 1 runs 0 times; expected once"),
+        (drop(Op.FORWARD, 1), "instruction 20: forward of stage 1, microbatch 1 runs 0 times; expected once"),
         (
             repeat(Op.FORWARD, 1),
-            "instruction 7: forward of stage 1, microbatch 1 runs 2 times; expected once",
+            "instruction 9: forward of stage 1, microbatch 1 runs 2 times; expected once",
         ),
         (
             drop(Op.BACKWARD, 1),
             "is 0 backward, 0 backward_input, 0 backward_weight; expected one backward, or",
         ),
-        (repeat(Op.BACKWARD, 1), "instruction 16: the backward of stage 1, microbatch 1 is 2 backward, 0"),
+        (repeat(Op.BACKWARD, 1), "instruction 22: the backward of stage 1, microbatch 1 is 2 backward, 0"),
         (change(Op.BACKWARD, 1, op=Op.BACKWARD_INPUT), "is 0 backward, 1 backward_input, 0 backward_weight"),
         (
             change(Op.BACKWARD, 1, op=Op.RECOMPUTE),
@@ -195,17 +215,17 @@ def test_forwards_alone_must_all_run_and_need_no_backward() -> None:
     [
         (
             make_schedule("1f1b", 3, 4),
-            move(Op.RECOMPUTE, 0, by=1),
+            move(Op.RECOMPUTE, 0, behind=(Op.BACKWARD, 0)),
             "backward of stage 1, microbatch 0 runs before its",
         ),
         (
             make_schedule("1f1b", 3, 4),
-            move(Op.RECOMPUTE, 0, by=-6),
+            move(Op.RECOMPUTE, 0, before=(Op.FORWARD, 0)),
             "recompute of stage 1, microbatch 0 runs before",
         ),
         (
             zb_h1(3, 4),
-            move(Op.BACKWARD_WEIGHT, 3, by=-5),
+            move(Op.BACKWARD_WEIGHT, 3, before=(Op.BACKWARD_INPUT, 3)),
             "backward_weight of stage 1, microbatch 3 runs before its",
         ),
     ],
@@ -220,7 +240,7 @@ def test_the_phases_of_a_microbatch_run_in_order(schedule: Schedule, edit: Edit,
         (drop(Op.SEND, 1, "hidden_2"), "send of hidden_2 (1 -> 2), microbatch 1 to rank 2 is there 0 times"),
         (
             repeat(Op.SEND, 1, "hidden_2"),
-            "instruction 8: send of hidden_2 (1 -> 2), microbatch 1 to rank 2 is there 2",
+            "instruction 10: send of hidden_2 (1 -> 2), microbatch 1 to rank 2 is there 2",
         ),
         (
             drop(Op.RECV, 1, "grad_hidden_2"),
@@ -228,7 +248,7 @@ def test_the_phases_of_a_microbatch_run_in_order(schedule: Schedule, edit: Edit,
         ),
         (
             drop(Op.RECV, -1, "loss"),
-            "rank 1, instruction 27: recv of result loss (2 -> all) to rank 1 is there 0 times",
+            "rank 1, instruction 40: recv of result loss (2 -> all) to rank 1 is there 0 times",
         ),
     ],
 )
@@ -275,36 +295,54 @@ def test_a_rank_that_runs_its_stages_out_of_order_may_receive_a_value_for_each()
 
 
 def test_nothing_is_sent_before_it_is_made() -> None:
-    message = fault(1, move(Op.SEND, 1, "hidden_2", by=-2))
-    assert "rank 1, instruction 5: hidden_2 (1 -> 2), microbatch 1 leaves before it is made at 7" in message
-    message = fault(2, move(Op.SEND, -1, "grad_tied_0_2", by=-5))
+    message = fault(1, move(Op.SEND, 1, "hidden_2", before=(Op.FORWARD, 1)))
+    assert "rank 1, instruction 8: hidden_2 (1 -> 2), microbatch 1 leaves before it is made at 9" in message
+    message = fault(2, move(Op.SEND, -1, "grad_tied_0_2", before=(Op.BACKWARD, 3)))
     assert "weight_gradient grad_tied_0_2 (2 -> 0) leaves before it is made" in message
 
 
 def test_everything_is_received_before_it_is_read() -> None:
-    message = fault(1, move(Op.RECV, 0, "hidden_1", by=4))
+    message = fault(1, move(Op.WAIT_RECV, 0, "hidden_1", behind=(Op.FORWARD, 0)))
     assert (
-        "rank 1, instruction 1: reads hidden_1 (0 -> 1), microbatch 0, which is received only at 4" in message
+        "rank 1, instruction 2: reads hidden_1 (0 -> 1), microbatch 0, which is awaited only at 3" in message
     )
-    message = fault(2, move(Op.RECV, -1, "tied_0_2", by=10))
-    assert "reads weight tied_0_2 (0 -> 2), which is received only at 10" in message
+    message = fault(2, move(Op.WAIT_RECV, -1, "tied_0_2", behind=(Op.FORWARD, 0)))
+    assert "instruction 8: reads weight tied_0_2 (0 -> 2), which is awaited only at 9" in message
+    message = fault(1, move(Op.MOVE, 0, behind=(Op.FORWARD, 0, "", 2)), v_gpipe(2, 2), chain_links(4))
+    assert "reads hidden_2 (1 -> 2), microbatch 0, which is moved only at" in message
+
+
+def test_everything_is_received_before_it_is_awaited() -> None:
+    message = fault(1, move(Op.RECV, 0, "hidden_1", behind=(Op.FORWARD, 0)))
+    assert (
+        "rank 1, instruction 1: awaits hidden_1 (0 -> 1), microbatch 0, which is received only at 3"
+        in message
+    )
+    message = fault(2, move(Op.RECV, -1, "tied_0_2", behind=(Op.WAIT_RECV, -1, "tied_0_2")))
+    assert "awaits weight tied_0_2 (0 -> 2), which is received only at 8" in message
+    message = fault(1, move(Op.WAIT_RECV, -1, "loss", before=(Op.RECV, -1, "loss")))
+    assert "awaits result loss (2 -> all), which is received only at 36" in message
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (drop(Op.FREE, 1), "rank 1, instruction 15: stage 1, microbatch 1 is never freed"),
+        (drop(Op.FREE, 1), "rank 1, instruction 21: stage 1, microbatch 1 is never freed"),
         (
             repeat(Op.FREE, 1),
-            "rank 1, instruction 18: free needs stage 1, microbatch 1, which was freed at 17",
+            "rank 1, instruction 25: free needs stage 1, microbatch 1, which was freed at 24",
         ),
         (
-            move(Op.FREE, 1, by=-1),
-            "rank 1, instruction 17: send needs stage 1, microbatch 1, which was freed at 16",
+            move(Op.FREE, 1, before=(Op.ACCUMULATE, 1)),
+            "rank 1, instruction 24: accumulate needs stage 1, microbatch 1, which was freed at 23",
         ),
         (
-            move(Op.FREE, 1, by=-2),
-            "rank 1, instruction 16: backward needs stage 1, microbatch 1, which was freed at 15",
+            move(Op.FREE, 1, before=(Op.SEND, 1, "grad_hidden_1")),
+            "rank 1, instruction 23: send needs stage 1, microbatch 1, which was freed at 22",
+        ),
+        (
+            move(Op.FREE, 1, before=(Op.BACKWARD, 1)),
+            "rank 1, instruction 22: backward needs stage 1, microbatch 1, which was freed at 21",
         ),
     ],
 )
@@ -355,30 +393,23 @@ def test_receiving_just_in_time_deadlocks_when_sends_wait() -> None:
     assert rank_0.startswith(
         "  rank 0 at '3 send stage 0 mb 1 hidden_1 (0 -> 1) to rank 1' waits for rank 1 to"
     )
-    assert rank_0.endswith("reach '5 recv stage 1 mb 1 hidden_1 (0 -> 1) from rank 0 slot 1'")
+    assert rank_0.endswith("reach '7 recv stage 1 mb 1 hidden_1 (0 -> 1) from rank 0 slot 1'")
     assert rank_1.startswith(
-        "  rank 1 at '3 send stage 1 mb 0 grad_hidden_1 (1 -> 0) to rank 0' waits for rank 0"
+        "  rank 1 at '4 send stage 1 mb 0 grad_hidden_1 (1 -> 0) to rank 0' waits for rank 0"
     )
     assert rank_1.endswith("to reach '4 recv stage 0 mb 0 grad_hidden_1 (1 -> 0) from rank 1 slot 0'")
     assert [line for line in shown if line.startswith(">")] == [
-        "> 3  send      stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1"
+        ">  3  send        stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1"
     ]
 
 
 def just_in_time(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Each receive moved to directly before the compute that reads it."""
-    receives = [each for each in instructions if each.op is Op.RECV]
+    """Each receive moved to directly before its wait."""
+    receives = {(each.link, each.microbatch, each.peer): each for each in instructions if each.op is Op.RECV}
     moved: list[Instruction] = []
     for each in instructions:
-        if each.op.phase:
-            read = [
-                receive
-                for receive in receives
-                if receive.link
-                and each.op.phase in receive.link.payload.readers
-                and (receive.stage, receive.microbatch) == (each.stage, each.microbatch)
-            ]
-            moved.extend(read)
+        if each.op is Op.WAIT_RECV:
+            moved.append(receives[each.link, each.microbatch, each.peer])
         if each.op is not Op.RECV:
             moved.append(each)
     return tuple(moved)
@@ -386,13 +417,13 @@ def just_in_time(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
 
 def test_a_receive_is_not_posted_before_what_its_message_depends_on() -> None:
     """On a GPU it may hold that compute up. It depends on it by way of rank 1's forward and rank 2."""
-    early = move(Op.RECV, 0, "grad_hidden_1", by=-2)
+    early = move(Op.RECV, 0, "grad_hidden_1", before=(Op.FORWARD, 1))
     message = fault(0, early, schedule=gpipe(3, 2), links=chain_links(3))
     assert message.startswith(
         "rank 0, instruction 2: grad_hidden_1 (1 -> 0), microbatch 0 is received before the next compute, "
         "which it depends on\n"
     )
-    assert "> 2  recv      stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0" in message
+    assert ">  2  recv        stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0" in message
 
 
 @pytest.mark.parametrize("limit", [3, (4, 2, 1), (3, 2, 0)])
@@ -448,6 +479,8 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "computes_in_order",
         "each_message_delivered_once",
         "each_value_received_once",
+        "awaited_once",
+        "accumulated_once",
         "model_collectives_in_order",
         "sync_complete",
         "sync_in_order",
@@ -461,7 +494,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "frees_after_last_use",
         "offloads_in_order",
         "live_slots_not_overwritten",
-        "results_before_wait",
+        "pauses_in_order",
         "channels_in_order",
         "finishes",
         "receives_after_dependencies",

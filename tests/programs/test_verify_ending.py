@@ -14,6 +14,7 @@ from symbolic_steps import Step, Wrong, check_meaning, make_step, steps
 
 from pipec.errors import VerifyError
 from pipec.ir import (
+    WAIT_OF,
     Bucket,
     Instruction,
     Op,
@@ -79,10 +80,48 @@ def repeat(op: Op, bucket: int = -1, turn: int = 0) -> Edit:
     return edit
 
 
-def move(op: Op, bucket: int = -1, turn: int = 0, *, to: int) -> Edit:
+Named = tuple[Op] | tuple[Op, int] | tuple[Op, int, int]
+"""The arguments of ``find``."""
+
+
+def move(
+    op: Op,
+    bucket: int = -1,
+    turn: int = 0,
+    *,
+    before: Named | None = None,
+    behind: Named | None = None,
+) -> Edit:
+    """Moves an instruction directly before or behind another, or to the beginning."""
+
+    def edit(instructions: list[Instruction]) -> None:
+        moved = instructions.pop(find(instructions, op, bucket, turn))
+        other = before or behind
+        instructions.insert(find(instructions, *other) + (before is None) if other else 0, moved)
+
+    return edit
+
+
+def drop_both(op: Op, bucket: int = -1, turn: int = 0) -> Edit:
+    """Leaves out an instruction and its wait."""
+    return chain(drop(op, bucket, turn), drop(WAIT_OF[op], bucket, turn))
+
+
+def repeat_both(op: Op, bucket: int = -1, turn: int = 0) -> Edit:
+    """Does the same before an instruction, and waits for it."""
+
     def edit(instructions: list[Instruction]) -> None:
         number = find(instructions, op, bucket, turn)
-        instructions.insert(to, instructions.pop(number))
+        again = instructions[number]
+        instructions[number:number] = [again, replace(again, op=WAIT_OF[op])]
+
+    return edit
+
+
+def chain(*edits: Edit) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        for each in edits:
+            each(instructions)
 
     return edit
 
@@ -97,18 +136,19 @@ def change(op: Op, bucket: int = -1, turn: int = 0, /, **fields: object) -> Edit
 
 def test_the_message_shows_lines_and_cells_of_the_ranks_that_do_not_meet() -> None:
     step = data_parallel(2, updates=True, buffer_sync_stages=(0,))
-    late = {0: move(Op.AVERAGE_BUFFERS, to=4)}
+    late = {0: move(Op.AVERAGE_BUFFERS, behind=(Op.REDUCE_GRAD,))}
     assert (
         fault(step, late)
         == """\
-rank 0, instruction 3: reduce_grad of stage 0, bucket 0 meets average_buffers of stage 0 of rank 1; \
+rank 0, instruction 4: reduce_grad of stage 0, bucket 0 meets average_buffers of stage 0 of rank 1; \
 ranks start collectives in one order
-  0  forward          stage 0  mb 0
-  1  backward         stage 0  mb 0
-  2  free             stage 0  mb 0
-> 3  reduce_grad      stage 0        bucket 0
-  4  average_buffers  stage 0
-  5  update           stage 0
+  1  backward              stage 0  mb 0
+  2  accumulate            stage 0  mb 0
+  3  free                  stage 0  mb 0
+> 4  reduce_grad           stage 0        bucket 0
+  5  average_buffers       stage 0
+  6  wait_reduce_grad      stage 0        bucket 0
+  7  update                stage 0
   rank 0      F0 [B0]
   rank 1      F1 [B1]"""
     )
@@ -157,7 +197,7 @@ def test_messages_have_no_bucket() -> None:
 
 def test_a_rank_updates_its_own_stages_alone() -> None:
     message = fault(TIED_TO_TWO, {2: change(Op.UPDATE, stage=0)})
-    assert "rank 2, instruction 22: update of stage 0 is not in the plan for rank 2; expected" in message
+    assert "rank 2, instruction 31: update of stage 0 is not in the plan for rank 2; expected" in message
 
 
 @pytest.mark.parametrize(
@@ -165,23 +205,27 @@ def test_a_rank_updates_its_own_stages_alone() -> None:
     [
         (
             WHOLE,
-            drop(Op.REDUCE_GRAD),
+            drop_both(Op.REDUCE_GRAD),
             "reduce_grad of stage 0, bucket 0 is there 0 times on rank 0",
         ),
         (
             WHOLE,
-            repeat(Op.REDUCE_GRAD),
+            repeat_both(Op.REDUCE_GRAD),
             "reduce_grad of stage 0, bucket 0 is there 2 times on rank 0",
         ),
-        (WHOLE, drop(Op.AVERAGE_BUFFERS), "average_buffers of stage 0 is there 0 times on rank 0"),
+        (WHOLE, drop_both(Op.AVERAGE_BUFFERS), "average_buffers of stage 0 is there 0 times on rank 0"),
         (WHOLE, drop(Op.GRAD_NORM), "grad_norm is there 0 times on rank 0; expected once"),
         (WHOLE, drop(Op.UPDATE), "update of stage 0 is there 0 times on rank 0; expected once"),
         (WHOLE, repeat(Op.UPDATE), "update of stage 0 is there 2 times on rank 0; expected once"),
-        (SHARDED, drop(Op.UNSHARD), "unshard of stage 0, bucket 0 is there 0 times on rank 0; expected once"),
-        (SHARDED, repeat(Op.UNSHARD), "unshard of stage 0, bucket 0 is there 2 times on rank 0"),
-        (IN_ROUNDS, drop(Op.REDUCE_GRAD, 0), "bucket 0 is there 1 times on rank 0; expected 2 times"),
-        (IN_ROUNDS, repeat(Op.REDUCE_GRAD, 0), "bucket 0 is there 3 times on rank 0; expected 2 times"),
-        (GATHERED, drop(Op.REDUCE_GRAD, 0, 1), "bucket 0 is there 1 times on rank 0; expected 2 times"),
+        (
+            SHARDED,
+            drop_both(Op.UNSHARD),
+            "unshard of stage 0, bucket 0 is there 0 times on rank 0; expected once",
+        ),
+        (SHARDED, repeat_both(Op.UNSHARD), "unshard of stage 0, bucket 0 is there 2 times on rank 0"),
+        (IN_ROUNDS, drop_both(Op.REDUCE_GRAD, 0), "bucket 0 is there 1 times on rank 0; expected 2 times"),
+        (IN_ROUNDS, repeat_both(Op.REDUCE_GRAD, 0), "bucket 0 is there 3 times on rank 0; expected 2 times"),
+        (GATHERED, drop_both(Op.REDUCE_GRAD, 0, 1), "bucket 0 is there 1 times on rank 0; expected 2 times"),
     ],
 )
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -194,12 +238,21 @@ def test_everything_is_done_once(step: Step, edit: Edit, message: str, everywher
     ("edit", "message"),
     [
         (drop(Op.RESHARD), "stage 0, bucket 0 has 1 unshard and 0 reshard on rank 0; expected one after"),
-        (drop(Op.UNSHARD), "stage 0, bucket 0 has 0 unshard and 1 reshard on rank 0; expected one after"),
-        (repeat(Op.UNSHARD), "stage 0, bucket 0 has 2 unshard and 1 reshard on rank 0; expected one after"),
+        (
+            drop_both(Op.UNSHARD),
+            "stage 0, bucket 0 has 0 unshard and 1 reshard on rank 0; expected one after",
+        ),
+        (
+            repeat_both(Op.UNSHARD),
+            "stage 0, bucket 0 has 2 unshard and 1 reshard on rank 0; expected one after",
+        ),
         (repeat(Op.RESHARD), "stage 0, bucket 0 has 1 unshard and 2 reshard on rank 0; expected one after"),
-        (move(Op.RESHARD, to=0), "stage 0, bucket 0 has 1 unshard and 1 reshard on rank 0; expected one"),
-        (move(Op.RESHARD, to=2), "runs while bucket 0 is not gathered"),
-        (move(Op.UNSHARD, to=2), "forward of stage 0 runs while bucket 0 is not gathered"),
+        (move(Op.RESHARD), "stage 0, bucket 0 has 1 unshard and 1 reshard on rank 0; expected one"),
+        (move(Op.RESHARD, behind=(Op.FORWARD,)), "runs while bucket 0 is not gathered"),
+        (
+            move(Op.WAIT_UNSHARD, behind=(Op.FORWARD,)),
+            "forward of stage 0 runs while bucket 0 is not gathered",
+        ),
     ],
 )
 def test_parameters_are_gathered_while_their_stage_computes(edit: Edit, message: str) -> None:
@@ -208,31 +261,40 @@ def test_parameters_are_gathered_while_their_stage_computes(edit: Edit, message:
 
 def test_what_is_never_gathered_is_refused() -> None:
     def edit(instructions: list[Instruction]) -> None:
-        instructions[:] = [each for each in instructions if each.op not in (Op.UNSHARD, Op.RESHARD)]
+        gathering = (Op.UNSHARD, Op.WAIT_UNSHARD, Op.RESHARD)
+        instructions[:] = [each for each in instructions if each.op not in gathering]
 
     message = fault(GATHERED, {0: edit, 1: edit})
     assert "stage 0, bucket 0 has 0 unshard and 0 reshard on rank 0; expected one after the other" in message
-
-
-AVERAGE, REDUCE, NORM, UPDATE = 2, 7, 8, 9
-"""Their places in the programs of WHOLE, whose last forward is at 1 and last backward at 5."""
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (
-            move(Op.AVERAGE_BUFFERS, to=1),
-            "average_buffers of stage 0 runs before the last forward",
+            move(Op.AVERAGE_BUFFERS, before=(Op.FORWARD, -1, 1)),
+            "average_buffers of stage 0 runs before the last forward of stage 0 at 2",
         ),
-        (move(Op.REDUCE_GRAD, to=5), "bucket 0 runs before the last backward of stage 0 at 6"),
-        (move(Op.GRAD_NORM, to=REDUCE), "grad_norm runs before reduce_grad of stage 0, bucket 0 at 8"),
-        (move(Op.UPDATE, to=NORM), "update of stage 0 runs before grad_norm at 9"),
-        (move(Op.UPDATE, to=REDUCE), "update of stage 0 runs before reduce_grad of stage 0, bucket 0 at 8"),
-        (move(Op.UPDATE, to=2), "update of stage 0 runs before the last backward of stage 0 at 6"),
-        (move(Op.UPDATE, to=0), "update of stage 0 runs before the last backward of stage 0 at 6"),
         (
-            move(Op.AVERAGE_BUFFERS, to=UPDATE),
+            move(Op.REDUCE_GRAD, before=(Op.BACKWARD, -1, 1)),
+            "bucket 0 runs before the last gradients of stage 0 at 8",
+        ),
+        (
+            move(Op.GRAD_NORM, before=(Op.WAIT_REDUCE_GRAD,)),
+            "grad_norm runs before wait_reduce_grad of stage 0, bucket 0 at 11",
+        ),
+        (move(Op.UPDATE, before=(Op.GRAD_NORM,)), "update of stage 0 runs before grad_norm at 12"),
+        (
+            move(Op.UPDATE, before=(Op.WAIT_REDUCE_GRAD,)),
+            "update of stage 0 runs before wait_reduce_grad of stage 0, bucket 0 at 11",
+        ),
+        (
+            move(Op.UPDATE, before=(Op.BACKWARD, -1, 1)),
+            "update of stage 0 runs before the last gradients of stage 0 at 8",
+        ),
+        (move(Op.UPDATE), "update of stage 0 runs before the last gradients of stage 0 at 8"),
+        (
+            move(Op.AVERAGE_BUFFERS, behind=(Op.UPDATE,)),
             "update of stage 0 runs before average_buffers",
         ),
     ],
@@ -247,34 +309,40 @@ def test_everything_is_done_in_order(edit: Edit, message: str, ranks: tuple[int,
 
 
 def test_the_last_of_several_rounds_comes_after_the_last_backward() -> None:
-    message = fault(IN_ROUNDS, {0: move(Op.REDUCE_GRAD, 0, 1, to=4)})
-    assert "reduce_grad of stage 0, bucket 0 runs before the last backward of stage 0 at 6" in message
+    before = (Op.BACKWARD, -1, 1)
+    early = chain(move(Op.WAIT_REDUCE_GRAD, 0, 0, before=before), move(Op.REDUCE_GRAD, 0, 1, before=before))
+    message = fault(IN_ROUNDS, {0: early})
+    assert "reduce_grad of stage 0, bucket 0 runs before the last gradients of stage 0 at 9" in message
 
 
 def test_shares_are_gathered_after_their_update() -> None:
-    early = move(Op.UNSHARD, 0, to=7)
-    assert "unshard of stage 0, bucket 0 runs before update of stage 0 at 8" in fault(
+    early = move(Op.UNSHARD, 0, before=(Op.UPDATE,))
+    assert "unshard of stage 0, bucket 0 runs before update of stage 0 at 11" in fault(
         SHARDED, {0: early, 1: early}
     )
 
 
-def receives_of_gradients(instructions: Sequence[Instruction]) -> list[int]:
-    return [
+def last_gradients(instructions: list[Instruction]) -> list[Instruction]:
+    """Removes and returns the last wait for a tied weight's gradient, and the accumulation behind it."""
+    wait = max(
         number
         for number, each in enumerate(instructions)
-        if each.op is Op.RECV and each.link and each.link.payload is Payload.WEIGHT_GRADIENT
-    ]
+        if each.op is Op.WAIT_RECV and each.link and each.link.payload is Payload.WEIGHT_GRADIENT
+    )
+    removed, instructions[wait : wait + 2] = instructions[wait : wait + 2], []
+    return removed
 
 
-def receive_last(instructions: list[Instruction]) -> None:
-    """Move the last receive of a tied weight's gradient to the end of the program."""
-    instructions.append(instructions.pop(receives_of_gradients(instructions)[-1]))
+def bring_last(instructions: list[Instruction]) -> None:
+    """Moves the last gradient of a tied weight to the end of the program."""
+    instructions.extend(last_gradients(instructions))
 
 
-def receive_after(op: Op) -> Edit:
+def bring_after(op: Op) -> Edit:
     def edit(instructions: list[Instruction]) -> None:
-        received = instructions.pop(receives_of_gradients(instructions)[-1])
-        instructions.insert(find(instructions, op) + 1, received)
+        brought = last_gradients(instructions)
+        place = find(instructions, op) + 1
+        instructions[place:place] = brought
 
     return edit
 
@@ -284,19 +352,19 @@ def receive_after(op: Op) -> Edit:
     [
         (
             TIED_TO_TWO,
-            receive_last,
+            bring_last,
             "bucket 1 runs before the gradients that another stage sends back",
         ),
         (
             TIED_TO_ONE,
-            receive_after(Op.GRAD_NORM),
+            bring_after(Op.GRAD_NORM),
             "grad_norm runs before the gradients that another stage sends back",
         ),
-        (TIED_TO_ONE, receive_last, "runs before the gradients that another stage sends back at 20"),
+        (TIED_TO_ONE, bring_last, "runs before the gradients that another stage sends back at 30"),
         (
             make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True),
-            receive_last,
-            "update of stage 0 runs before the gradients that another stage sends back at 19",
+            bring_last,
+            "update of stage 0 runs before the gradients that another stage sends back at 29",
         ),
     ],
 )
@@ -330,7 +398,7 @@ def test_two_collectives_swapped_on_one_member_are_refused() -> None:
 
     message = fault(TWO_BUCKETS, {1: swap})
     assert message.startswith(
-        "rank 0, instruction 7: reduce_grad of stage 0, bucket 0 meets reduce_grad of stage 0, bucket 1 of "
+        "rank 0, instruction 9: reduce_grad of stage 0, bucket 0 meets reduce_grad of stage 0, bucket 1 of "
         "rank 1; ranks start collectives in one order\n"
     )
     assert "rank 0      F0  F2  B0 [B2]\n  rank 1      F1  F3  B1 [B3]" in message
@@ -345,15 +413,19 @@ def test_two_collectives_swapped_on_one_member_are_refused() -> None:
 def test_a_rank_that_gathers_more_often_waits_for_nobody() -> None:
     def again(instructions: list[Instruction]) -> None:
         number = find(instructions, Op.UNSHARD)
-        instructions[number:number] = [instructions[number], instructions[find(instructions, Op.RESHARD)]]
+        gathering = instructions[number : number + 2]
+        instructions[number:number] = [*gathering, instructions[find(instructions, Op.RESHARD)]]
 
     for rank in (0, 1):
         message = fault(GATHERED, {rank: again})
         assert "meets" in message or f"waits for rank {1 - rank}, which has no such" in message
-    late = {1: lambda instructions: instructions.extend([instructions[0], instructions[8]])}
+
+    def late(instructions: list[Instruction]) -> None:
+        instructions += [*instructions[:2], instructions[find(instructions, Op.RESHARD)]]
+
     assert (
-        "rank 1, instruction 11: unshard of stage 0, bucket 0 waits for rank 0, which has no such"
-        in fault(GATHERED, late)
+        "rank 1, instruction 16: unshard of stage 0, bucket 0 waits for rank 0, which has no such"
+        in fault(GATHERED, {1: late})
     )
 
 
@@ -364,7 +436,8 @@ def test_nobody_gets_past_a_collective_before_the_last_rank_has_come() -> None:
     def norm_before_the_last_send(instructions: list[Instruction]) -> None:
         norm = instructions.pop(find(instructions, Op.GRAD_NORM))
         sends = [k for k, each in enumerate(instructions) if each.op is Op.SEND]
-        instructions.insert(sends[-1], norm)
+        sent, added = instructions[sends[-1] : sends[-1] + 2]
+        instructions[sends[-1] : sends[-1] + 2] = [added, norm, sent]
 
     programs = list(step.programs())
     edits = [list(each.instructions) for each in programs]
@@ -381,9 +454,10 @@ def test_a_gradient_that_leaves_after_the_norm_that_needs_it_is_a_deadlock() -> 
 
     message = fault(TIED_TO_ONE, {2: send_last})
     heading, *lines = message.splitlines()
-    assert heading == "rank 0, instruction 18: deadlock if sends wait for their receives:"
-    assert lines[0].startswith("  rank 0 at '18 free stage 0 mb 2' waits for rank 2 to reach '9 send")
-    assert lines[1] == "  rank 2 at '7 grad_norm' waits for rank 0 to reach '19 grad_norm'"
+    assert heading == "rank 0, instruction 25: deadlock if sends wait for their receives:"
+    assert lines[0].startswith("  rank 0 at '25 wait_recv stage 0 weight_gradient tied_0_1 (1 -> 0) from")
+    assert lines[0].endswith("to reach '13 send stage 1 weight_gradient tied_0_1 (1 -> 0) to rank 0'")
+    assert lines[1] == "  rank 2 at '11 grad_norm' waits for rank 0 to reach '29 grad_norm'"
 
 
 BUCKET = Bucket(0, (value("w", 2),))
@@ -475,8 +549,13 @@ def test_the_ending_fits_the_tensors_of_the_stages(options: dict[str, object], m
 
 
 def is_ending(each: Instruction) -> bool:
-    """Whether an instruction belongs to no microbatch, or is run in parts because of such ones."""
+    """Whether an instruction belongs to no microbatch, or is run in parts because of such ones.
+
+    Waits and accumulations are edited as well.
+    """
     once = each.link is not None and not each.link.payload.per_microbatch
+    if each.op in (Op.ACCUMULATE, Op.WAIT_RECV):
+        return True
     return once or each.segment >= 0 or not (each.op.traits.per_microbatch or each.op.traits.carries_link)
 
 
@@ -485,18 +564,25 @@ def test_sums_stand_between_the_parts_of_the_last_backward_of_each_replica() -> 
     assert (
         "\n".join(lines)
         == """\
- 0  forward      stage 0  mb 1
- 1  forward      stage 0  mb 3
- 2  backward     stage 0  mb 1
- 3  free         stage 0  mb 1
- 4  backward     stage 0  mb 3  segment 0
- 5  reduce_grad  stage 0                   bucket 0
- 6  backward     stage 0  mb 3  segment 1
- 7  reduce_grad  stage 0                   bucket 1
- 8  backward     stage 0  mb 3  segment 2
- 9  free         stage 0  mb 3
-10  reduce_grad  stage 0                   bucket 2
-11  update       stage 0"""
+ 0  forward           stage 0  mb 1
+ 1  forward           stage 0  mb 3
+ 2  backward          stage 0  mb 1
+ 3  accumulate        stage 0  mb 1
+ 4  free              stage 0  mb 1
+ 5  backward          stage 0  mb 3  segment 0
+ 6  accumulate        stage 0  mb 3  segment 0
+ 7  reduce_grad       stage 0                   bucket 0
+ 8  backward          stage 0  mb 3  segment 1
+ 9  accumulate        stage 0  mb 3  segment 1
+10  reduce_grad       stage 0                   bucket 1
+11  backward          stage 0  mb 3  segment 2
+12  accumulate        stage 0  mb 3  segment 2
+13  free              stage 0  mb 3
+14  reduce_grad       stage 0                   bucket 2
+15  wait_reduce_grad  stage 0                   bucket 0
+16  wait_reduce_grad  stage 0                   bucket 1
+17  wait_reduce_grad  stage 0                   bucket 2
+18  update            stage 0"""
     )
 
 
@@ -516,13 +602,22 @@ def test_gradients_that_are_summed_each_round_are_made_in_parts_each_time() -> N
             "backward of stage 0, microbatch 2 runs its segments in the order [0, 2]",
         ),
         (repeat(Op.BACKWARD, turn=2), "runs its segments in the order [0, 1, 1, 2]; expected [0, 1, 2]"),
-        (move(Op.BACKWARD, turn=2, to=8), "runs its segments in the order [0, 2, 1]; expected [0, 1, 2]"),
+        (
+            move(Op.BACKWARD, turn=2, behind=(Op.BACKWARD, -1, 2)),
+            "runs its segments in the order [0, 2, 1]; expected [0, 1, 2]",
+        ),
         (change(Op.BACKWARD, -1, 2, segment=3), "backward names segment 3; expected 0 to 2, or none for all"),
         (change(Op.FORWARD, segment=0), "forward names segment 0; expected none"),
         (change(Op.FREE, segment=0), "free names segment 0; expected none"),
         (change(Op.BACKWARD, -1, 1, segment=-1), "runs its segments in the order [1, 2]"),
-        (move(Op.REDUCE_GRAD, 1, to=6), "bucket 1 runs before the last backward of stage 0 at 7"),
-        (move(Op.REDUCE_GRAD, 0, to=2), "bucket 0 runs before the last backward of stage 0 at 5"),
+        (
+            move(Op.REDUCE_GRAD, 1, before=(Op.BACKWARD, -1, 2)),
+            "bucket 1 runs before the last gradients of stage 0 at 10",
+        ),
+        (
+            move(Op.REDUCE_GRAD, 0, before=(Op.BACKWARD, -1, 1)),
+            "bucket 0 runs before the last gradients of stage 0 at 7",
+        ),
     ],
 )
 def test_parts_run_once_and_in_order_and_sums_behind_them(edit: Edit, message: str) -> None:
@@ -545,7 +640,7 @@ def test_a_bucket_that_a_later_part_completes_is_not_summed_before_it() -> None:
     step = replace(
         IN_PARTS, sync_spec=replace(IN_PARTS.sync_spec, buckets=(late, *IN_PARTS.sync_spec.buckets[1:]))
     )
-    with pytest.raises(VerifyError, match="bucket 0 runs before the last backward of stage 0"):
+    with pytest.raises(VerifyError, match="bucket 0 runs before the last gradients of stage 0"):
         step.verify(IN_PARTS.programs())
 
 
@@ -605,11 +700,16 @@ def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
     """The oracle of the test above is one that can fail."""
     for step, edit in (
         (WHOLE, drop(Op.REDUCE_GRAD)),
-        (WHOLE, move(Op.GRAD_NORM, to=REDUCE)),
-        (TIED_TO_ONE, receive_after(Op.GRAD_NORM)),
+        (WHOLE, move(Op.GRAD_NORM, before=(Op.REDUCE_GRAD,))),
+        (TIED_TO_ONE, bring_after(Op.GRAD_NORM)),
+        (TIED_TO_ONE, drop(Op.WAIT_RECV)),
+        (WHOLE, drop(Op.ACCUMULATE)),
+        (WHOLE, drop(Op.WAIT_REDUCE_GRAD)),
+        (WHOLE, move(Op.GRAD_NORM, before=(Op.WAIT_REDUCE_GRAD,))),
         (GATHERED, drop(Op.RESHARD)),
-        (IN_PARTS, move(Op.REDUCE_GRAD, 1, to=6)),
-        (SHARDED, move(Op.UNSHARD, to=7)),
+        (GATHERED, move(Op.WAIT_UNSHARD, behind=(Op.FORWARD,))),
+        (IN_PARTS, move(Op.REDUCE_GRAD, 1, before=(Op.BACKWARD, -1, 2))),
+        (SHARDED, move(Op.UNSHARD, before=(Op.UPDATE,))),
     ):
         programs = []
         for program in step.programs():

@@ -8,7 +8,7 @@ import pytest
 from bare_programs import lower, verify_programs
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, ModelCollective, Op, Phase, Program, SegmentCounts, Value
+from pipec.ir import WAIT_OF, Instruction, ModelCollective, Op, Phase, Program, SegmentCounts, Value
 from pipec.ir.text_format import format_program, parse_program
 from pipec.programs.lower import chain_links
 from pipec.programs.rank_memory import peak_in_flight
@@ -100,6 +100,26 @@ def repeat(op: Op) -> Edit:
     return edit
 
 
+def with_wait(edit: Callable[[Op], Edit], op: Op) -> Edit:
+    """The same edit of an instruction and of its wait."""
+
+    def both(instructions: list[Instruction]) -> None:
+        edit(op)(instructions)
+        edit(WAIT_OF[op])(instructions)
+
+    return both
+
+
+def again(op: Op) -> Edit:
+    """The same collective, with a wait of its own, before an instruction."""
+
+    def edit(instructions: list[Instruction]) -> None:
+        number = find(instructions, op)
+        instructions[number:number] = instructions[number : number + 2]
+
+    return edit
+
+
 def swap(first: tuple[Op, int], second: tuple[Op, int]) -> Edit:
     def edit(instructions: list[Instruction]) -> None:
         one, other = find(instructions, *first), find(instructions, *second)
@@ -118,32 +138,52 @@ def change(op: Op, **fields: object) -> Edit:
 
 def exchange_microbatches(instructions: list[Instruction]) -> None:
     """Let the second forward of a rank come before the first, with all that belongs to it."""
-    forward = [
-        number
-        for number, each in enumerate(instructions)
-        if each.op in (Op.FORWARD, Op.ALL_GATHER, Op.ALL_REDUCE)
-    ]
-    first, second = forward[:5], forward[5:10]
+    forward = [number for number, each in enumerate(instructions) if each.op in _OF_FORWARD]
+    first, second = forward[:7], forward[7:14]
     for one, other in zip(first, second, strict=True):
         instructions[one], instructions[other] = instructions[other], instructions[one]
 
 
+_OF_FORWARD = (Op.FORWARD, Op.ALL_GATHER, Op.WAIT_ALL_GATHER, Op.ALL_REDUCE, Op.WAIT_ALL_REDUCE)
+
+
 FAULTS = {
     "left out": (
-        drop(Op.ALL_REDUCE),
+        with_wait(drop, Op.ALL_REDUCE),
         "all_reduce of stage 1, model collective 1, microbatch 1 is there 0 times",
     ),
     "twice": (
-        repeat(Op.ALL_GATHER),
+        again(Op.ALL_GATHER),
         "all_gather of stage 1, model collective 0, microbatch 1 is there 2 times",
     ),
     "before its value": (
         swap((Op.ALL_GATHER, 0), (Op.FORWARD, 0)),
-        "all_gather of stage 1, model collective 0, microbatch 1 is not between segment 0 of the forward",
+        "all_gather of stage 1, model collective 0, microbatch 1 does not run between segment 0 of",
     ),
     "behind its reader": (
-        swap((Op.ALL_REDUCE, 0), (Op.FORWARD, 2)),
-        "all_reduce of stage 1, model collective 1, microbatch 1 is not between segment 1 of the forward",
+        swap((Op.WAIT_ALL_REDUCE, 0), (Op.FORWARD, 2)),
+        "all_reduce of stage 1, model collective 1, microbatch 1 does not run between segment 1 of",
+    ),
+    "started twice": (
+        repeat(Op.ALL_GATHER),
+        "all_gather of stage 1 microbatch 1 model collective 0 starts again before it is awaited",
+    ),
+    "never awaited": (
+        drop(Op.WAIT_REDUCE_SCATTER),
+        "reduce_scatter of stage 1 microbatch 1 model collective 2 is never awaited; expected "
+        "wait_reduce_scatter behind it",
+    ),
+    "never started": (
+        drop(Op.ALL_REDUCE),
+        "wait_all_reduce of stage 1 microbatch 1 model collective 1 waits for nothing; expected all_reduce",
+    ),
+    "awaited before its start": (
+        swap((Op.ALL_REDUCE, 0), (Op.WAIT_ALL_REDUCE, 0)),
+        "wait_all_reduce of stage 1 microbatch 1 model collective 1 waits for nothing; expected all_reduce",
+    ),
+    "awaited twice": (
+        repeat(Op.WAIT_ALL_GATHER),
+        "wait_all_gather of stage 1 microbatch 1 model collective 0 waits for nothing; expected all_gather",
     ),
     "another one": (
         change(Op.ALL_GATHER, model_collective=1),

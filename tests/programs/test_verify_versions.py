@@ -16,6 +16,7 @@ from pipec.errors import InputError, VerifyError
 from pipec.ir import (
     Instruction,
     Link,
+    NonFiniteAction,
     Op,
     Payload,
     Program,
@@ -36,7 +37,7 @@ from pipec.schedules import Workload, make_schedule
 from pipec.schedules.asynchronous import ASYNCHRONOUS_SCHEDULES, pipedream
 from pipec.schedules.chain_simulation import chain_sync_spec
 from pipec.timeline.simulate import SimulationCosts, simulate
-from pipec.timeline.steady_state import steady_state
+from pipec.timeline.steady_state import SteadyState, steady_state
 
 Edit = Callable[[list[Instruction]], object]
 
@@ -66,11 +67,12 @@ def fault(
     name: str = "pipedream",
     num_batches: int = 4,
     replicas: Sequence[int] = (1, 1, 1),
+    **options: object,
 ) -> str:
     """What the verifier says of stages with so many replicas after the programs of some ranks are changed."""
     per_batch = ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas)
     schedule = ASYNCHRONOUS_SCHEDULES[name].for_batches(replicas, per_batch, num_batches)
-    links, sync_spec = stream_links(len(replicas)), ending_of(schedule)
+    links, sync_spec = stream_links(len(replicas)), replace(ending_of(schedule), **options)  # type: ignore[arg-type]
     programs = list(lower(schedule, links, sync_spec=sync_spec))
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
     for rank, edit in edits.items():
@@ -100,6 +102,26 @@ def move(op: Op, which: int, to: Op, other: int) -> Edit:
     def edit(instructions: list[Instruction]) -> None:
         moved = instructions.pop(numbers_of(instructions, op)[which])
         instructions.insert(numbers_of(instructions, to)[other] + 1, moved)
+
+    return edit
+
+
+def drop(op: Op, which: int = 0) -> Edit:
+    return lambda own: own.pop(numbers_of(own, op)[which])
+
+
+def repeat(op: Op, which: int = 0) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = numbers_of(instructions, op)[which]
+        instructions.insert(number, instructions[number])
+
+    return edit
+
+
+def chain(*edits: Edit) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        for each in edits:
+            each(instructions)
 
     return edit
 
@@ -171,10 +193,12 @@ def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
     assert steady_state(simulate(lower(make_schedule("1f1b", 4, 8), chain_links(4)), costs)) is None
 
 
-@pytest.mark.parametrize("replicas", [(2, 1), (3, 2, 1), (1, 3, 1), (2, 3), (2, 2), (15, 1)])
-def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> None:
-    """Stages with r replicas take r times as long; each is proved for streams of any length."""
-    schedule, links = rounds_of("pipedream", *replicas)[0], stream_links(len(replicas))
+REPLICAS = [(2, 1), (3, 2, 1), (1, 3, 1), (2, 3), (2, 2), (15, 1)]
+
+
+def steady_with(replicas: tuple[int, ...], links: tuple[Link, ...]) -> SteadyState:
+    """The steady state where stages with r replicas take r times as long. Any length is proved."""
+    schedule = rounds_of("pipedream", *replicas)[0]
     sync_spec = ending_of(schedule)
     programs = lower_periodic(schedule, links, (), sync_spec)
     if sum(replicas) < 16:  # 15-1 takes seconds
@@ -183,8 +207,22 @@ def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> No
     played = steady_excerpt(programs, schedule.stream, schedule.placement)
     steady = steady_state(replace(simulate(played, costs), sync_spec=sync_spec))
     assert steady is not None
+    return steady
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> None:
+    steady = steady_with(replicas, chain_links(len(replicas)))
     assert steady.batch_interval == pytest.approx(3)
     assert steady.bubble_rate == pytest.approx(0)
+
+
+@pytest.mark.parametrize(("replicas", "interval"), zip(REPLICAS, [3, 3, 10 / 3, 5, 4, 14 / 3], strict=True))
+def test_scripts_that_want_each_loss_make_replicas_idle(replicas: tuple[int, ...], interval: float) -> None:
+    """A rank pauses until its script has the losses before. Another replica may be making one of these."""
+    steady = steady_with(replicas, stream_links(len(replicas)))
+    assert steady.batch_interval == pytest.approx(interval)
+    assert (steady.bubble_rate > 0.01) == (interval > 3)
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (3, 2, 1), (1, 3, 1), (4, 2), (3, 1, 2)])
@@ -230,19 +268,17 @@ def test_replicas_that_differ_in_their_updates_are_found() -> None:
 def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
     replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
 
-    def drop(own: list[Instruction]) -> object:
-        return own.pop(numbers_of(own, Op.REDUCE_GRAD)[1])
-
+    without = chain(drop(Op.REDUCE_GRAD, 1), drop(Op.WAIT_REDUCE_GRAD, 1))
     missing = "reduce_grad of stage 0, bucket 0, round 2 meets reduce_grad of stage 0, bucket 0, round 4"
-    assert missing in replicated({1: drop})
-    assert "bucket 0 of stage 0 is summed 4 times; expected 5" in replicated({0: drop, 1: drop})
-    other = change(Op.REDUCE_GRAD, 1, microbatch=4)
+    assert missing in replicated({1: without})
+    assert "bucket 0 of stage 0 is summed 4 times; expected 5" in replicated({0: without, 1: without})
+    other = chain(change(Op.REDUCE_GRAD, 1, microbatch=4), change(Op.WAIT_REDUCE_GRAD, 1, microbatch=4))
     assert missing in replicated({1: other})
     assert "reduce_grad 2 of stage 0 names microbatch 4; expected 2" in replicated({0: other, 1: other})
     early = replicated({1: move(Op.REDUCE_GRAD, 0, Op.FORWARD, 0)})
     assert "the gradients of stage 0, microbatch 1, are made at" in early
     assert "but belong into version 1" in early
-    late = replicated({0: move(Op.REDUCE_GRAD, 0, Op.UPDATE, 0)})
+    late = replicated({0: move(Op.WAIT_REDUCE_GRAD, 0, Op.UPDATE, 0)})
     assert "version 1 of stage 0 is made before bucket 0 is summed for it" in late
     next_one = replicated({0: move(Op.UPDATE, 3, Op.REDUCE_GRAD, 4)})
     assert "bucket 0 of stage 0 is summed for version 5 before version 4 is made" in next_one
@@ -251,17 +287,47 @@ def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.PAUSE), "comes before the pause for mini-batch 0, whose request decides about it"),
+        (drop(Op.PAUSE, -1), "comes before the pause for mini-batch 8, whose request decides about it"),
+        (repeat(Op.PAUSE, 1), "pauses for microbatch 1; expected 2"),
+        (
+            chain(change(Op.PAUSE, 2, microbatch=3), change(Op.PAUSE, 3, microbatch=2)),
+            "pauses for microbatch 3; expected 2",
+        ),
+        (
+            move(Op.PAUSE, 1, Op.PAUSE, 0),
+            "pauses for mini-batch 1 before it has the results of 0, which the script waits for",
+        ),
+        (
+            move(Op.PAUSE, -1, Op.UPDATE, -1),
+            "comes before the pause for mini-batch 8, whose request decides about it",
+        ),
+        (
+            chain(drop(Op.PAUSE, 8), move(Op.PAUSE, 7, Op.UPDATE, 3)),
+            "comes before the pause for mini-batch 7, whose request decides about it",
+        ),
+        (change(Op.PAUSE, 0, stage=0), "pause names stage 0, microbatch 0; expected no stage"),
+        (change(Op.PAUSE, 0, microbatch=9), "pause names stage -1, microbatch 9; expected no stage, and a"),
+    ],
+)
+def test_pauses_that_are_missing_or_out_of_order_are_found(edit: Edit, message: str) -> None:
+    found = fault({1: edit}, num_batches=9, replicas=(2, 1))
+    assert found.startswith("rank 1, instruction ")
+    assert message in found
+
+
 def test_a_script_that_would_wait_for_ever_is_found() -> None:
     """The loss of a mini-batch arrives only behind an update that the script says how to make."""
-    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
 
-    def receive_late(own: list[Instruction]) -> None:
-        moved = own.pop(next(at for at, each in enumerate(own) if is_loss(each) and each.microbatch == 0))
+    def have_late(own: list[Instruction]) -> None:
+        moved = own.pop(next(k for k, x in enumerate(own) if x.op is Op.WAIT_RECV and is_loss(x)))
         own.insert(numbers_of(own, Op.UPDATE)[0] + 1, moved)
 
-    found = replicated({1: receive_late})
-    told = "this waits until mini-batch 1 is requested, but comes before the results of mini-batch 0 are sent"
-    assert told in found
+    found = fault({1: have_late}, num_batches=9, replicas=(2, 1))
+    assert "pauses for mini-batch 1 before it has the results of 0, which the script waits for" in found
 
 
 def is_loss(instruction: Instruction) -> bool:
@@ -291,9 +357,39 @@ def test_an_update_that_comes_too_late_or_too_early_is_found() -> None:
     schedule = pipedream.for_batches((1, 1, 1), 1, 4)
     sync_spec = replace(ending_of(schedule), stream=Stream(VersionPolicy.STASHED))
     gpipe_like = make_schedule("gpipe", 3, 4)
-    programs = lower(replace(gpipe_like, stream=schedule.stream), chain_links(3))
+    programs = lower(replace(gpipe_like, stream=schedule.stream), chain_links(3), sync_spec=sync_spec)
     with pytest.raises(VerifyError, match=r"is not made yet|holds \d versions"):
         verify_programs(programs, schedule.placement, chain_links(3), 4, sync_spec=sync_spec)
+
+
+def test_weights_that_are_not_stashed_before_their_update_are_found() -> None:
+    """Stage 1 of 3 stashes versions 1 and 2, which later backwards read."""
+    assert "reads version 0 of stage 1, which is not stashed before the update at" in fault(
+        {1: drop(Op.STASH)}
+    )
+    at_another_time = "of stage 1 at another time than before the update at"
+    assert f"stashes version 0 {at_another_time}" in fault({1: move(Op.STASH, 0, Op.UPDATE, 0)})
+    assert f"stashes version 1 {at_another_time}" in fault({1: move(Op.STASH, 1, Op.FORWARD, 0)})
+    assert f"stashes version 2 {at_another_time}" in fault({1: change(Op.STASH, 0, version=2)})
+    assert "stashes version 9 of stage 1, which is never made" in fault({1: change(Op.STASH, 0, version=9)})
+    assert "stashes version 0 of stage 1 again; expected it once" in fault({1: repeat(Op.STASH)})
+
+
+@pytest.mark.parametrize("op", [Op.CHECK, Op.STAGE_NORM])
+def test_updates_whose_gradients_are_not_checked_or_measured_are_found(op: Op) -> None:
+    refused = functools.partial(fault, on_nan=NonFiniteAction.SKIP, clips=True)
+    message = f"update of stage 1 without one {op} of its gradients before it"
+    for edit in (
+        drop(op, 1),
+        repeat(op, 1),
+        move(op, 1, Op.UPDATE, 1),
+        move(op, 1, Op.UPDATE, 0),
+        move(op, 1, Op.SEND, 0),
+    ):
+        assert message in refused({1: edit})
+    summed = functools.partial(refused, replicas=(2, 1), num_batches=9)
+    before_the_sum = move(op, 1, Op.ACCUMULATE, 1)
+    assert f"update of stage 0 without one {op} of its gradients" in summed({0: before_the_sum})
 
 
 def test_more_live_versions_than_the_bound_are_found() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipec.cli import app
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Instruction, Op, Program
 from pipec.pipeline import Pipeline
+from pipec.programs.lower import chain_links
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
@@ -135,10 +137,33 @@ def test_a_step_that_fails_is_not_recorded(pipe: Pipeline, monkeypatch: pytest.M
 
 
 def test_waiting_is_no_part_of_a_compute() -> None:
-    """Rank 1 begins at 2, has its input at 7 and ends at 9: it computed for two of those seven."""
-    program = Program(0, (Instruction(Op.FORWARD, 0, 0),))
-    timeline = measured_timeline([program], {0: [2, 7, 9]})
-    assert (timeline.events[0].start, timeline.events[0].end) == pytest.approx((5e-9, 7e-9))
+    """Rank 1 posts its receive at 2, waits from 3 to 7 and ends at 9: it computed for two of those seven."""
+    (link,) = chain_links(2, training=False)
+    sender = Program(0, (Instruction(Op.SEND, 0, 0, link, 1),))
+    receiver = Program(
+        1,
+        (
+            Instruction(Op.RECV, 1, 0, link, 0, 0),
+            Instruction(Op.WAIT_RECV, 1, 0, link, 0),
+            Instruction(Op.FORWARD, 1, 0),
+        ),
+    )
+    timeline = measured_timeline([sender, receiver], {0: [4, 5], 1: [2, 3, 3, 7, 7, 9]})
+    message, forward = timeline.events
+    assert (forward.start, forward.end) == pytest.approx((5e-9, 7e-9))
+    assert (message.start, message.end) == pytest.approx((2e-9, 5e-9))
+
+
+def test_what_is_started_lasts_until_its_wait_is_over() -> None:
+    """A sum is started from 1 to 2, and the wait for it is over at 9."""
+    reduce = Instruction(Op.REDUCE_GRAD, 0, bucket=0)
+    wait, update = replace(reduce, op=Op.WAIT_REDUCE_GRAD), Instruction(Op.UPDATE, 0)
+    timeline = measured_timeline([Program(0, (reduce, wait, update))], {0: [1, 2, 4, 9, 9, 11]})
+    found = [(each.instruction, each.start, each.end) for each in timeline.events]
+    assert found == [
+        (reduce, 0, pytest.approx(8e-9)),
+        (update, pytest.approx(8e-9), pytest.approx(10e-9)),
+    ]
 
 
 @pytest.mark.parametrize("suffix", [".html", ".json", ".svg", ".txt"])
@@ -182,6 +207,6 @@ def test_the_command_line_traces_a_saved_artifact(pipe: Pipeline, tmp_path: Path
 
 def test_the_median_step_is_typical() -> None:
     steps = [
-        measured_timeline([Program(0, (Instruction(Op.FORWARD, 0, 0),))], {0: [0, 0, n]}) for n in (5, 1, 3)
+        measured_timeline([Program(0, (Instruction(Op.FORWARD, 0, 0),))], {0: [0, n]}) for n in (5, 1, 3)
     ]
     assert Trace(None, steps).median_step() is steps[2]

@@ -34,7 +34,8 @@ def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Itera
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
     if op is Op.PAUSE:
         if stage != -1 or not 0 <= microbatch < step.plan.num_microbatches:
-            yield f"pause names stage {stage}, microbatch {microbatch}; expected a microbatch alone"
+            expected = f"no stage, and a microbatch below {step.plan.num_microbatches}"
+            yield f"pause names stage {stage}, microbatch {microbatch}; expected {expected}"
     elif (
         stage not in stages_on(step.plan.placement, rank) or not 0 <= microbatch < step.plan.num_microbatches
     ):
@@ -222,9 +223,21 @@ def _not_stashed(
     step: ProgramIndex, rank: int, stage: int, updates: Sequence[int], late: Ints
 ) -> Iterator[Violation]:
     """Computes that read a version after the update that changes it, if that is not stashed before."""
-    columns = step.columns[rank]
-    stashes = {int(columns.versions[k]): k for k in _numbers(step, rank, stage, Op.STASH)}
-    for version, number in stashes.items():
+    columns, stashes = step.columns[rank], dict[int, int]()
+    for number in _numbers(step, rank, stage, Op.STASH):
+        version = int(columns.versions[number])
+        if not 0 <= version <= len(updates):
+            yield Violation(
+                (rank, number), f"stashes version {version} of stage {stage}, which is never made"
+            )
+            return
+        if version in stashes:
+            message = (
+                f"stashes version {version} of stage {stage} again; expected it once, at {stashes[version]}"
+            )
+            yield Violation((rank, number), message)
+            return
+        stashes[version] = number
         first, last = (updates[version - 1] if version else -1), [*updates, len(columns)][version]
         if not first < number < last:
             message = (
