@@ -37,6 +37,11 @@ def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:
     return np.array([trait(op.traits) for op in OPS])
 
 
+def one_of(*ops: Op) -> NDArray[np.bool_]:
+    """For each code of an op, whether it is one of these."""
+    return np.array([op in ops for op in OPS])
+
+
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)

@@ -3,13 +3,15 @@
 import numpy as np
 
 from pipec.ir import WAIT_OF, Op
-from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints
+from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, one_of, taken
 
-STARTED_BY_WAIT = np.array([OP_CODE[op.traits.awaits] if op.traits.awaits else -1 for op in OPS], np.int32)
-"""For the code of each wait, the code of the op that it waits for; -1 for other ops."""
+STARTED_OP = np.array([OP_CODE[op.traits.awaits or op] for op in OPS], np.int32)
+"""For the code of each wait, the code of the op that it waits for; for others, their own."""
 
-_STARTS = np.array([op in WAIT_OF and op is not Op.RECV for op in OPS])
-_WAITS = np.array([op.traits.awaits not in (None, Op.RECV) for op in OPS])
+IS_AWAITED = one_of(*(op for op in WAIT_OF if op is not Op.RECV))
+IS_WAIT = IS_AWAITED[STARTED_OP] & ~IS_AWAITED
+"""For each code of an op, whether it starts a collective or a copy, and whether it waits for one."""
+
 SAME_FIELDS = [1, 2, 6, 8]
 """The columns that a wait shares with its start: stage, microbatch, bucket and model collective."""
 
@@ -19,11 +21,17 @@ def awaited_starts(columns: InstructionColumns) -> tuple[Ints, Ints]:
 
     A wait is for the last start with the same fields before it.
     """
-    involved = np.flatnonzero(_STARTS[columns.ops] | _WAITS[columns.ops])
+    ordered, _ = starts_and_waits(columns)
+    waits = np.flatnonzero(IS_WAIT[columns.ops[ordered]])
+    return ordered[waits], ordered[waits - 1]
+
+
+def starts_and_waits(columns: InstructionColumns) -> tuple[Ints, Ints]:
+    """The numbers of starts and waits, those with the same fields together and in order, and their fields."""
+    involved = np.flatnonzero(IS_AWAITED[STARTED_OP[columns.ops]])
     if not involved.size:
-        return involved, involved
-    ops = columns.ops[involved]
-    started = np.where(_WAITS[ops], STARTED_BY_WAIT[ops], ops)
-    order = np.lexsort([involved, started, *columns.matrix[SAME_FIELDS][:, involved]])
-    waits = np.flatnonzero(_WAITS[ops[order]])
-    return involved[order[waits]], involved[order[waits - 1]]
+        return involved, np.empty((1 + len(SAME_FIELDS), 0), np.int32)
+    named = [taken(columns.columns[k], involved) for k in SAME_FIELDS]
+    fields = np.stack([STARTED_OP[columns.ops[involved]], *named])
+    order = np.lexsort([involved, *fields])
+    return involved[order], fields[:, order]

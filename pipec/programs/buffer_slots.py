@@ -1,17 +1,21 @@
 """Buffer slots: the receive buffer of each message."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Op
 from pipec.ir.columns import FILLS_SLOT, OP_CODE, InstructionColumns, Ints, compact
-from pipec.programs.shared_receives import holding_stages
 
 
-def with_slots(columns: InstructionColumns, buffered: NDArray[np.bool_]) -> InstructionColumns:
+def with_slots(
+    columns: InstructionColumns, buffered: NDArray[np.bool_], stages_of_link: Mapping[int, Sequence[int]]
+) -> InstructionColumns:
     """A program with the slots of its receives and moves.
 
     ``buffered[number]`` says whether the messages of a link need a slot; its last entry stands for no link.
+    ``stages_of_link`` has what ``holding_stages`` returns.
 
     A buffer is live from its receive until its stage, and every stage of the rank that gets its values from
     there, has freed the microbatch. A link has as many slots as it ever has live buffers at once. A message
@@ -26,7 +30,6 @@ def with_slots(columns: InstructionColumns, buffered: NDArray[np.bool_]) -> Inst
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
     bounds = np.flatnonzero(np.diff(links[by_link])) + 1
-    stages_of_link = holding_stages(columns.links)
     for received in np.split(by_link, bounds) if by_link.size else ():
         reading_stages = stages_of_link.get(int(links[received[0]]), stages[received[:1]])
         own = frees[np.isin(stages[frees], reading_stages)]

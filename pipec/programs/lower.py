@@ -64,6 +64,7 @@ from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.offload_intervals import NUM_COMPUTES_BESIDE, OffloadIntervals, offload_intervals
 from pipec.programs.routes import Route, routes
 from pipec.programs.schedule_index import ScheduleIndex
+from pipec.programs.shared_receives import holding_stages
 from pipec.programs.stream_instructions import with_stream_instructions
 from pipec.programs.sync_order import SyncOp, SyncOrder
 from pipec.programs.sync_waits import with_sync_waits
@@ -129,6 +130,8 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     else:
         collectives = SyncOrder(index, order.ends, links, sync_spec).all()
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
+    sent_back = np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in links), False])
+    stages_of_link = holding_stages(links)
     versions = update_boundaries.read_versions(schedule)
     programs = []
     for rank in range(schedule.num_ranks):
@@ -152,9 +155,9 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
             _copies(copies, Op.PREFETCH, copies.prefetches),
             _copies(copies, Op.OFFLOAD, copies.offloads),
         ]
-        columns = with_sync_waits(InstructionColumns(_in_order(blocks), links), sync_spec)
+        columns = with_sync_waits(InstructionColumns(_in_order(blocks), links), sync_spec, sent_back)
         columns = with_stream_instructions(columns, plan)
-        programs.append(Program(rank, with_slots(columns, buffered)))
+        programs.append(Program(rank, with_slots(columns, buffered, stages_of_link)))
     return tuple(programs)
 
 

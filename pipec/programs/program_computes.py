@@ -6,8 +6,8 @@ from typing import Self
 
 import numpy as np
 
-from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
+from pipec.ir import Op, Phase
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, one_of
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.task_times import TaskInputs, TaskTimes, run_tasks
@@ -91,13 +91,12 @@ class ProgramComputes:
 
 def _posts_after_wait(columns: InstructionColumns) -> bool:
     """Whether a rank sends or receives something between a wait for a message and its next compute."""
-    is_wait = columns.ops == OP_CODE[Op.WAIT_RECV]
-    involved = np.flatnonzero(is_wait | columns.is_compute | np.isin(columns.ops, _POSTING))
-    after_wait, posts = is_wait[involved][:-1], np.isin(columns.ops[involved], _POSTING)[1:]
-    return bool((after_wait & posts).any())
+    ops = columns.ops[_INVOLVED[columns.ops]]
+    return bool(((ops == OP_CODE[Op.WAIT_RECV])[:-1] & _POSTS[ops][1:]).any())
 
 
-_POSTING = [OP_CODE[op] for op in (Op.SEND, Op.RECV)]
+_POSTS = one_of(Op.SEND, Op.RECV)
+_INVOLVED = _POSTS | one_of(Op.WAIT_RECV, *map(Op, Phase))
 
 
 def _waits(

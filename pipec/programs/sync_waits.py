@@ -13,25 +13,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipec.ir import WAIT_OF, Instruction, Op, OpKind, Payload, SyncSpec
-from pipec.ir.columns import OP_CODE, InstructionColumns, insert_instructions
+from pipec.ir import WAIT_OF, Instruction, Op, OpKind, SyncSpec
+from pipec.ir.columns import OP_CODE, InstructionColumns, insert_instructions, one_of
 
-_AWAITED = (Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
-_READING = (*_AWAITED, Op.GRAD_NORM, Op.UPDATE)
+_IS_AWAITED = one_of(Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
+_READS = one_of(Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 
 
-def with_sync_waits(columns: InstructionColumns, sync_spec: SyncSpec) -> InstructionColumns:
+def with_sync_waits(
+    columns: InstructionColumns, sync_spec: SyncSpec, sent_back: NDArray[np.bool_]
+) -> InstructionColumns:
     """The program with waits, and with the accumulation of the gradients that other stages send.
 
-    What nothing reads is awaited at the end of the program.
+    What nothing reads is awaited at the end of the program. ``sent_back[number]`` says whether a link carries
+    gradients of tied weights; its last entry stands for no link.
     """
-    sent_back = np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in columns.links), False])
-    starts = np.isin(columns.ops, [OP_CODE[op] for op in _AWAITED])
-    starts |= (columns.ops == OP_CODE[Op.RECV]) & sent_back[columns.link_numbers]
+    starts = _IS_AWAITED[columns.ops] | ((columns.ops == OP_CODE[Op.RECV]) & sent_back[columns.link_numbers])
     if not starts.any():
         return columns
-    reads = starts | columns.is_compute | np.isin(columns.ops, [OP_CODE[op] for op in _READING])
+    reads = starts | columns.is_compute | _READS[columns.ops]
     places, added, pending = list[int](), list[Instruction](), list[_Started]()
     for number in np.flatnonzero(reads).tolist():
         instruction = columns[number]

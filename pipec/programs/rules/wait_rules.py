@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipec.ir import WAIT_OF, Instruction, Op
-from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
-from pipec.programs.awaited_starts import SAME_FIELDS
+from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, one_of
+from pipec.programs.awaited_starts import IS_WAIT, STARTED_OP, starts_and_waits
 from pipec.programs.program_index import BACKWARDS, ProgramIndex
 from pipec.programs.violation import Violation
 
-_COLLECTIVES_AND_COPIES = [op for op in WAIT_OF if op is not Op.RECV]
-_MAKING_GRADIENTS = [OP_CODE[op] for op in BACKWARDS]
-_READING_SUMS = [OP_CODE[op] for op in (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)]
+_MAKES_GRADIENTS = one_of(*BACKWARDS)
+_READS_SUMS = one_of(Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 
 
 def awaited_once(step: ProgramIndex) -> Iterator[Violation]:
@@ -21,23 +20,20 @@ def awaited_once(step: ProgramIndex) -> Iterator[Violation]:
     reduce_grad stage 0 bucket 0, update stage 0
     """
     for rank, columns in enumerate(step.columns):
-        for op in _COLLECTIVES_AND_COPIES:
-            both = np.flatnonzero(np.isin(columns.ops, [OP_CODE[op], OP_CODE[WAIT_OF[op]]]))
-            if both.size:
-                yield from _not_in_turn(rank, columns, op, both)
+        numbers, fields = starts_and_waits(columns)
+        if numbers.size:
+            yield from _not_in_turn(rank, columns, numbers, fields)
 
 
-def _not_in_turn(rank: int, columns: InstructionColumns, op: Op, both: Ints) -> Iterator[Violation]:
-    """Starts and waits of an op of which two follow each other."""
-    keys = columns.matrix[SAME_FIELDS][:, both]
-    order = np.lexsort([both, *keys])
-    is_wait, keys = columns.ops[both][order] == OP_CODE[WAIT_OF[op]], keys[:, order]
-    is_first = np.append(True, np.diff(keys, axis=1).any(axis=0))
+def _not_in_turn(rank: int, columns: InstructionColumns, numbers: Ints, fields: Ints) -> Iterator[Violation]:
+    """Starts and waits with the same fields that do not take turns."""
+    is_wait = IS_WAIT[columns.ops[numbers]]
+    is_first = np.append(True, np.diff(fields, axis=1).any(axis=0))
     is_last = np.append(is_first[1:], True)
     after_wait = is_first | np.append(True, is_wait[:-1])
     for place in np.flatnonzero((is_wait == after_wait) | (is_last & ~is_wait)).tolist()[:1]:
-        number = int(both[order][place])
-        found = _fields(columns[number])
+        number = int(numbers[place])
+        found, op = _fields(columns[number]), OPS[STARTED_OP[columns.ops[number]]]
         if is_wait[place]:
             message = f"{WAIT_OF[op]}{found} waits for nothing; expected {op} before it"
         elif after_wait[place]:
@@ -64,21 +60,22 @@ def accumulated_once(step: ProgramIndex) -> Iterator[Violation]:
     """
     for rank, columns in enumerate(step.columns):
         is_accumulate = columns.ops == OP_CODE[Op.ACCUMULATE]
-        reads_sums = np.isin(columns.ops, _READING_SUMS)
+        reads_sums = _READS_SUMS[columns.ops]
         reads_sums |= step.brings_gradients[columns.link_numbers] & ~is_accumulate
         readers = np.flatnonzero(columns.is_compute | reads_sums)
-        made = np.flatnonzero(np.isin(columns.ops, _MAKING_GRADIENTS))
+        made = np.flatnonzero(_MAKES_GRADIENTS[columns.ops])
         added = np.flatnonzero(is_accumulate & (columns.link_numbers < 0))
         place = np.searchsorted(readers, added) - 1
         before = np.where(place >= 0, np.append(readers, -1)[place], -1)
-        right = (before >= 0) & np.isin(before, made)
+        right = (before >= 0) & _MAKES_GRADIENTS[columns.ops[before]]
         for column in (columns.stages, columns.microbatches, columns.segments):
             right &= column[before] == column[added]
         right &= np.append(True, before[1:] != before[:-1])[: added.size]
         for number in added[~right].tolist()[:1]:
             message = "accumulates what the compute before it did not make, or what is accumulated already"
             yield Violation((rank, number), message)
-        for number in np.setdiff1d(made, before[right]).tolist()[:1]:
+        if added.size < made.size:
+            number = int(np.setdiff1d(made, before)[0])
             where = f"stage {columns.stages[number]}, microbatch {columns.microbatches[number]}"
             message = f"the gradients of {where} are not accumulated before the rank goes on"
             yield Violation((rank, number), message)
