@@ -256,6 +256,71 @@ def test_everything_is_delivered_once(edit: Edit, message: str) -> None:
     assert message in fault(1, edit)
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            drop(Op.WAIT_RECV, 1, "hidden_1"),
+            "wait_recv of hidden_1 (0 -> 1), microbatch 1 to rank 1 is there 0 times; expected once",
+        ),
+        (
+            repeat(Op.WAIT_RECV, 1, "grad_hidden_2"),
+            "wait_recv of grad_hidden_2 (2 -> 1), microbatch 1 to rank 1 is there 2 times; expected once",
+        ),
+        (
+            drop(Op.WAIT_RECV, -1, "loss"),
+            "wait_recv of result loss (2 -> all) to rank 1 is there 0 times; expected once",
+        ),
+    ],
+)
+def test_every_message_is_awaited_once(edit: Edit, message: str) -> None:
+    assert message in fault(1, edit)
+
+
+NOT_ADDED = "are not accumulated before the rank goes on"
+NOT_MADE = "accumulates what the compute before it did not make, or what is accumulated already"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.ACCUMULATE, 1), f"the gradients of stage 1, microbatch 1 {NOT_ADDED}"),
+        (drop(Op.ACCUMULATE, 3), f"the gradients of stage 1, microbatch 3 {NOT_ADDED}"),
+        (repeat(Op.ACCUMULATE, 1), NOT_MADE),
+        (move(Op.ACCUMULATE, 1, before=(Op.BACKWARD, 1)), NOT_MADE),
+        (move(Op.ACCUMULATE, 1, behind=(Op.FORWARD, 3)), NOT_MADE),
+        (change(Op.ACCUMULATE, 1, microbatch=2), NOT_MADE),
+    ],
+)
+def test_gradients_are_accumulated_before_their_rank_computes_again(edit: Edit, message: str) -> None:
+    found = fault(1, edit)
+    assert found.startswith("rank 1, instruction ")
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.ACCUMULATE, -1), "the gradients that came here are never accumulated"),
+        (repeat(Op.ACCUMULATE, -1), "accumulates gradients that are not awaited before"),
+        (
+            move(Op.ACCUMULATE, -1, before=(Op.WAIT_RECV, -1, "grad_tied_0_2")),
+            "accumulates gradients that are not awaited before",
+        ),
+        (
+            move(Op.ACCUMULATE, 3, behind=(Op.WAIT_RECV, -1, "grad_tied_0_2")),
+            NOT_MADE,
+        ),
+        (
+            change(Op.ACCUMULATE, -1, link=chain_links(3)[0]),
+            "accumulate carries hidden_1 (0 -> 1); expected gradients of a tied weight",
+        ),
+    ],
+)
+def test_gradients_of_tied_weights_are_accumulated_once_they_have_come(edit: Edit, message: str) -> None:
+    assert message in fault(0, edit)
+
+
 def test_weights_and_moves_are_delivered_once() -> None:
     assert "send of weight tied_0_2 (0 -> 2) to rank 2 is there 0 times" in fault(
         0, drop(Op.SEND, -1, "tied_0_2")

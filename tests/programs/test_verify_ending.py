@@ -17,6 +17,7 @@ from pipec.ir import (
     WAIT_OF,
     Bucket,
     Instruction,
+    NonFiniteAction,
     Op,
     Payload,
     Plan,
@@ -44,6 +45,7 @@ WHOLE = data_parallel(buffer_sync_stages=(0,), updates=True, clips=True)
 TIED_TO_ONE = make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True, clips=True)
 TIED_TO_TWO = make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True)
 IN_PARTS = data_parallel(updates=True, num_segments=3)
+SKIPPING = data_parallel(updates=True, on_nan=NonFiniteAction.SKIP)
 SHARDED = data_parallel(updates=True, shard=ShardingLevel.OPTIMIZER)
 IN_ROUNDS = data_parallel(updates=True, shard=ShardingLevel.GRADIENTS)
 GATHERED = data_parallel(updates=True, shard=ShardingLevel.PARAMETERS)
@@ -232,6 +234,81 @@ def test_a_rank_updates_its_own_stages_alone() -> None:
 def test_everything_is_done_once(step: Step, edit: Edit, message: str, everywhere: bool) -> None:
     """Nor may all ranks leave it out together, or do it twice, so that nobody waits for anybody."""
     assert message in fault(step, dict.fromkeys((0, 1) if everywhere else (0,), edit))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(
+    ("step", "op", "what"),
+    [
+        (WHOLE, Op.REDUCE_GRAD, "of stage 0 bucket 0"),
+        (WHOLE, Op.AVERAGE_BUFFERS, "of stage 0"),
+        (IN_PARTS, Op.REDUCE_GRAD, "of stage 0 bucket 0"),
+        (IN_ROUNDS, Op.REDUCE_GRAD, "of stage 0 bucket 0"),
+        (SHARDED, Op.UNSHARD, "of stage 0 bucket 0"),
+        (GATHERED, Op.UNSHARD, "of stage 0 bucket 0"),
+    ],
+)
+def test_every_collective_is_awaited_once(step: Step, op: Op, what: str, everywhere: bool) -> None:
+    def found(edit: Edit) -> str:
+        return fault(step, dict.fromkeys((0, 1) if everywhere else (0,), edit))
+
+    wait = WAIT_OF[op]
+    never, nothing = f"{op} {what} is never awaited; expected {wait} behind it", f"{wait} {what} waits for"
+    again = f"{op} {what} starts again before it is awaited; expected {wait} between"
+    left_out = again if step is IN_ROUNDS else never
+    assert left_out in found(drop(wait))
+    assert f"{nothing} nothing; expected {op} before it" in found(drop(op))
+    assert nothing in found(repeat(wait))
+    assert again in found(repeat(op))
+    assert nothing in found(move(wait, before=(op,)))
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+@pytest.mark.parametrize(
+    ("step", "behind"),
+    [
+        (WHOLE, Op.REDUCE_GRAD),
+        (WHOLE, Op.GRAD_NORM),
+        (IN_PARTS, Op.REDUCE_GRAD),
+        (SHARDED, Op.UPDATE),
+        (data_parallel(1, replicas=1, updates=True, clips=True), Op.GRAD_NORM),
+        (data_parallel(1, replicas=1, updates=True), Op.UPDATE),
+    ],
+)
+def test_gradients_are_accumulated_before_they_are_read(
+    step: Step, behind: Op, ranks: tuple[int, ...]
+) -> None:
+    members = [rank for rank in ranks if rank < len(step.programs())]
+    last = turn_of_last_accumulate(step, behind)
+    message = fault(step, dict.fromkeys(members, move(Op.ACCUMULATE, turn=last, behind=(behind,))))
+    assert "accumulates what the compute before it did not make" in message
+
+
+def turn_of_last_accumulate(step: Step, behind: Op) -> int:
+    """Which of the accumulations is the last one before an op."""
+    ops = [each.op for each in step.programs()[0].instructions]
+    return ops[: ops.index(behind)].count(Op.ACCUMULATE) - 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.CHECK), "check is there 0 times on rank 0; expected once"),
+        (repeat(Op.CHECK), "check is there 2 times on rank 0; expected once"),
+        (move(Op.CHECK, before=(Op.GRAD_NORM,)), "check runs before grad_norm at"),
+        (move(Op.CHECK, before=(Op.BACKWARD,)), "check runs before grad_norm at"),
+        (move(Op.CHECK, behind=(Op.UPDATE,)), "update of stage 0 runs before check at"),
+        (change(Op.CHECK, stage=0), "check of stage 0 is not in the plan for rank 0; expected"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_a_step_that_may_be_skipped_is_checked(edit: Edit, message: str, ranks: tuple[int, ...]) -> None:
+    assert message in fault(SKIPPING, dict.fromkeys(ranks, edit))
+
+
+def test_a_step_that_is_never_skipped_has_no_check() -> None:
+    message = fault(WHOLE, {0: lambda own: own.insert(find(own, Op.UPDATE), Instruction(Op.CHECK, -1))})
+    assert "check is not in the plan for rank 0; expected" in message
 
 
 @pytest.mark.parametrize(
@@ -683,7 +760,9 @@ def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObje
     check_meaning(step, programs)
 
 
-@pytest.mark.parametrize("step", [WHOLE, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED])
+@pytest.mark.parametrize(
+    "step", [WHOLE, SKIPPING, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED]
+)
 def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step) -> None:
     programs = step.programs()
     for rank, program in enumerate(programs):

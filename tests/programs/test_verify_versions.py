@@ -282,6 +282,8 @@ def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
     assert "version 1 of stage 0 is made before bucket 0 is summed for it" in late
     next_one = replicated({0: move(Op.UPDATE, 3, Op.REDUCE_GRAD, 4)})
     assert "bucket 0 of stage 0 is summed for version 5 before version 4 is made" in next_one
+    unawaited = replicated({0: drop(Op.WAIT_REDUCE_GRAD)})
+    assert "reduce_grad of stage 0 microbatch 0 bucket 0 is never awaited; expected wait_reduce" in unawaited
     assert "reduce_grad of stage 0 names bucket 3; expected 0" in replicated(
         {0: change(Op.REDUCE_GRAD, 1, bucket=3)}
     )

@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from bare_programs import lower
+from bare_programs import lower, verify_programs
 from example_schedules import result_link, skip_links, tied_links, v_gpipe
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +70,24 @@ def test_messages_of_both_stages_of_a_rank_share_a_channel_in_the_order_in_which
         assert len(sent) == 4
         assert all(end <= start for (_, end), (start, _) in pairwise(sent))
     assert {e.instruction.stage for e in timeline.messages if e.rank == 0} == {0, 3}
+
+
+def test_a_wait_holds_its_rank_where_it_stands() -> None:
+    """Rank 1 awaits its second input before its first forward: it begins when both have come."""
+    links = chain_links(2)
+    first, second = lower(make_schedule("gpipe", 2, 2), links)
+    own = list(second.instructions)
+    wait = next(each for each in own if each.op is Op.WAIT_RECV and each.microbatch == 1)
+    own.remove(wait)
+    own.insert(own.index(Instruction(Op.FORWARD, 1, 0)), wait)
+    moved = Program(1, tuple(own))
+    verify_programs([first, moved], make_schedule("gpipe", 2, 2).placement, links, 2)
+    costs = SimulationCosts.uniform(2, links=links, message=0.5)
+    starts = [
+        [each.start for each in simulate([first, program], costs).computes.of_rank(1)]
+        for program in (second, moved)
+    ]
+    assert starts == [[1.5, 2.5, 3.5, 5.5], [2.5, 3.5, 4.5, 6.5]]
 
 
 def test_what_passes_before_the_first_instruction_delays_everything() -> None:
@@ -246,6 +264,6 @@ def test_waiting_for_what_is_never_sent_is_an_error() -> None:
     unsent = tuple(each for each in programs[0].instructions if each.op is not Op.SEND)
     with pytest.raises(
         VerifyError,
-        match=r"rank 0 at instruction 4, rank 1 at instruction 2; pipec.programs.verify tells why",
+        match=r"rank 0 at instruction 5, rank 1 at instruction 3; pipec.programs.verify tells why",
     ):
         simulate([Program(0, unsent), programs[1]], SimulationCosts.uniform(2))

@@ -1,6 +1,7 @@
 """Recorded steps: every instruction has its times, and they obey the program."""
 
 import functools
+import hashlib
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from pipec.cli import app
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Instruction, Op, Program
 from pipec.pipeline import Pipeline
+from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.timeline.events import Timeline
@@ -152,6 +154,53 @@ def test_waiting_is_no_part_of_a_compute() -> None:
     message, forward = timeline.events
     assert (forward.start, forward.end) == pytest.approx((5e-9, 7e-9))
     assert (message.start, message.end) == pytest.approx((2e-9, 5e-9))
+
+
+def move_wait(saved: Path) -> None:
+    """Moves the wait for the input of rank 1's second forward before its first, in the program text."""
+    heading, *lines = (saved / "rank_1.txt").read_text().splitlines()
+    instructions = [line.split(maxsplit=1)[1] for line in lines]
+    second, first = (
+        next(k for k, x in enumerate(instructions) if x.split()[:5] == [op, "stage", "1", "mb", mb])
+        for op, mb in (("wait_recv", "1"), ("forward", "0"))
+    )
+    instructions.insert(first, instructions.pop(second))
+    numbered = [f"{number}  {each}" for number, each in enumerate(instructions)]
+    (saved / "rank_1.txt").write_text("\n".join([heading, *numbered, ""]))
+    names = [line.split()[1] for line in (saved / "SHA256SUMS").read_text().splitlines()]
+    sums = [f"{hashlib.sha256((saved / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (saved / "SHA256SUMS").write_text("".join(sums))
+
+
+def times(timeline: Timeline, rank: int, op: Op, microbatch: int) -> tuple[float, float]:
+    return next(
+        (x.start, x.end)
+        for x in timeline.events
+        if (x.rank, x.instruction.op, x.instruction.microbatch) == (rank, op, microbatch)
+    )
+
+
+def test_a_wait_that_is_moved_in_the_text_of_a_program_moves_on_the_timelines(tmp_path: Path) -> None:
+    """The second message to rank 1 is awaited behind its first forward, and before it once that is moved."""
+    saved = tmp_path / "saved"
+    pipe = pipec.compile(
+        net(), devices=2, microbatches=2, schedule="gpipe", loss_fn=nn.functional.mse_loss, dynamic=False
+    )
+    expected = loss_of(pipe)
+    pipe.save(saved, tensors=True)
+    played, recorded = [], []
+    for edit in (lambda saved: None, move_wait):
+        edit(saved)
+        loaded = pipec.load(saved)
+        with loaded.record() as steps:
+            assert torch.equal(loaded.step(X, target=Y), expected)
+        played.append(simulate_plan(loaded.plan, loaded.programs))
+        recorded += [measured_timeline(each.programs, each.timestamps) for each in steps]
+    (start, _), (held, _) = (times(timeline, 1, Op.FORWARD, 0) for timeline in played)
+    awaited = times(played[1], 0, Op.SEND, 1)[1]
+    assert start < awaited <= held
+    assert times(recorded[0], 1, Op.FORWARD, 0)[1] <= times(recorded[0], 0, Op.SEND, 1)[1]
+    assert times(recorded[1], 0, Op.SEND, 1)[1] <= times(recorded[1], 1, Op.FORWARD, 0)[0]
 
 
 def test_what_is_started_lasts_until_its_wait_is_over() -> None:
