@@ -36,7 +36,7 @@ from pipec.errors import ArtifactError
 from pipec.ir import Plan, Program
 from pipec.ir.text_format import format_program, parse_program
 
-FORMAT = "pipec artifact 4"
+FORMAT = "pipec artifact 5"
 
 CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
     "SHA256SUMS",
