@@ -10,6 +10,7 @@ three microbatches is::
             F0   F1   F2 B0 U0   B1 U1  B2 U2
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -80,3 +81,40 @@ def max_batches_ahead(program: Program, links: Sequence[Link], per_batch: int) -
             most = max(most, behind + learning[place])
         latest = max(latest, each.microbatch)
     return most
+
+
+def num_frames(program: Program, num_microbatches: int) -> int:
+    """The frames of a step of so many microbatches, or those that the microbatches of a stream take in turn.
+
+    After that many, a period names the first again. The results of two mini-batches may be in transit.
+    """
+    if not program.period:
+        return num_microbatches
+    most = max(microbatch_window(program), 2 * num_microbatches)
+    return -(-most // program.period) * program.period
+
+
+def num_versions_behind(program: Program, stage: int) -> int:
+    """How many versions before the one that an update makes may still be read after it."""
+    count = 4 * (microbatch_window(program) + program.period)
+    written = [each for _, _, each in unrolled_instructions(program, count)]
+    read = [each.version if each.op.phase and each.stage == stage else math.inf for each in written]
+    behind, oldest = 0.0, math.inf
+    for each, version in zip(reversed(written), reversed(read), strict=True):
+        oldest = min(oldest, version)
+        if each.op is Op.UPDATE and each.stage == stage:
+            behind = max(behind, each.version - oldest)
+    return int(behind)
+
+
+def version_read(program: Program, stage: int, microbatch: int) -> int:
+    """The version of the weights that a stage reads for a microbatch."""
+    forward = next(
+        each
+        for each in program.instructions
+        if each.op is Op.FORWARD
+        and each.stage == stage
+        and (microbatch - each.microbatch) % program.period == 0
+    )
+    number = (microbatch - forward.microbatch) // program.period
+    return max(forward.version + number * updates_per_period(program)[stage], 0)

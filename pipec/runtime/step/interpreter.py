@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from pipec.ir import Mode, Op, Payload, Plan, Program, Value, rank_of, replica_counts
-from pipec.ir.periodic_program import microbatch_window, unrolled_instructions, updates_per_period
+from pipec.ir.periodic_program import (
+    num_frames,
+    num_versions_behind,
+    unrolled_instructions,
+    version_read,
+)
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter
 from pipec.runtime.messages.cuda import current_device
@@ -33,8 +38,8 @@ from pipec.runtime.step.linked_instruction import LinkedInstruction
 from pipec.runtime.step.linker import Linker
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates, StageUpdate
-from pipec.runtime.step.rank_state import RankState, UpdateState
-from pipec.runtime.step.step_results import StepResults, empty_result, has_rows, merge_replicas, result_values
+from pipec.runtime.step.rank_state import RankState, UpdateState, merged_results
+from pipec.runtime.step.step_results import StepResults, result_values
 from pipec.runtime.step.stream_results import StreamBatch, StreamResults
 from pipec.runtime.step.timestamps import Moment, Timestamps, clock_of
 
@@ -73,7 +78,7 @@ class Interpreter:
     ) -> None:
         self.position = -1
         self._program, self._plan, self._device = program, plan, device
-        self._window = _num_frames(program, plan)
+        self._window = num_frames(program, plan.num_microbatches)
         copies = updates.copies(program.rank) if updates and program.period else {}
         self._stages = {
             stage.index: BoundStage(
@@ -93,14 +98,13 @@ class Interpreter:
         for (index, microbatch), slot in () if program.period else graph_slots(program).items():
             self._stages[index].slots[microbatch] = slot
         for index, stage in self._stages.items() if program.period else ():
-            stage.versions = WeightVersions(stage.weights, _most_behind(program, index))
+            stage.versions = WeightVersions(stage.weights, num_versions_behind(program, index))
             stage.is_versioned = True
         self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
-        self._result_links = [link for link in plan.links if link.payload is Payload.RESULT]
         made = [
             (value, self._own[link.source])
-            for link in self._result_links
-            if link.source in self._stages
+            for link in plan.links
+            if link.payload is Payload.RESULT and link.source in self._stages
             for value in link.values
         ]
         self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
@@ -166,7 +170,7 @@ class Interpreter:
             frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
             frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs})
             if self._program.period:
-                frame["version"] = self._version(stage.index, microbatch)
+                frame["version"] = version_read(self._program, stage.index, microbatch)
                 frame["batch"] = microbatch // self._plan.num_microbatches
             if self._rank.loss:
                 frame["grad_loss"] = loss_gradient(loss_weight, self._rank.loss.dtype, self._device)
@@ -210,7 +214,7 @@ class Interpreter:
                     self._execute_and_stamp(actions, timestamps)
                 else:
                     self._execute(actions)
-                return self._merged_results(batch_slice)
+                return merged_results(self._rank, batch_slice, self._device)
         finally:
             self._forget_step()
 
@@ -295,35 +299,6 @@ class Interpreter:
             for kind, tensors in part.items():
                 found[kind] += tensors
         return found
-
-    def _merged_results(self, batch_slice: BatchSlice) -> dict[str, Tensor]:
-        """The results of the batch, merged from those of all replicas.
-
-        If replicas pass their own parts of the batch, a result with rows has this replica's rows.
-        """
-        plan, merged = self._rank.plan, dict[str, Tensor]()
-        for made in self._result_links:
-            ranks = plan.placement[made.source]
-            for value in made.values:
-                if batch_slice.is_local and has_rows(value):
-                    own = self._part(value, ranks[batch_slice.replica], made.source, batch_slice)
-                    merged[value.name] = (
-                        empty_result(value, batch_slice.values, self._device) if own is None else own
-                    )
-                else:
-                    parts = [self._part(value, rank, made.source, batch_slice) for rank in ranks]
-                    merged[value.name] = merge_replicas(
-                        value, parts, batch_slice.sizes, batch_slice.values, value.name in plan.summed_outputs
-                    )
-        return merged
-
-    def _part(self, value: Value, rank: int, stage: int, batch_slice: BatchSlice) -> Tensor | None:
-        """A rank's part of a result; None if its microbatches have no rows."""
-        if not any(batch_slice.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
-            return None
-        if rank == self._rank.number:
-            return self._step_results.merged(value.name, batch_slice.sizes, batch_slice.values)
-        return self._rank.received[value.name, rank]
 
     def _forget_step(self) -> None:
         for stage in self._stages.values():
@@ -447,21 +422,6 @@ class Interpreter:
                 self._num_admitted += 1
         return microbatch < self._end
 
-    def _version(self, stage: int, microbatch: int) -> int:
-        """The version that the program says for a microbatch."""
-        period = self._program.period
-        forward = next(
-            each
-            for each in self._program.instructions
-            if each.op is Op.FORWARD and each.stage == stage and (microbatch - each.microbatch) % period == 0
-        )
-        number = (microbatch - forward.microbatch) // period
-        return max(forward.version + number * self._updates_per_period[stage], 0)
-
-    @functools.cached_property
-    def _updates_per_period(self) -> Mapping[int, int]:
-        return updates_per_period(self._program)
-
     def _describe(self, problem: str) -> str:
         """The place, the problem, and the instructions before it."""
         rank, run = f"rank {self._program.rank}", "stream" if self._program.period else "step"
@@ -473,32 +433,6 @@ class Interpreter:
         if self._program.period:
             instruction = replace(instruction, microbatch=self._stream_results.microbatch)
         return failure_message(self._program, self.position, instruction, problem)
-
-
-def _num_frames(program: Program, plan: Plan) -> int:
-    """The frames of a step, or a number of frames that the microbatches of a stream can take in turn.
-
-    After that many, a period names the first again. The results of two mini-batches may be in transit.
-    """
-    if not program.period:
-        return plan.num_microbatches
-    most = max(microbatch_window(program), 2 * plan.num_microbatches)
-    return -(-most // program.period) * program.period
-
-
-def _most_behind(program: Program, stage: int) -> int:
-    """How many versions before the one that an update makes may still be read after it."""
-    written = [
-        each
-        for _, _, each in unrolled_instructions(program, 4 * (microbatch_window(program) + program.period))
-    ]
-    read = [each.version if each.op.phase and each.stage == stage else math.inf for each in written]
-    behind, oldest = 0.0, math.inf
-    for each, version in zip(reversed(written), reversed(read), strict=True):
-        oldest = min(oldest, version)
-        if each.op is Op.UPDATE and each.stage == stage:
-            behind = max(behind, each.version - oldest)
-    return int(behind)
 
 
 def loss_of(plan: Plan) -> Value | None:

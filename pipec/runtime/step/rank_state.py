@@ -4,14 +4,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from pipec.ir import Plan, Sizes, Value
+from pipec.ir import Payload, Plan, Sizes, Value
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage
+from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
-from pipec.runtime.step.step_results import ResultCollector, StepResults
+from pipec.runtime.step.step_results import (
+    ResultCollector,
+    StepResults,
+    empty_result,
+    has_rows,
+    merge_replicas,
+)
 from pipec.runtime.step.stream_results import StreamResults
 
 
@@ -84,3 +92,32 @@ class RankState:
         if rows not in self._sizes_with:
             self._sizes_with[rows] = {**self.values, "b": rows}
         return self._sizes_with[rows]
+
+
+def merged_results(rank: RankState, batch_slice: BatchSlice, device: torch.device) -> dict[str, Tensor]:
+    """The results of the batch, merged from those of all replicas.
+
+    If replicas pass their own parts of the batch, a result with rows has this replica's rows.
+    """
+    plan, merged = rank.plan, dict[str, Tensor]()
+    for made in (link for link in plan.links if link.payload is Payload.RESULT):
+        ranks = plan.placement[made.source]
+        for value in made.values:
+            if batch_slice.is_local and has_rows(value):
+                own = _part(rank, value, ranks[batch_slice.replica], made.source, batch_slice)
+                merged[value.name] = empty_result(value, batch_slice.values, device) if own is None else own
+            else:
+                parts = [_part(rank, value, other, made.source, batch_slice) for other in ranks]
+                merged[value.name] = merge_replicas(
+                    value, parts, batch_slice.sizes, batch_slice.values, value.name in plan.summed_outputs
+                )
+    return merged
+
+
+def _part(rank: RankState, value: Value, maker: int, stage: int, batch_slice: BatchSlice) -> Tensor | None:
+    """A rank's part of a result; None if its microbatches have no rows."""
+    if not any(batch_slice.sizes[each] for each in rank.plan.microbatches_on(stage, maker)):
+        return None
+    if maker == rank.number:
+        return rank.step_results.merged(value.name, batch_slice.sizes, batch_slice.values)
+    return rank.received[value.name, maker]
