@@ -217,7 +217,9 @@ def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> No
     assert steady.bubble_rate == pytest.approx(0)
 
 
-@pytest.mark.parametrize(("replicas", "interval"), zip(REPLICAS, [3, 3, 10 / 3, 5, 4, 14 / 3], strict=True))
+@pytest.mark.parametrize(
+    ("replicas", "interval"), [*zip(REPLICAS, [3, 3, 10 / 3, 5, 4, 14 / 3], strict=True)]
+)
 def test_scripts_that_want_each_loss_make_replicas_idle(replicas: tuple[int, ...], interval: float) -> None:
     """A rank pauses until its script has the losses before. Another replica may be making one of these."""
     steady = steady_with(replicas, stream_links(len(replicas)))
@@ -392,6 +394,23 @@ def test_updates_whose_gradients_are_not_checked_or_measured_are_found(op: Op) -
     summed = functools.partial(refused, replicas=(2, 1), num_batches=9)
     before_the_sum = move(op, 1, Op.ACCUMULATE, 1)
     assert f"update of stage 0 without one {op} of its gradients" in summed({0: before_the_sum})
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_no_instruction_of_a_stream_can_be_left_out_or_doubled(replicas: tuple[int, ...]) -> None:
+    schedule = pipedream.for_batches(replicas, 1, 4)
+    links = stream_links(len(replicas))
+    sync_spec = replace(ending_of(schedule), clips=True, on_nan=NonFiniteAction.SKIP)
+    programs = lower(schedule, links, sync_spec=sync_spec)
+    assert {Op.PAUSE, Op.CHECK, Op.STAGE_NORM, Op.STASH} <= {x.op for x in programs[0].instructions}
+    for rank, program in enumerate(programs):
+        own = program.instructions
+        for number, each in enumerate(own):
+            for copies in ((), (each, each)):
+                edited = Program(rank, (*own[:number], *copies, *own[number + 1 :]))
+                others = [*programs[:rank], edited, *programs[rank + 1 :]]
+                with pytest.raises(VerifyError):
+                    verify_programs(others, schedule.placement, links, 4, sync_spec=sync_spec)
 
 
 def test_more_live_versions_than_the_bound_are_found() -> None:
