@@ -31,7 +31,7 @@ STAGE, PROGRAM, PLAN, CAPTURE_ERROR = (
         for block in re.findall(r"^```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
         if word in block
     )
-    for word in ("def backward", "recv      stage 1", "$ pipec plan", "error: the model")
+    for word in ("def backward", "recv        stage 1", "$ pipec plan", "error: the model")
 )
 
 

@@ -156,7 +156,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
             _copies(copies, Op.OFFLOAD, copies.offloads),
         ]
         columns = with_sync_waits(InstructionColumns(_in_order(blocks), links), sync_spec, sent_back)
-        columns = with_stream_instructions(columns, plan)
+        columns = with_stream_instructions(columns, plan, schedule.num_microbatches)
         programs.append(Program(rank, with_slots(columns, buffered, stages_of_link)))
     return tuple(programs)
 

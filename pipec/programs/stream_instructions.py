@@ -23,15 +23,20 @@ from pipec.ir import Instruction, Op, Payload, Plan, Stream, replica_counts
 from pipec.ir.columns import OP_CODE, InstructionColumns, insert_instructions
 
 
-def with_stream_instructions(columns: InstructionColumns, plan: Plan) -> InstructionColumns:
-    """The program of a rank with everything that its stream needs; unchanged without a stream."""
+def with_stream_instructions(
+    columns: InstructionColumns, plan: Plan, num_microbatches: int
+) -> InstructionColumns:
+    """The program of a rank with everything that its stream needs; unchanged without a stream.
+
+    ``num_microbatches`` are those of all its mini-batches.
+    """
     stream = plan.sync_spec.stream
     if stream is None:
         return columns
     results = np.array([*(link.payload is Payload.MICROBATCH_RESULT for link in columns.links), False])
     involved = (results[columns.link_numbers] & (columns.ops == OP_CODE[Op.RECV])) | columns.is_compute
     involved |= columns.ops == OP_CODE[Op.UPDATE]
-    inserted = _Insertion(columns, plan, stream)
+    inserted = _Insertion(columns, plan, stream, num_microbatches)
     places, added = list[int](), list[Instruction]()
     for number in np.flatnonzero(involved).tolist():
         before = [*inserted.before(number, columns[number])]
@@ -44,9 +49,11 @@ def with_stream_instructions(columns: InstructionColumns, plan: Plan) -> Instruc
 class _Insertion:
     """Follows a program, and tells what comes before each instruction."""
 
-    def __init__(self, columns: InstructionColumns, plan: Plan, stream: Stream) -> None:
+    def __init__(
+        self, columns: InstructionColumns, plan: Plan, stream: Stream, num_microbatches: int
+    ) -> None:
         self._columns, self._sync_spec, self._stream = columns, plan.sync_spec, stream
-        self._replicas, self._num_microbatches = replica_counts(plan.placement), plan.num_microbatches
+        self._replicas, self._num_microbatches = replica_counts(plan.placement), num_microbatches
         self._makers = [x.source for x in plan.links if x.payload is Payload.MICROBATCH_RESULT]
         self._num_results, self._num_complete = Counter[int](), 0
         self._num_requested = 0

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from worker_processes import run_script
 
 import pipec
-from pipec.runtime.step import execution
+from pipec.runtime.step import execution, ranks
 from tests.runtime.test_graphs import Selecting
 
 
@@ -22,7 +22,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
     """The device, where CUDA graphs are at hand. On a CPU functions are computed again in their place."""
     if device.type == "cpu":
         monkeypatch.setattr(execution, "CudaGraphRecorder", ReplayedGraphs)
-        monkeypatch.setattr(execution, "require_gpus", lambda devices: None)
+        monkeypatch.setattr(ranks, "require_gpus", lambda devices: None)
     return device
 
 

@@ -16,7 +16,7 @@ import pipec
 from pipec.ir import Link, Payload, ShardingLevel, SyncSpec, Value, Variable
 from pipec.ir.sync_spec import Stream
 from pipec.runtime.stages.cuda_graphs import graph_slots, require_recordable
-from pipec.runtime.step import execution
+from pipec.runtime.step import execution, ranks
 from pipec.schedules import make_schedule
 
 X, Y = torch.linspace(-1, 1, 144).view(18, 8), torch.linspace(0, 1, 72).view(18, 4)
@@ -44,7 +44,7 @@ class Model(nn.Module):
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ReplayedGraphs]]:
     """Graphs on CPUs, and memory that is NaN, or the largest number, until something is written there."""
     monkeypatch.setattr(execution, "CudaGraphRecorder", ReplayedGraphs)
-    monkeypatch.setattr(execution, "require_gpus", lambda devices: None)
+    monkeypatch.setattr(ranks, "require_gpus", lambda devices: None)
     ReplayedGraphs.num_recorded = ReplayedGraphs.num_replayed = 0
     torch.use_deterministic_algorithms(True)
     yield ReplayedGraphs

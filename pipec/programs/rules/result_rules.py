@@ -17,7 +17,9 @@ from pipec.programs.violation import Violation
 
 
 def pauses_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """A rank pauses for one mini-batch after another, each time with all results of those before. Refused::
+    """A rank pauses for one mini-batch after another, each time with all results of those before.
+
+    A check of a mini-batch comes after its results. Refused::
 
     rank 1: ... update of mini-batch 1, pause for mini-batch 1
     rank 2: ... pause for mini-batch 1, wait_recv the results of mini-batch 0
@@ -41,7 +43,8 @@ def _out_of_order(step: ProgramIndex, rank: int, stream: Stream) -> Iterator[Vio
         step.plan.num_microbatches // stream.microbatches - 1,
     )
     num_requested, num_complete, results = 0, 0, Counter[int]()
-    for number in np.flatnonzero(awaited | made | pauses | updates).tolist():
+    checks = columns.ops == OP_CODE[Op.CHECK]
+    for number in np.flatnonzero(awaited | made | pauses | updates | checks).tolist():
         microbatch = int(columns.microbatches[number])
         batch, place = divmod(microbatch, stream.microbatches)
         if pauses[number]:
@@ -54,9 +57,11 @@ def _out_of_order(step: ProgramIndex, rank: int, stream: Stream) -> Iterator[Vio
                 yield Violation((rank, number), f"{what}, which the script waits for")
             num_requested += 1
             continue
-        if updates[number]:
+        if updates[number] or checks[number]:
             behind = stream.microbatches_per_update(int(columns.stages[number]), replicas)
             batch = min((microbatch + behind) // stream.microbatches - 1, last)
+            if checks[number] and num_complete <= batch:
+                yield Violation((rank, number), f"checks mini-batch {batch} before it has all of its losses")
         else:
             results[batch] += 1
             if results[batch] < len(makers) * stream.microbatches:
