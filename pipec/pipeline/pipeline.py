@@ -427,7 +427,8 @@ class Pipeline(PipelineBase):
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         drawn = Path(path) if path is not None and self._context.ranks.world.rank == 0 else None
-        return draw_artifact(self._artifact, trace, drawn)
+        devices = self._compiler.decided.options.topology.devices
+        return draw_artifact(self._artifact, trace, drawn, [device.memory_bytes for device in devices])
 
     @contextlib.contextmanager
     def trace(self, trace: Trace | None = None) -> Iterator[Trace]:

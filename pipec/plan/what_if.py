@@ -22,8 +22,8 @@ from pipec.schedules.search.workload import Workload
 from pipec.timeline.events import Timeline
 from pipec.timeline.grid import Axis, Grid
 
-BUDGET = 120_000
-"""How many events are simulated, with ``_CELL_EVENTS`` more for each cell: about two seconds on one core."""
+BUDGET = 60_000
+"""How many events are simulated, with ``_CELL_EVENTS`` more for each cell: about a second on one core."""
 
 _CELL_EVENTS = 250
 _MOST_SLOWED = 8

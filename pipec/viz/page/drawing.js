@@ -309,12 +309,12 @@ function drawCurve(lane) {
   const curve = curveOf(timeline, rank);
   const bottom = curveY + height, unit = height / curveTop(timeline);
   if (isMemory(timeline)) drawMemory(lane, curve, bottom, unit);
-  else fillSteps(timeline, curve.time, curve.amount, null, bottom, unit, colors.curve);
+  else fillSteps(timeline, curve, curve.amount, null, bottom, unit, colors.curve);
   fill(colors.line, GUTTER, bottom, laneWidth(), 1);
 }
 
-/** Fill the steps of a curve, on top of those `below`; of steps too narrow to see the highest alone. */
-function fillSteps(timeline, time, amount, below, bottom, unit, color) {
+/** Fill the steps of a curve, on top of those `below`; of steps too narrow to see the one with the highest total. */
+function fillSteps(timeline, { time, amount: total }, amount, below, bottom, unit, color) {
   const last = x(Math.min(timeline.makespan, view.end));
   const from = Math.max(firstAbove(time, view.start) - 1, 0);
   const steps = [];
@@ -322,7 +322,7 @@ function fillSteps(timeline, time, amount, below, bottom, unit, color) {
     const left = Math.max(x(time[i]), GUTTER - 2);
     let best = i;
     do {
-      if (amount[i] > amount[best]) best = i;
+      if (total[i] > total[best]) best = i;
       i++;
     } while (i < time.length && x(time[i]) - left < 0.7);
     steps.push([left, i < time.length ? Math.min(x(time[i]), last) : last, best]);
@@ -358,7 +358,7 @@ function stacked(curve) {
 /** Bytes by kind, one on the other; the peak has a mark, and the limit is a line. */
 function drawMemory({ timeline, rank, curveY, curve: height }, curve, bottom, unit) {
   for (const [kind, amounts, below] of stacked(curve))
-    fillSteps(timeline, curve.time, amounts, below, bottom, unit, colors[`memory-${kind}`] || colors.curve);
+    fillSteps(timeline, curve, amounts, below, bottom, unit, colors[`memory-${kind}`] || colors.curve);
   const limit = data.limits[rank];
   if (limit && bottom - unit * limit >= curveY - 1) fill(colors.critical, GUTTER, bottom - unit * limit, laneWidth(), 1.5);
   const peak = peakIndex(curve), px = x(curve.time[peak]), py = bottom - unit * curve.amount[peak];
@@ -378,7 +378,7 @@ function drawMemory({ timeline, rank, curveY, curve: height }, curve, bottom, un
 /** The messages of microbatches on the way in the visible range. */
 function visibleMessages({ messages: { start, end, microbatch } }) {
   const found = [];
-  if (!shown.messages) return found;
+  if (!shown.messages || view.tab === "memory") return found;
   for (let i = 0; i < start.length; i++)
     if (microbatch[i] >= 0 && end[i] >= view.start && start[i] <= view.end) found.push(i);
   return found;
@@ -390,7 +390,7 @@ function isBlurred({ visible, lanes }) {
 
 /** Those to draw: none where arrows would only blur the picture. */
 function arrows(timeline) {
-  if (!shown.messages || isBlurred(timeline) || (timeline.lanes[0]?.pitch ?? 0) < LEAST_ROOMY) return [];
+  if (!shown.messages || view.tab === "memory" || isBlurred(timeline) || (timeline.lanes[0]?.pitch ?? 0) < LEAST_ROOMY) return [];
   return matches ? timeline.visible.filter((i) => matches.message(timeline, i)) : timeline.visible;
 }
 

@@ -121,7 +121,7 @@ function comparison(timeline, other, i) {
 /** `0 to 20 of 37 units` */
 function rangeWords() {
   const few = timelines.every(({ allMessages }) => allMessages) ? "" : "; of messages, those that a rank waits for";
-  const hint = shown.messages && timelines.some(isBlurred) ? "; zoom in for messages" : few;
+  const hint = shown.messages && view.tab !== "memory" && timelines.some(isBlurred) ? "; zoom in for messages" : few;
   return `${range(view.start, view.end)} of ${duration(longest)}${hint}`;
 }
 

@@ -135,17 +135,13 @@ function arcs(rows, rowOf) {
       if (one !== undefined && other !== undefined) found.set(`${one} ${other}`, "tied");
     }
   }
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("height", String(rows.length * ROW));
-  svg.setAttribute("width", "90");
-  svg.setAttribute("aria-hidden", "true");
   const paths = [...found].slice(0, MOST_ARCS).map(([ends, kind]) => {
     const [from, to] = ends.split(" ").map((row) => (+row + 0.5) * ROW);
     const reach = Math.max(84 - 7 * Math.abs(to - from) / ROW, 8);
     return `<path class="${kind}" d="M86 ${from}C${reach} ${from} ${reach} ${to} 86 ${to}"/>`;
   });
-  svg.innerHTML = paths.join("");
-  return svg;
+  const svg = `<svg width="90" height="${rows.length * ROW}">${paths.join("")}</svg>`;
+  return make("li", { className: "arcs", innerHTML: svg, attributes: { "aria-hidden": "true" } });
 }
 
 /** Open the model at a stage, or at an operator of it. */

@@ -4,11 +4,11 @@ const MOST_ROWS = 200;
 
 function fillSummary() {
   const steps = timelines;
-  const sentences = steps.flatMap((timeline) => [
-    ...(steps.length > 1 ? [make("h2", {}, timeline.name)] : []),
+  const sentences = steps.map((timeline) => make("div", {},
+    steps.length > 1 ? make("h2", {}, timeline.name) : null,
     make("p", {}, ...timeWords(timeline)),
-    make("ul", {}, ...findingsOf(timeline).map((words) => make("li", {}, words))),
-  ]);
+    make("ul", {}, ...findingsOf(timeline).map((words) => make("li", {}, words)))));
+  byId("sentences").className = steps.length > 1 ? "several" : "";
   byId("sentences").replaceChildren(...sentences, ...comparedWords(steps).map((words) => make("p", {}, words)));
   byId("ranks").replaceChildren(sumsTable(steps.map((timeline) => [timeline, sumsOf(timeline)]), longest, ""));
 }
@@ -43,7 +43,7 @@ function slowestStageWords(timeline) {
   const mean = total(times) / times.length;
   if (times.length < 2 || !mean) return "";
   const slowest = times.indexOf(Math.max(...times)), excess = times[slowest] / mean - 1;
-  if (excess < 0.02) return `stages are even: the slowest takes ${percent(excess)} longer than their mean`;
+  if (excess < 0.02) return "all stages take equally long, within 2%";
   return `stage ${slowest} is the slowest, ${ratioWords(1 + excess)} than the mean of the stages${moduleWords(slowest)}`;
 }
 
@@ -123,7 +123,8 @@ function sumsRow(timeline, rank, sums, columns, whole, several) {
 
 /** The time of a part; of messages, collectives and copies also what is hidden behind other work. */
 function partWords({ name, time }, sums) {
-  const words = time(sums) ? duration(time(sums)) : "–";
+  const least = longest * 1e-4; // less is rounding
+  const words = time(sums) > least ? duration(time(sums)) : "–";
   const hidden = sums.hidden[name];
-  return hidden > 0 ? [words, make("small", {}, ` + ${duration(hidden)} hidden`)] : [words];
+  return hidden > least ? [words, make("small", {}, ` + ${duration(hidden)} hidden`)] : [words];
 }

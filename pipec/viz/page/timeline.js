@@ -137,7 +137,7 @@ function pitches(count, gaps) {
 function parts(timeline, y, pitch) {
   if (pitch < LEAST_ROOMY) return { box: pitch > 4 ? pitch - 1.5 : pitch, curveY: y + pitch, curve: 0 };
   if (view.tab === "memory" && timeline.memory.length)
-    return { box: pitch * 0.14, curveY: y + pitch * 0.2, curve: pitch * 0.7 };
+    return { box: pitch * 0.14, curveY: y + pitch * 0.3, curve: pitch * 0.62 };
   if (!timeline.collectives.rank.length) return { box: pitch * 0.52, curveY: y + pitch * 0.56, curve: pitch * 0.28 };
   const [box, band] = [pitch * 0.44, pitch * 0.2];
   return { box, bandY: y + box + 1, band, curveY: y + pitch * 0.68, curve: pitch * 0.2 };

@@ -38,16 +38,15 @@ function fillWhatIf() {
     return make("label", {}, make("span", {}, name), slider, label);
   }));
   byId("notes").textContent = notes.join(" ");
-  const best = [...data.whatIf.cells].sort((one, other) => one[1] - other[1]).slice(0, 8);
+  const single = data.whatIf.cells.filter(([positions]) => positions.filter(Boolean).length === 1);
   byId("best").replaceChildren(
-    make("h2", {}, `The fastest of ${data.whatIf.cells.length} that were played`),
-    cellsTable(best));
+    make("h2", {}, `One change alone, the most helpful first (${data.whatIf.cells.length} combinations were played)`),
+    cellsTable(single.sort((one, other) => one[1] - other[1])));
   answerWhatIf();
   byId("alternatives").replaceChildren(...(data.pipeline?.alternatives.length ? [make("h2", {}, "What the compiler tried and did not take"), alternativesTable()] : []));
 }
 
 function cellsTable(cells) {
-  const { axes } = data.whatIf;
   const rows = cells.map(([positions, makespan, idle, inFlight]) => {
     const take = () => {
       choice = [...positions];
@@ -55,7 +54,7 @@ function cellsTable(cells) {
     };
     return [make("button", { className: "plain", onclick: take }, changesWords(positions)), duration(makespan), changeOf(makespan), percent(idle), String(inFlight)];
   });
-  return simpleTable(["change", "step", "against now", "idle", "most in flight"], rows, axes.length);
+  return simpleTable(["change", "step", "against now", "idle", "most in flight"], rows);
 }
 
 const changesWords = (positions) =>
@@ -69,7 +68,7 @@ function changeOf(makespan) {
 function answerWhatIf() {
   const cell = cellAt(choice);
   byId("answer").textContent = cell
-    ? `${changesWords(choice)}: a step takes ${duration(cell[1])}, ${changeOf(cell[1])}; ranks are idle for ${percent(cell[2])} of it, with at most ${cell[3]} in flight.`
+    ? `${capital(changesWords(choice))}: a step takes ${duration(cell[1])}${choice.some(Boolean) ? `, ${changeOf(cell[1])}` : ""}; ranks are idle for ${percent(cell[2])} of it, with at most ${cell[3]} in flight.`
     : "This combination was not played. Put a slider back to where it was.";
 }
 
