@@ -3,7 +3,10 @@
 type Numbers = Int8Array | Int16Array | Int32Array | Float64Array;
 
 interface Named { key: string; name: string; letter: string; copies?: boolean }
-interface Curve { time: Numbers; amount: Numbers; kinds?: Record<string, Numbers> }
+interface Curve {
+  time: Numbers; amount: Numbers; kinds?: Record<string, Numbers>;
+  most?: number; stack?: [string, Numbers, Numbers][]; // made when it is first drawn
+}
 
 interface Timeline {
   name: string; schedule: string; microbatches: number; summary: string; findings: string[];
@@ -18,7 +21,7 @@ interface Timeline {
   // made by prepare():
   number: number; first: number[]; firstCollective: number[]; firstMessage: number[]; numRows: number; lastChunk: number;
   onPath: Set<number>; collectivesOnPath: Set<number>; lanes: Lane[]; named?: Map<string, number>;
-  fills: string[][]; visible: number[]; incoming?: number[][]; sums?: Sums[];
+  fills: string[][]; visible: number[]; incoming?: number[][]; sums?: Sums[]; stageTimes?: number[];
 }
 
 interface Lane {

@@ -10,11 +10,16 @@ const ctx = canvas.getContext("2d");
 const overlay = byId("overlay").getContext("2d"); // what follows the pointer
 let colors = {};
 let strip = null; // the whole step in little, drawn once
-let selection = null; // [from, to] in pixels, while a range is picked
-let picked = null; // [from, to] in time, the range that was picked
-let hovered = null; // what is under the pointer, as cardLines takes it
-let selected = null; // what was clicked or found, likewise
-let matches = null; // of a search: what a compute, a message and a collective must be
+/** While a range is picked, from where to where in pixels. @type {[number, number]} */
+let selection = null;
+/** The range that was picked, from when to when. @type {[number, number]} */
+let picked = null;
+/** What is under the pointer. @type {Thing} */
+let hovered = null;
+/** What was clicked or found. @type {Thing} */
+let selected = null;
+/** Of a search: what a compute and a message must be. @type {ReturnType<typeof parseQuery>} */
+let matches = null;
 
 function readColors() {
   const style = getComputedStyle(document.documentElement);
@@ -259,7 +264,7 @@ function addLabel({ timeline, y, box }, { labels }, i, left, width) {
 }
 
 function drawGathered(pen, { faded, full, labels }) {
-  const order = ([one], [other]) => (one === colors.critical) - (other === colors.critical);
+  const order = ([one], [other]) => Number(one === colors.critical) - Number(other === colors.critical);
   for (const [alpha, rects] of [[0.25, faded], [1, full]]) {
     pen.globalAlpha = alpha;
     for (const [color, same] of [...rects].sort(order)) {

@@ -29,6 +29,7 @@ function drawFrame() {
 /** The lane that `isAt` holds for; pinned lanes hide those behind them. */
 const laneAt = (py, isAt) => page.lanes.find((lane) => lane.pinned === py < page.pinnedBottom && isAt(lane));
 
+/** @returns {Thing | null} */
 function pick(px, py) {
   if (py < TOP || px > GUTTER + laneWidth()) return null;
   if (px < GUTTER) {
@@ -106,9 +107,9 @@ function showCard() {
 // ---- what is selected, and the range that is picked ----
 
 /** Select a thing, or nothing: it stays framed, its words stay beside the lanes, and are read out. */
-function select(what) {
+function select(what, keepsRange = false) {
   selected = what;
-  if (what && what.kind !== "curve") picked = null;
+  if (!keepsRange) picked = null;
   showDetails();
   redraw();
 }
@@ -339,7 +340,7 @@ function step(cells, lanes = 0) {
   index = Math.min(Math.max(index, begin), last - 1);
   if (index < begin) return;
   reveal(timeline, index);
-  select({ kind: "compute", timeline, rank, index });
+  select({ kind: "compute", timeline, rank, index }, true);
 }
 
 /** Let the range begin or end at the selected cell, or at the edge of the view. */
@@ -353,6 +354,7 @@ function pickEdge(isEnd) {
   redraw();
 }
 
+/** @type {Record<string, () => void>} */
 const actions = {
   fit, in: () => zoom(1 / 1.5), out: () => zoom(1.5), higher: () => zoomRows(1.5), flatter: () => zoomRows(1 / 1.5),
   ...Object.fromEntries(Object.keys(shown).map((name) => [name, () => toggle(name)])),
@@ -378,8 +380,9 @@ for (const [name, action] of Object.entries(actions))
   });
 
 addEventListener("keydown", (event) => {
-  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.key !== "Escape";
-  const pressing = event.target.tagName === "BUTTON" && event.key === "Enter";
+  const { tagName } = /** @type {Element} */ (event.target);
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(tagName) && event.key !== "Escape";
+  const pressing = tagName === "BUTTON" && event.key === "Enter";
   const action = keys[event.key];
   if (!action || typing || pressing || byId("keys").open || event.ctrlKey || event.metaKey || event.altKey) return;
   if (!LANE_TABS.includes(view.tab) && event.key !== "?" && event.key !== "/") return;

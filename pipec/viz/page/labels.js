@@ -1,9 +1,11 @@
 // Words: how times, computes and messages are told, and what the card says of each.
 
-/** The factor and the name of the unit that suits times of this size. */
+/** The factor and the name of the unit that suits times of this size. @returns {[number, string]} */
 function unitOf(time) {
   if (data.unit !== "s") return [1, data.unit];
-  return [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([factor]) => time >= factor) || [1e-9, "ns"];
+  /** @type {[number, string][]} */
+  const units = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+  return units.find(([factor]) => time >= factor) || [1e-9, "ns"];
 }
 
 function inUnits(time, digits, [factor, unit]) {

@@ -23,12 +23,13 @@ function buildModel() {
   model.open = new Set(stages.map(({ key }) => key));
 }
 
-/** Without lists of modules, whose children take their place, and modules that are one operator. */
+/** Without lists of modules: their children take their place. */
 function simplified(nodes) {
   return nodes.flatMap((node) => {
     if (node.kind === "operator") return [node];
     const children = simplified(node.children);
-    if (!node.type && children.every(({ kind }) => kind === "module")) return children;
+    const isList = !node.type && children.every(({ kind, name }) => kind === "module" && /^\d+$/.test(name.slice(node.name.length + 1)));
+    if (isList) return children;
     return [{ ...node, children }];
   });
 }
@@ -56,7 +57,9 @@ const operatorsOf = (node) => (node.kind === "operator" ? [node.operator] : node
 
 /** The rows that are visible, and for each operator the row that it is in. */
 function visibleRows() {
-  const rows = [], rowOf = new Map();
+  /** @type {any[]} */
+  const rows = [];
+  const rowOf = new Map();
   const visit = (node, depth) => {
     const isOpen = model.open.has(node.key);
     const place = rows.push({ node, depth, isOpen }) - 1;

@@ -45,12 +45,11 @@ function changeCell(change, most) {
 function changedWords(one, other, columns, changes) {
   const ratio = other.makespan / one.makespan;
   const whole = Math.abs(ratio - 1) < 1e-3 ? `${other.name} takes as long as ${one.name}` : `${other.name} takes ${ratioWords(ratio)}${ratio < 2 && ratio > 0.5 ? " than" : " as"} ${one.name}: ${duration(one.makespan)} became ${duration(other.makespan)}`;
-  const work = columns.map(({ name }, k) => [name, k]).filter(([name]) => data.phases.some((phase) => phase.name === name));
-  let largestChange = [0, 0, ""];
-  changes.forEach((row, rank) => work.forEach(([name, k]) => {
-    if (Math.abs(row[k]) > Math.abs(largestChange[0])) largestChange = [row[k], rank, name];
+  const work = columns.map((column, k) => [column.name, k]).filter(([phase]) => data.phases.some((each) => each.name === phase));
+  let change = 0, rank = 0, name = "";
+  changes.forEach((row, r) => work.forEach(([phase, k]) => {
+    if (Math.abs(row[k]) > Math.abs(change)) [change, rank, name] = [row[k], r, phase];
   }));
-  const [change, rank, name] = largestChange;
   if (Math.abs(change) < 0.001 * one.makespan) return `${whole}. No rank computes longer or shorter.`;
   return `${whole}. What changed most is the ${name} on ${other.names[rank]}: ${duration(Math.abs(change))} ${change > 0 ? "longer" : "shorter"} in all.`;
 }

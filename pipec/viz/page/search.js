@@ -79,6 +79,7 @@ function countMatches(timeline) {
 /** Select the next match, or the one before. */
 function visitMatch(by = 1) {
   if (!matches) return;
+  /** @type {[Timeline, number, number][]} */
   const found = [];
   for (const timeline of timelines) {
     const own = query.wantsMessages ? timeline.messages : timeline.computes;

@@ -73,7 +73,8 @@ function nextBestWords(timeline) {
 const peaksOf = (timeline, stage) => (data.pipeline.stages[stage].ranks.map((rank) => timeline.peaks[rank] ?? 0));
 
 /** How each further step compares with the first. */
-function comparedWords([first, ...others]) {
+function comparedWords(steps) {
+  const [first, ...others] = steps;
   return others.map((other) => {
     const ratio = other.makespan / first.makespan;
     return Math.abs(ratio - 1) < 1e-3

@@ -11,7 +11,13 @@ let longest = 1;
 /** @returns {any} */
 const byId = (id) => document.getElementById(id);
 
-/** An element with properties and children; `attributes` such as role are set as they are. */
+/**
+ * An element with properties and children; `attributes` such as role are set as they are.
+ * @param {string} tag
+ * @param {any} properties
+ * @param {(string | Node)[]} children
+ * @returns {any}
+ */
 function make(tag, { attributes = {}, ...properties } = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
