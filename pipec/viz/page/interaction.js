@@ -42,6 +42,7 @@ function pick(px, py) {
   return pickCollective(px, y) || pickMessage(px, y) || pickCurve(y, time);
 }
 
+/** @returns {Thing} */
 function pickCompute({ timeline, rank }, time) {
   const { computes: { start, end }, first } = timeline;
   const next = firstAbove(end, time, first[rank], first[rank + 1]);
@@ -53,6 +54,7 @@ function pickCompute({ timeline, rank }, time) {
   return { kind: "idle", timeline, rank, index: isNext ? next : null, time };
 }
 
+/** @returns {Thing | null} */
 function pickCollective(px, y) {
   const lane = page.lanes.find(({ bandY, band }) => y >= bandY && y <= bandY + band);
   if (!lane) return null;
@@ -65,8 +67,11 @@ function pickCollective(px, y) {
   return index === undefined ? null : { kind: "collective", timeline, rank, index };
 }
 
+/** @returns {Thing | null} */
 function pickMessage(px, y) {
-  let nearest = null, least = NEAR;
+  /** @type {Thing} */
+  let nearest = null;
+  let least = NEAR;
   for (const timeline of timelines)
     for (const index of arrows(timeline)) {
       const distance = distanceToSegment(px, y, ...arrowEnds(timeline, index));
@@ -83,6 +88,7 @@ function distanceToSegment(px, py, fromX, fromY, toX, toY) {
   return Math.hypot(px - fromX - share * dx, py - fromY - share * dy);
 }
 
+/** @returns {Thing | null} */
 function pickCurve(y, time) {
   const lane = page.lanes.find(({ curveY, curve }) => y >= curveY && y <= curveY + curve);
   if (!lane || time > lane.timeline.makespan) return null;
