@@ -4,13 +4,15 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from bare_programs import lower
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field, TypeAdapter
+from simulated_updates import EVERYTHING, ended
 
 from pipec.errors import InputError
 from pipec.ir import Schedule
@@ -180,6 +182,59 @@ def test_timelines_that_do_not_fit_together_are_refused() -> None:
     short = [MemoryCurves(Curve.of([]), {})]
     with pytest.raises(InputError, match="memory of 'a' has 1 curves; expected one for each of its 2 ranks"):
         trace_of({"a": units}, a=short)
+
+
+class Fields(BaseModel, strict=True, extra="forbid"):
+    """What the Trace Event Format of Chromium says that every event has."""
+
+    name: str
+    pid: int
+    tid: int
+
+
+class Slice(Fields):
+    ph: Literal["X"]
+    cat: str
+    ts: float = Field(ge=0)
+    dur: float = Field(ge=0)
+    args: dict[str, str | float]
+
+
+class Flow(Fields):
+    """``bp`` is "e" where a flow ends in the slice around its time, not in the next one."""
+
+    ph: Literal["s", "f"]
+    id: str
+    cat: str
+    bp: Literal["e"]
+    ts: float = Field(ge=0)
+
+
+class Counter(Fields):
+    ph: Literal["C"]
+    ts: float = Field(ge=0)
+    args: dict[str, float]
+
+
+class Metadata(Fields):
+    ph: Literal["M"]
+    name: Literal["process_name", "process_sort_index", "thread_name", "thread_sort_index"]
+    args: dict[Literal["name", "sort_index"], str | int]
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING])
+def test_the_trace_keeps_to_the_trace_event_format(options: dict[str, object]) -> None:
+    """Viewers pass over what they do not know, such as a flow without its category, without a word."""
+    timeline = ended((3, 2, 1), 6, **options)
+    curve = Curve.of([(0.0, 64), (6.0, 0)])
+    text = trace_of({"a step": timeline}, **{"a step": [MemoryCurves(curve, {"saved": curve.amounts})] * 6})
+    whole = json.loads(text)
+    assert whole.keys() == {"displayTimeUnit", "traceEvents"}
+    assert whole["displayTimeUnit"] in ("ms", "ns")
+    events = TypeAdapter(list[Slice | Flow | Counter | Metadata]).validate_python(whole["traceEvents"])
+    assert {each.ph for each in events} == set("XsfCM")
+    named = {(each.pid, each.tid) for each in events if each.name in ("thread_name", "process_name")}
+    assert {(each.pid, each.tid) for each in events} == named
 
 
 def test_the_trace_is_deterministic() -> None:
