@@ -40,16 +40,23 @@ function drawSource() {
     code.line = k;
     drawSource();
   });
-  showOperator(data.pipeline.operators.find(({ stage, line }) => stage === code.stage && line === code.line + 1));
+  const origin = code.line < 0 ? null : originOf(lines, code.line);
+  if (!origin) return byId("origin").replaceChildren("click a line to see where it comes from");
+  const own = data.pipeline.operators.filter(({ stage, module }) => stage === code.stage && module === origin.module);
+  const operator = own.find(({ line }) => line >= code.line) ?? own[0];
+  byId("origin").replaceChildren(
+    make("b", {}, `${origin.module}${origin.type ? ` · ${origin.type}` : ""}${origin.source ? `, ${origin.source}` : ""}`),
+    ...(operator ? [make("button", { onclick: () => showInModel(code.stage, operator.number) }, "in the model")] : []),
+    make("button", { onclick: () => searchFor(`stage ${code.stage}`) }, "its cells"));
 }
 
-/** Where a line of code comes from. */
-function showOperator(operator) {
-  byId("origin").replaceChildren(...(operator
-    ? [`${operator.module || "model"} · ${operator.type || operator.call}, ${operator.source || "no line of the model"} `,
-      make("button", { onclick: () => showInModel(operator.stage, operator.number) }, "in the model"),
-      make("button", { onclick: () => searchFor(`stage ${operator.stage}`) }, "its cells")]
-    : [code.line >= 0 ? "" : "click a line to see where it comes from"]));
+/** The module and the line of the model that a line of code comes from: the comment above it says so. */
+function originOf(lines, from) {
+  for (let k = from; k >= 0 && !lines[k].startsWith("def "); k--) {
+    const match = /^\s+# (\S.*?)(?: · (.*?))?(?:\s{2,}# (\S+:\d+))?\s*$/.exec(lines[k]);
+    if (match) return { module: match[1], type: match[2], source: match[3] };
+  }
+  return null;
 }
 
 /** The line of the program that is compute `index`, or -1. */

@@ -21,7 +21,7 @@ interface Timeline {
   // made by prepare():
   number: number; first: number[]; firstCollective: number[]; firstMessage: number[]; numRows: number; lastChunk: number;
   onPath: Set<number>; collectivesOnPath: Set<number>; lanes: Lane[]; named?: Map<string, number>;
-  fills: string[][]; visible: number[]; incoming?: number[][]; sums?: Sums[]; stageTimes?: number[];
+  fills: string[][]; visible: number[]; incoming?: number[][]; sums?: Sums[]; stageTimes?: number[]; longestMessage?: number;
 }
 
 interface Lane {

@@ -2,6 +2,7 @@
 
 const LEAST_WIDTH = 3; // pixels below which boxes are drawn together with their neighbours
 const MOST_ARROWS = 4000;
+const MOST_CELLS_MOVING = 200000; // of more, not all lanes are drawn while the view moves
 const FONT = getComputedStyle(document.body).fontFamily;
 const LEAST_HEIGHT = 1; // pixels below which lanes are left out, so that one in so many is drawn
 
@@ -14,6 +15,7 @@ let strip = null; // the whole step in little, drawn once
 let selection = null;
 /** The range that was picked, from when to when. @type {[number, number]} */
 let picked = null;
+let isMoving = false; // while the wheel turns or a drag goes on
 /** What is under the pointer. @type {Thing} */
 let hovered = null;
 /** What was clicked or found. @type {Thing} */
@@ -70,10 +72,22 @@ function draw() {
   drawScrollbar();
 }
 
-/** One in so many lanes that each has a pixel; the others would be drawn over it. */
+/**
+ * One in so many lanes that each has a pixel; the others would be drawn over it. While the view moves, fewer and
+ * thicker ones, so that it moves smoothly.
+ */
 function every(lanes) {
-  const stride = Math.ceil(LEAST_HEIGHT / (lanes[0]?.pitch || 1));
-  return stride > 1 ? lanes.filter((_, k) => k % stride === 0).map((lane) => ({ ...lane, box: LEAST_HEIGHT })) : lanes;
+  const { pitch } = lanes[0] ?? { pitch: 1 };
+  const hurried = isMoving ? Math.ceil(total(lanes.map(countVisible)) / MOST_CELLS_MOVING) : 1;
+  const stride = Math.max(Math.ceil(LEAST_HEIGHT / pitch), hurried);
+  if (stride === 1) return lanes;
+  const box = Math.max(pitch * hurried, LEAST_HEIGHT);
+  return lanes.filter((_, k) => k % stride === 0).map((lane) => ({ ...lane, box }));
+}
+
+function countVisible({ timeline: { computes: { start }, first }, rank }) {
+  const [begin, last] = [first[rank], first[rank + 1]];
+  return firstAbove(start, view.end, begin, last) - firstAbove(start, view.start, begin, last);
 }
 
 /** The names of lanes; of flat ones as many as have room. */
@@ -380,12 +394,15 @@ function drawMemory({ timeline, rank, curveY, curve: height }, curve, bottom, un
 
 // ---- messages ----
 
-/** The messages of microbatches on the way in the visible range. */
-function visibleMessages({ messages: { start, end, microbatch } }) {
+/** The messages of microbatches on the way in the visible range; of too many to draw, one too many. */
+function visibleMessages(timeline) {
+  const { messages: { start, end, microbatch }, firstMessage, peaks } = timeline;
   const found = [];
   if (!shown.messages || view.tab === "memory") return found;
-  for (let i = 0; i < start.length; i++)
-    if (microbatch[i] >= 0 && end[i] >= view.start && start[i] <= view.end) found.push(i);
+  timeline.longestMessage ??= start.reduce((most, begun, i) => Math.max(most, end[i] - begun), 0);
+  for (let rank = 0; rank < peaks.length && found.length <= MOST_ARROWS; rank++)
+    for (let i = firstAbove(start, view.start - timeline.longestMessage - 1e-12, firstMessage[rank], firstMessage[rank + 1]); i < firstMessage[rank + 1] && start[i] <= view.end; i++)
+      if (microbatch[i] >= 0 && end[i] >= view.start) found.push(i);
   return found;
 }
 

@@ -277,6 +277,19 @@ function pickedTimes([fromX, fromY], toX) {
 
 const at = (event) => [event.offsetX, event.offsetY];
 
+let settling = 0;
+
+/** Draw in a hurry, and all of it once nothing has moved for a moment. */
+function redrawMoving() {
+  isMoving = true;
+  clearTimeout(settling);
+  settling = setTimeout(() => {
+    isMoving = false;
+    redraw();
+  }, 150);
+  redraw();
+}
+
 canvas.addEventListener("wheel", (event) => {
   event.preventDefault();
   const { deltaX, deltaY } = event;
@@ -284,7 +297,7 @@ canvas.addEventListener("wheel", (event) => {
   else if (event.offsetX < GUTTER) scroll(deltaY);
   else if (event.shiftKey || Math.abs(deltaX) > Math.abs(deltaY)) pan(deltaX || deltaY);
   else zoom(Math.exp(deltaY * 0.0015), event.offsetX);
-  redraw();
+  redrawMoving();
 }, { passive: false });
 
 canvas.addEventListener("pointerdown", (event) => {
@@ -303,7 +316,8 @@ canvas.addEventListener("pointermove", (event) => {
     scroll(drag.last[1] - pointer[1]);
     drag.last = pointer;
   }
-  redraw(drag?.kind === "move" ? "all" : "overlay");
+  if (drag?.kind === "move" && drag.far) redrawMoving();
+  else redraw("overlay");
 });
 
 canvas.addEventListener("pointerup", (event) => {

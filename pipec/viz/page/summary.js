@@ -65,7 +65,7 @@ function nextBestWords(timeline) {
   const without = alternativeCell("recompute", "none");
   if (without) {
     const replayed = Math.max(...data.pipeline.stages.map(({ recomputed }, k) => recomputed * Math.max(...peaksOf(timeline, k))));
-    found.push(`without recomputing it takes ${ratioWords(without[1] / timeline.makespan)}, with up to ${bytes(replayed)} more on a rank`);
+    found.push(`without recomputing a step is ${ratioWords(without[1] / timeline.makespan)}, with up to ${bytes(replayed)} more on a rank`);
   }
   return found;
 }
