@@ -81,8 +81,8 @@ function every(lanes) {
   const hurried = isMoving ? Math.ceil(total(lanes.map(countVisible)) / MOST_CELLS_MOVING) : 1;
   const stride = Math.max(Math.ceil(LEAST_HEIGHT / pitch), hurried);
   if (stride === 1) return lanes;
-  const box = Math.max(pitch * hurried, LEAST_HEIGHT);
-  return lanes.filter((_, k) => k % stride === 0).map((lane) => ({ ...lane, box }));
+  const box = Math.ceil(pitch * stride);
+  return lanes.filter((_, k) => k % stride === 0).map((lane) => ({ ...lane, y: Math.floor(lane.y), box }));
 }
 
 function countVisible({ timeline: { computes: { start }, first }, rank }) {
@@ -388,8 +388,8 @@ function drawMemory({ timeline, rank, curveY, curve: height }, curve, bottom, un
   ctx.lineTo(px + 4, py - 6);
   ctx.fillStyle = colors.text;
   ctx.fill();
-  const words = `peak ${bytes(curve.amount[peak])}`;
-  if (height > 40) write(words, Math.min(Math.max(px, GUTTER + 40), GUTTER + laneWidth() - 40), py - 9, { size: 11, align: "center" });
+  const isLate = px > GUTTER + laneWidth() - 110;
+  if (height > 40) write(`peak ${bytes(curve.amount[peak])}`, px + (isLate ? -8 : 8), py - 1, { color: colors.text, size: 11, align: isLate ? "right" : "left" });
 }
 
 // ---- messages ----
