@@ -10,12 +10,11 @@ from itertools import combinations, product
 
 import numpy as np
 
-from pipec.errors import PipecError
+from pipec.errors import InputError, PipecError
 from pipec.ir import Phase, Plan, Program, Schedule
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_step
-from pipec.schedules import make_schedule
 from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.schedules.registry import SCHEDULES
 from pipec.schedules.search.workload import Workload
@@ -55,7 +54,7 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
         changed = _with_costs(plan, chosen)
         if changed.num_microbatches == plan.num_microbatches and chosen["schedule"] == plan.schedule:
             return simulate_plan(changed, programs)
-        schedule = make_schedule(str(chosen["schedule"]), plan.num_ranks, changed.num_microbatches)
+        schedule = _fixed_order(str(chosen["schedule"]), plan.num_ranks, changed.num_microbatches)
         if schedule.placement != plan.placement:
             raise PipecError(f"{schedule.name} needs other stages")
         changed = replace(changed, schedule=schedule.name)
@@ -95,13 +94,20 @@ def what_if_of_equal_stages(
             message=(work.messages[0] if work.messages else 0.0) * float(str(chosen["time of messages"])),
         )
         own = own.scaled([num_microbatches / count * num_ranks / number] * number)
-        schedule = make_schedule(str(chosen["schedule"]), number, count, own)
+        schedule = _fixed_order(str(chosen["schedule"]), number, count)
         slowed = [1.0] * number
         slowed[number // 2] = float(str(chosen["time of the middle rank"]))
         return simulate_schedule(schedule, own.scaled(slowed))[0]
 
     notes = ("With other microbatches or ranks, the work of the whole step stays the same; messages do not.",)
     return _filled(axes, play, timeline, notes)
+
+
+def _fixed_order(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule of this name. Raises InputError for one that is searched: each cell would take seconds."""
+    if name not in SCHEDULES:
+        raise InputError(f"the orders of {name} are searched, not simulated beforehand")
+    return SCHEDULES[name](num_ranks, num_microbatches)
 
 
 def _around(number: int, octaves: int = 4) -> list[int]:

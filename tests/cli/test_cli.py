@@ -159,7 +159,7 @@ def test_what_cannot_be_planned_says_why(arguments: tuple[object, ...], status: 
 
 def test_schedule_draws_a_named_schedule() -> None:
     printed = pipec_cli("schedule", "gpipe", "--stages", 3, "--microbatches", 5).stdout
-    assert printed.startswith("gpipe, 5 microbatches\nbubble 28.6%, makespan 21 units")
+    assert printed.startswith("gpipe, 5 microbatches\nbubble 28.6% of span 21 units, idle 28.6% of makespan 21 units")
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("rank")] == ["0", "1", "2"]
 
 
