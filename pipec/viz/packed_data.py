@@ -44,17 +44,21 @@ def pack(data: Mapping[str, object]) -> str:
         if not isinstance(value, Column):
             raise TypeError(f"{type(value).__name__} cannot be packed")
         differences = np.diff(value.numbers, prepend=0)
-        width = next(
-            width for width in (1, 2, 4, 8) if not differences.size or _fits(differences, 8 * width - 1)
-        )
-        stored = np.ascontiguousarray(differences.astype(f"<i{width}"))
-        planes = stored.view(np.uint8).reshape(-1, width).T  # equal bytes stand together: half the size
-        chunks.append(planes.tobytes())
-        return {"column": [sum(map(len, chunks[:-1])), len(differences), width, value.divisor, value.array]}
+        width = next(width for width in _WIDTHS if not differences.size or _fits(differences, 8 * width - 1))
+        planes = differences.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].T
+        chunks.append(planes.tobytes())  # equal bytes stand together, which makes half the size
+        return {_REFERENCE: [sum(map(len, chunks[:-1])), len(differences), width, value.divisor, value.array]}
 
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=reference).encode()
     packed = len(text).to_bytes(4, "little") + text + b"".join(chunks)
     return base64.b64encode(gzip.compress(packed, 6, mtime=0)).decode("ascii")
+
+
+_REFERENCE = "#column"
+"""The key under which JSON says where a column is. No value or category has such a name."""
+
+_WIDTHS = (1, 2, 4, 6)
+"""Bytes of a difference. Numbers of JavaScript are exact up to 53 bits: enough for 140 TB in six bytes."""
 
 
 def _fits(numbers: NDArray[np.int64], bits: int) -> bool:
@@ -68,11 +72,13 @@ def unpack(text: str) -> Any:
     columns = packed[4 + length :]
 
     def restored(found: dict[str, Any]) -> Any:
-        if set(found) != {"column"}:
+        if _REFERENCE not in found:
             return found
-        offset, count, width, divisor, _ = found["column"]
+        offset, count, width, divisor, _ = found[_REFERENCE]
         planes = np.frombuffer(columns, np.uint8, count * width, offset).reshape(width, count)
-        numbers = np.cumsum(np.ascontiguousarray(planes.T).view(f"<i{width}").reshape(-1).astype(np.int64))
+        signs = np.where(planes[-1] > 127, 255, 0).astype(np.uint8)
+        wide = np.stack([*planes, *[signs] * (8 - width)], axis=1)
+        numbers = np.cumsum(wide.view("<i8").reshape(-1))
         return (numbers / divisor if divisor != 1 else numbers).tolist()
 
     return json.loads(packed[4 : 4 + length], object_hook=restored)

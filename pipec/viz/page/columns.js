@@ -7,7 +7,7 @@ async function unpack(text) {
   const packed = new Uint8Array(await new Response(stream).arrayBuffer());
   const length = new DataView(packed.buffer).getUint32(0, true);
   const columns = packed.subarray(4 + length);
-  const restored = (_, value) => (value?.column ? readColumn(columns, value.column) : value);
+  const restored = (_, value) => (value?.["#column"] ? readColumn(columns, value["#column"]) : value);
   return JSON.parse(new TextDecoder().decode(packed.subarray(4, 4 + length)), restored);
 }
 
