@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bare_programs import lower
-from page_views import Open, drag, hover, in_browser, lane, one_f_one_b, point, press, settle
+from page_views import Open, color_at, drag, hover, in_browser, lane, one_f_one_b, point, press, settle
 from playwright.sync_api import Page
 from simulated_updates import EVERYTHING, ended
 from torch import nn
@@ -591,8 +591,10 @@ def test_no_view_is_wider_than_its_window(open_page: Open, width: int) -> None:
 
 @in_browser
 def test_print_leaves_out_what_cannot_be_pressed(open_page: Open) -> None:
-    page = open_page({"1f1b": one_f_one_b()}, address="")
-    page.emulate_media(media="print")
+    page = open_page({"1f1b": one_f_one_b()}, address="", scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    settle(page)
+    assert color_at(page, "[2, 2]") == "#ffffff"  # paper is light
     assert page.locator("#tools").is_hidden()
     assert page.locator("#sentences").is_visible()
     assert page.locator("#canvas").is_visible()
