@@ -5,6 +5,7 @@ middle of the step, and scrolling through the ranks. Chromium draws at most 60 f
 """
 
 import argparse
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def main() -> None:
     print("| ranks, microbatches | cells | write | file | open | zoom: median, worst frame | scroll |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for size in SIZES:
             if size[0] > most:
                 continue

@@ -88,7 +88,7 @@ def _step_data(step: DrawnStep, scale: float, whole: bool) -> dict[str, object]:
         "schedule": step.schedule,
         "microbatches": step.num_microbatches,
         "summary": summary(timeline),
-        "findings": bottleneck_lines(timeline),
+        "findings": bottleneck_lines(timeline, found),
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble": timeline.bubble_rate,
