@@ -46,6 +46,7 @@ ORDER = (
     Package("compiler"),
     Package("runtime", only=frozenset({"errors", "console", "ir", "artifact"})),
     Package("viz", torch=False, only=frozenset({"errors", "ir", "timeline"})),
+    Package("drawn_artifacts"),
     Package("checkpoint"),
     Package("profiler"),
     Package("options", torch=False),

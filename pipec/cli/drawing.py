@@ -1,6 +1,6 @@
 """Output of steps, shared by commands: drawn to a file, or printed as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,8 @@ from pipec.cli.output import write_stdout
 from pipec.console import is_rank_zero
 
 if TYPE_CHECKING:
-    from pipec.viz import DrawnStep
+    from pipec.timeline.grid import Grid
+    from pipec.viz import DrawnPipeline, DrawnStep
 
 
 def check_output(output: Path | None, min_events: int = 0) -> None:
@@ -22,12 +23,17 @@ def check_output(output: Path | None, min_events: int = 0) -> None:
         check_drawing(output, min_events)
 
 
-def draw(steps: Sequence["DrawnStep"], output: Path | None) -> None:
-    """Draw the steps to ``output``, if there is one, on rank 0."""
+def draw(
+    steps: Sequence["DrawnStep"],
+    output: Path | None,
+    pipeline: "DrawnPipeline | None" = None,
+    find_what_if: Callable[[], "Grid | None"] = lambda: None,
+) -> None:
+    """Draw the steps to ``output``, if there is one, on rank 0. Only pages need ``find_what_if``."""
     from pipec.viz import draw_steps
 
     if output is not None and is_rank_zero():
-        draw_steps(output, steps)
+        draw_steps(output, steps, pipeline, find_what_if() if output.suffix == ".html" else None)
 
 
 def print_steps(steps: Sequence["DrawnStep"], output: Path | None) -> None:

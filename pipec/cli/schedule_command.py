@@ -1,6 +1,6 @@
 """``pipec schedule``: the timeline of one step, on equal stages or on the costs of a model's plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,8 @@ from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS
 if TYPE_CHECKING:
     from pipec.ir import Schedule
     from pipec.schedules import Workload
-    from pipec.viz import DrawnStep
+    from pipec.timeline.grid import Grid
+    from pipec.viz import DrawnPipeline, DrawnStep
 
 CompareSchedule = Annotated[
     str | None,
@@ -83,7 +84,7 @@ def schedule_name(
     most 100,000, each with rank, op, stage, microbatch, bucket if it has one, start and end;
     lower_and_verify_seconds. With --compare also compare: the same keys of that schedule.
     """
-    from pipec.schedules import Workload
+    from pipec.schedules import ASYNCHRONOUS_SCHEDULES, Workload
 
     equal_stages = _EqualStages.of(stages, replicas)
     names = _names(name, compare, output, equal_stages.min_events(microbatches))
@@ -102,9 +103,17 @@ def schedule_name(
         memory_weight=memory_weight,
         memory_limit=memory_limit,
     )
-    _show(
-        [_on_equal_stages(each, equal_stages, microbatches, work, reduce) for each in names], output, as_json
-    )
+    steps = [_on_equal_stages(each, equal_stages, microbatches, work, reduce) for each in names]
+
+    def find_what_if() -> "Grid | None":
+        from pipec.plan.what_if import what_if_of_equal_stages
+
+        if equal_stages.replicas != 1 or name.endswith(".txt") or name in ASYNCHRONOUS_SCHEDULES:
+            return None
+        timeline = steps[0][0].timeline
+        return what_if_of_equal_stages(name, equal_stages.num_stages, microbatches, work, timeline)
+
+    _show(steps, output, as_json, find_what_if=find_what_if)
 
 
 @compile_flags()
@@ -122,13 +131,30 @@ def schedule_target(
     JSON keys: as with NAME, without lower_and_verify_seconds.
     """
     from pipec.cli.target import compile_target
-    from pipec.viz import DrawnStep
+    from pipec.plan.what_if import what_if_of_plan
+    from pipec.viz import DrawnPipeline, DrawnStep
 
-    def planned(name: str) -> _StepAndJson:
-        pipe = compile_target(target, devices, {**options, "schedule": name})
-        return replace(DrawnStep.of_plan(pipe.plan, pipe.programs, pipe.simulate()), schedule=name), {}
-
-    _show([planned(name) for name in _names(options["schedule"], compare, output)], output, as_json)
+    pipes = {
+        name: compile_target(target, devices, {**options, "schedule": name})
+        for name in _names(options["schedule"], compare, output)
+    }
+    steps = [
+        replace(
+            DrawnStep.of_plan(pipe.plan, pipe.programs, pipe.simulate()),
+            schedule=name,
+            host_seconds=pipe.plan.host.step_seconds,
+        )
+        for name, pipe in pipes.items()
+    ]
+    first = next(iter(pipes.values()))
+    sources = [first.source(stage) for stage in range(len(first.plan.stages))]
+    _show(
+        [(step, {}) for step in steps],
+        output,
+        as_json,
+        DrawnPipeline(first.plan, first.programs, sources),
+        lambda: what_if_of_plan(first.plan, first.programs, steps[0].timeline),
+    )
 
 
 def _names(name: str, compare: str | None, output: Path | None, min_events: int = 0) -> list[str]:
@@ -231,9 +257,15 @@ def _factors(replicas: Sequence[int]) -> list[float]:
     return [count / min(replicas) for count in replicas]
 
 
-def _show(steps_and_json: Sequence[_StepAndJson], output: Path | None, as_json: bool) -> None:
+def _show(
+    steps_and_json: Sequence[_StepAndJson],
+    output: Path | None,
+    as_json: bool,
+    pipeline: "DrawnPipeline | None" = None,
+    find_what_if: Callable[[], "Grid | None"] = lambda: None,
+) -> None:
     steps = [step for step, _ in steps_and_json]
-    draw(steps, output)
+    draw(steps, output, pipeline, find_what_if)
     if as_json:
         first, *others = (_summary(*each) for each in steps_and_json)
         show_json(first | ({"compare": others[0]} if others else {}))

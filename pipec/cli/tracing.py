@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipec.cli.drawing import check_output, draw, print_steps
+from pipec.cli.drawing import check_output
 from pipec.cli.flags import Artifact, Drawing, IntHigh, Json, Seed, Steps, compile_flags
-from pipec.cli.output import show_json, status
+from pipec.cli.output import show_json, status, write_stdout
+from pipec.console import is_rank_zero
 
 WARMUP = 2
 """Steps that run before recording begins, because the first ones allocate memory."""
@@ -31,10 +32,9 @@ def trace(
     """
     with status("loading torch"):
         from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
-        from pipec.plan.predictions import simulate_plan
+        from pipec.drawn_artifacts import add_recorded_steps, draw_artifact
         from pipec.timeline.report import timeline_report
-        from pipec.timeline.trace import Trace, measured_timeline
-        from pipec.viz import DrawnStep
+        from pipec.timeline.trace import Trace
 
     check_output(output)
     pipe, _ = load_with_random_tensors(directory, seed, **options)
@@ -44,13 +44,10 @@ def trace(
     with pipe.record() as recorded:
         for _ in range(steps):
             pipe.step_with_leaves(next(batches))
-    measured = [measured_timeline(step.programs, step.timestamps, pipe.plan.sync_spec) for step in recorded]
-    timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
-    drawn_steps = [
-        DrawnStep.of_plan(pipe.plan, pipe.programs, timeline, name) for name, timeline in timelines.items()
-    ]
-    draw(drawn_steps, output)
+    made = Trace()
+    add_recorded_steps(made, pipe.plan, pipe.programs, recorded, first=WARMUP)
+    text = draw_artifact(pipe._artifact, made, output if is_rank_zero() else None)
     if as_json:
-        show_json({name: timeline_report(timeline) for name, timeline in timelines.items()})
+        show_json({name: timeline_report(timeline) for name, timeline in made.timelines().items()})
     else:
-        print_steps(drawn_steps, output)
+        write_stdout(f"wrote {output}\n" if output is not None else text)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pipec.artifact.artifact import write_artifact
 from pipec.compiler.compiler import Compiler
+from pipec.drawn_artifacts import add_recorded_steps, draw_artifact
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan, RankMemory
 from pipec.ir.argument_checks import check_arguments
@@ -21,7 +22,7 @@ from pipec.options import Options
 from pipec.pipeline.checkpointing import Checkpoints
 from pipec.pipeline.collective_calls import LOCAL_BATCH_ADVICE, CallAgreement, CallRequest
 from pipec.pipeline.compiled_calls import CompiledCalls, output_of
-from pipec.pipeline.inspection import add_recorded_steps, draw_timelines, predicted_memory
+from pipec.pipeline.inspection import predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.plan.plan_table import PrintablePlan
@@ -421,25 +422,32 @@ class Pipeline(PipelineBase):
         """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
 
         If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
-        pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
+        pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError. A
+        notebook shows the page in place of the text.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        timelines = trace.timelines() if trace else {"planned": self.simulate()}
         drawn = Path(path) if path is not None and self._context.ranks.world.rank == 0 else None
-        return draw_timelines(self.plan, self.programs, timelines, drawn)
+        devices = self._compiler.decided.options.topology.devices
+        return draw_artifact(self._artifact, trace, drawn, [device.memory_bytes for device in devices])
 
     @contextlib.contextmanager
-    def trace(self) -> Iterator[Trace]:
+    def trace(self, trace: Trace | None = None) -> Iterator[Trace]:
         """Record the steps that are made inside a ``with``. After it, the trace has their timelines.
 
         Every rank records, or none; each then has the times of all. They are times of the host: work that a
-        GPU still has to do is not in them.
+        GPU still has to do is not in them. Steps are added to ``trace`` if one is given: so a script that
+        traces every n-th step gets one trace of the run, with the steps that were skipped or compiled.
         """
-        trace = Trace()
+        check_arguments(METHOD_ARGUMENTS, locals())
+        trace = Trace() if trace is None else trace
+        first, skipped, compiled = self.num_steps, self.num_skipped, sum(self.compile_seconds.values())
         with self.record() as recorded:
             yield trace
         if recorded:
-            add_recorded_steps(trace, self.plan, self.programs, recorded)
+            note = "skipped" if self.num_skipped > skipped else ""
+            if sum(self.compile_seconds.values()) > compiled:
+                note = "compiled" if not note else f"{note}, compiled"
+            add_recorded_steps(trace, self.plan, self.programs, recorded, first, note)
 
     @property
     def compile_seconds(self) -> dict[str, float]:

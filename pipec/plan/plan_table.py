@@ -22,7 +22,7 @@ WIDTH = 240
 """Wide enough that no row is folded: a terminal folds it as it likes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PrintablePlan(Plan):
     """A plan that prints as a table, with what its ``programs`` predict."""
 
@@ -34,6 +34,9 @@ class PrintablePlan(Plan):
 
     def __str__(self) -> str:
         return plan_table(self, self.programs)
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def plan_table(plan: Plan, programs: Sequence[Program]) -> str:

@@ -1,6 +1,6 @@
 """The memory of a rank while its program runs, and its microbatches in flight. Nothing else counts them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,6 +100,18 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
       Before, ``.grad`` is None. Where replicas add them up in the buffer that is reduced, they exist from the
       start.
     """
+    return _counted(plan, program).result()
+
+
+def memory_by_category(plan: Plan, program: Program) -> Mapping[str, tuple[float, Floats, Floats]]:
+    """The bytes of each category that occurs: before the program, while each instruction runs, and after it.
+
+    While an instruction runs, these are the bytes at its highest total.
+    """
+    return _counted(plan, program).by_category()
+
+
+def _counted(plan: Plan, program: Program) -> "_Account":
     account = _Account(plan, program)
     account.count_static()
     account.count_computes()
@@ -109,7 +121,7 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     account.count_results()
     account.count_collectives()
     account.count_prepared()
-    return account.result()
+    return account
 
 
 def _whole_bytes(bucket: Bucket) -> float:
@@ -351,6 +363,25 @@ class _Account:
         """Grow a category by ``start`` as the instructions at ``positions`` start, by ``end`` as they end."""
         for growths, amount in ((self.starts, start), (self.ends, end)):
             np.add.at(growths.setdefault(kind, np.zeros(len(self.columns))), positions, amount)
+
+    def by_category(self) -> Mapping[str, tuple[float, Floats, Floats]]:
+        """Bytes before the program, while its instructions run, and after each of them."""
+        size = len(self.columns)
+        zeros = np.zeros(size)
+        during = {
+            kind: amount
+            + np.cumsum(self.starts.get(kind, zeros) + self.ends.get(kind, zeros))
+            - self.ends.get(kind, zeros)
+            for kind, amount in self.static.items()
+        }
+        total = sum(during.values(), zeros)
+        highest = np.lexsort((total, self.numbers))[np.append(np.diff(self.numbers) > 0, True)[:size]]
+        last = np.flatnonzero(np.append(np.diff(self.numbers) > 0, True)[:size])
+        return {
+            kind: (self.static[kind], amounts[highest], (amounts + self.ends.get(kind, zeros))[last])
+            for kind, amounts in during.items()
+            if self.static[kind] or amounts.any()
+        }
 
     def result(self) -> RankMemory:
         size = len(self.columns)

@@ -1,25 +1,18 @@
-"""The time of a step explained: the waits of its events, the critical path, and memory over time."""
+"""The time of a step explained: the waits of its events, and the critical path."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Op, Plan, Program, StageMemory
-from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
-from pipec.programs.lower_periodic import steady_excerpt
+from pipec.ir import Op
+from pipec.ir.columns import OP_CODE, Floats, Ints
 from pipec.programs.message_readers import first_readers
 from pipec.programs.offload_intervals import copy_dependencies
-from pipec.programs.rank_memory import rank_memory
-from pipec.programs.representative_replicas import as_in_full_step
 from pipec.timeline.events import Events, Timeline
 from pipec.timeline.simulate import collective_numbers
-
-Curve = Sequence[tuple[float, float]]
-"""Times, ascending, each with the amount from then on."""
 
 NEGLIGIBLE = 1e-6
 """Shorter waits, as a share of the makespan, are rounding errors: times are sums of floats."""
@@ -207,58 +200,3 @@ def critical_path_times(timeline: Timeline, path: Sequence[int]) -> list[float]:
     starts = np.maximum(events.starts[list(path)], np.concatenate([[0.0], ends])[: len(path)])
     times: list[float] = np.maximum(ends - starts, 0.0).tolist()
     return times
-
-
-def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
-    """For each rank the steps of its pairs of stage and microbatch in flight, from time 0.
-
-    A microbatch is in flight from its forward to its last compute.
-    """
-    changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
-    for event in timeline.computes.where(timeline.computes.instructions.is_compute_start):
-        assert event.instruction.op.phase
-        growth = _IN_FLIGHT.growth(event.instruction.op.phase)
-        changes[event.rank] += zip((event.start, event.end), growth, strict=True)
-    return tuple(map(_steps, changes))
-
-
-_IN_FLIGHT = StageMemory(saved=1, weight_gradient_saved=1)
-
-
-def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Timeline) -> tuple[Curve, ...]:
-    """The bytes that each rank holds over time, as ``rank_memory`` counts them.
-
-    There are none if the timeline does not belong to these programs.
-    """
-    curves = []
-    for rank, program in enumerate(
-        steady_excerpt(as_in_full_step(programs), plan.sync_spec.stream, plan.placement)
-    ):
-        events, memory = timeline.columns.of_rank(rank), rank_memory(plan, program)
-        columns = InstructionColumns.of(program.instructions, plan.links)
-        timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))
-        chosen = np.flatnonzero(events.is_blocking | events.is_overlapped)
-        if timed.size != chosen.size:
-            return ()
-        ends, starts = np.zeros(len(columns)), np.zeros(len(columns))
-        starts[timed], ends[timed] = events.starts[chosen], events.ends[chosen]
-        times = np.maximum.accumulate(np.stack([starts, ends], axis=1).reshape(-1))
-        amounts = np.stack([memory.most, memory.after], axis=1).reshape(-1)
-        curves.append(_highest(times, amounts))
-    return tuple(curves)
-
-
-def _highest(times: Floats, amounts: Floats) -> Curve:
-    """One step for each time: the last one if several have it."""
-    last = np.append(times[1:] != times[:-1], True)
-    found = [(0.0, 0.0)] if not times.size or times[0] > 0 else []
-    return found + list(zip(times[last].tolist(), amounts[last].tolist(), strict=True))
-
-
-def _steps(changes: Sequence[tuple[float, float]]) -> Curve:
-    """Running totals, one step for all changes at the same time."""
-    ordered = sorted([(0.0, 0.0), *((time, change) for time, change in changes if change)])
-    totals = list(accumulate(change for _, change in ordered))
-    times = [time for time, _ in ordered]
-    last_of_time = [here != after for here, after in pairwise([*times, None])]
-    return [(time, total) for time, total, last in zip(times, totals, last_of_time, strict=True) if last]

@@ -15,10 +15,16 @@ from pipec.timeline.events import Event, Timeline
 
 @dataclass
 class Trace:
-    """Timelines of the recorded steps, in order, and the planned timeline of the same step."""
+    """Timelines of the recorded steps, in order, and the planned timeline of the same step.
+
+    ``numbers`` counts the steps from the first of the training, and ``notes`` has what was special about a
+    step: whether it was skipped or compiled.
+    """
 
     simulated: Timeline | None = None
     steps: list[Timeline] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def median_step(self) -> Timeline:
         """The step of median makespan. Raises InputError if there is none."""

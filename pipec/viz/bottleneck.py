@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from pipec.ir import Payload
-from pipec.timeline.attribution import attribute_waits, critical_path, critical_path_times
+from pipec.timeline.attribution import Attribution, critical_path, critical_path_times
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.rank_times import RankTime, RankWait, rank_times
 from pipec.viz.labels import format_duration
@@ -16,11 +16,13 @@ _NEGLIGIBLE = 5e-4
 """Parts below this share of the makespan are not listed."""
 
 
-def bottleneck_lines(timeline: Timeline) -> list[str]:
-    """The two lines. A step that takes no time has none."""
+def bottleneck_lines(timeline: Timeline, found: Attribution) -> list[str]:
+    """The two lines. A step that takes no time has none.
+
+    ``found`` is the result of ``attribute_waits`` for the timeline.
+    """
     if not timeline.makespan:
         return []
-    found = attribute_waits(timeline)
     times = rank_times(timeline, found)
     longest = max(range(len(times)), key=lambda rank: times[rank].waiting + times[rank].unattributed_idle)
     waited = _description(timeline, _waited(timeline, longest, times[longest]))

@@ -8,9 +8,11 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipec.timeline.attribution import Curve, attribute_waits, in_flight_over_time, message_readers
-from pipec.timeline.events import Event, Timeline
-from pipec.viz.drawing_checks import check_timelines, check_trace, num_events
+from pipec.timeline.attribution import attribute_waits, message_readers
+from pipec.timeline.curves import in_flight_over_time
+from pipec.timeline.events import Event
+from pipec.viz.drawing_checks import check_steps, check_trace
+from pipec.viz.drawn_steps import DrawnStep
 from pipec.viz.labels import (
     NAMES,
     collective_ranks,
@@ -24,38 +26,33 @@ _NANOSECONDS = {"s": 1e9}
 _NANOSECONDS_OF_A_UNIT = 1e6
 
 
-def chrome_trace(
-    timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]] | None = None
-) -> str:
-    """The JSON text: a process per timeline under its name, a track per rank, a slice per compute and update.
+def chrome_trace(steps: Sequence[DrawnStep]) -> str:
+    """The JSON text: a process per step under its name, a track per rank, a slice per compute and update.
 
     Below the track of a rank is one for its collectives and copies, or several if some of them overlap.
     An arrow leads from the compute before a send to the compute that reads the message. A message that is
     read after the step, a result or the gradient of a borrowed weight, has no arrow. Counters show how many
-    microbatches are in flight on each rank, and its bytes where ``memory[name][rank]`` gives them.
+    microbatches are in flight on each rank, and its bytes by category where a step's ``memory`` gives them.
 
     Raises:
-        InputError: the timelines have different units, or so many events that no viewer opens them, or
-            ``memory`` does not fit them.
+        InputError: the steps have different units, or so many events that no viewer opens them, or the
+            memory of one does not fit it.
     """
-    memory = memory or {}
-    check_timelines(timelines, memory)
-    check_trace(num_events(timelines))
+    check_steps(steps)
+    check_trace(sum(len(step.timeline.events) for step in steps))
     events = [
-        event
-        for process, (name, timeline) in enumerate(timelines.items(), start=1)
-        for event in _Process(process, name, timeline, memory.get(name, ())).events()
+        event for process, step in enumerate(steps, start=1) for event in _Process(process, step).events()
     ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
 class _Process:
-    """One timeline. Tracks are numbered from 1, because viewers take thread 0 for the system's idle one."""
+    """One step. Tracks are numbered from 1, because viewers take thread 0 for the system's idle one."""
 
-    def __init__(self, number: int, name: str, timeline: Timeline, memory: Sequence[Curve]) -> None:
-        self._name = name
-        self._timeline = timeline
-        self._memory = memory
+    def __init__(self, number: int, step: DrawnStep) -> None:
+        self._name = step.name
+        self._timeline = timeline = step.timeline
+        self._memory = step.memory
         self._number = number
         self._waits = attribute_waits(timeline)
         self._rows = overlap_rows(timeline.overlapped)
@@ -142,15 +139,15 @@ class _Process:
 
     def _counters(self) -> Iterator[dict[str, object]]:
         for rank, curve in enumerate(in_flight_over_time(self._timeline)):
-            yield from self._counter(
-                f"in flight, rank {self._timeline.global_rank(rank)}", "microbatches", curve
-            )
-        for rank, curve in enumerate(self._memory):
-            yield from self._counter(f"memory, rank {self._timeline.global_rank(rank)}", "bytes", curve)
-
-    def _counter(self, name: str, unit: str, curve: Curve) -> Iterator[dict[str, object]]:
-        for time, amount in curve:
-            yield self._event("C", name, ts=self._time(time) / 1000, args={unit: amount})
+            name = f"in flight, rank {self._timeline.global_rank(rank)}"
+            for time, amount in curve:
+                yield self._event("C", name, ts=self._time(time) / 1000, args={"microbatches": amount})
+        for rank, curves in enumerate(self._memory):
+            name = f"memory, rank {self._timeline.global_rank(rank)}"
+            columns = [held.tolist() for held in curves.by_category.values()]
+            for time, *amounts in zip(curves.total.times.tolist(), *columns, strict=True):
+                held = dict(zip(curves.by_category, amounts, strict=True))
+                yield self._event("C", name, ts=self._time(time) / 1000, args=held)
 
     def _event(self, phase: str, name: str, rank: int = -1, **fields: object) -> dict[str, object]:
         return {"ph": phase, "name": name, "pid": self._number, "tid": rank + 1, **fields}

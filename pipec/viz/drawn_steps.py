@@ -1,39 +1,47 @@
-"""Steps as a user sees them: each a timeline with a title, drawn to a file or printed as text."""
+"""Steps as a user sees them: each a timeline with a title, and the pipeline that they belong to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pipec.ir import Plan, Program
-from pipec.timeline.attribution import Curve, rank_memory_over_time
+from pipec.timeline.curves import MemoryCurves, rank_memory_over_time
 from pipec.timeline.events import Timeline
 from pipec.viz.terminal import timeline_text
-from pipec.viz.write_files import write_timelines
 
 
 @dataclass(frozen=True)
 class DrawnStep:
     """One step to show. ``memory`` has the bytes that each rank holds over time, where they are known.
 
-    ``label``, such as "measured", tells apart steps of the same schedule.
+    ``label``, such as "measured", tells apart steps of the same schedule. ``host_seconds`` pass before the
+    first instruction. A step that ``is_run`` is one of many of a run, and shown in little; ``note`` says what
+    was special about it.
     """
 
     schedule: str
     num_microbatches: int
     timeline: Timeline
-    memory: Sequence[Curve] = ()
+    memory: Sequence[MemoryCurves] = ()
     label: str = ""
+    host_seconds: float = 0.0
+    is_run: bool = False
+    note: str = ""
 
     @classmethod
     def of_plan(
-        cls, plan: Plan, programs: Sequence[Program], timeline: Timeline, label: str = ""
+        cls,
+        plan: Plan,
+        programs: Sequence[Program],
+        timeline: Timeline,
+        label: str = "",
+        host_seconds: float = 0.0,
     ) -> "DrawnStep":
         """A step of a plan, or the mini-batches of a stream, with the bytes that its ranks hold."""
         memory = rank_memory_over_time(plan, programs, timeline)
         microbatches = plan.num_microbatches
         if plan.sync_spec.stream:
             microbatches = int(timeline.computes.instructions.microbatches.max(initial=-1)) + 1
-        return cls(plan.schedule, microbatches, timeline, memory, label)
+        return cls(plan.schedule, microbatches, timeline, memory, label, host_seconds)
 
     @property
     def name(self) -> str:
@@ -45,14 +53,19 @@ class DrawnStep:
         return f"{label}{self.schedule}, {self.num_microbatches} microbatches"
 
 
-def draw_steps(path: Path, steps: Sequence[DrawnStep]) -> None:
-    """Draw the steps to ``path``, in the format of its suffix; the first has the number of microbatches."""
-    schedules = " and ".join(dict.fromkeys(step.schedule for step in steps))
-    timelines = {step.name: step.timeline for step in steps}
-    memory = {step.name: step.memory for step in steps if step.memory}
-    write_timelines(path, timelines, f"{schedules}, {steps[0].num_microbatches} microbatches", memory)
+@dataclass(frozen=True)
+class DrawnPipeline:
+    """What the steps run: the plan, the program of each rank, and the code of each stage.
+
+    ``memory_limits`` are the bytes of each rank's device, where they are known.
+    """
+
+    plan: Plan
+    programs: Sequence[Program]
+    sources: Sequence[str]
+    memory_limits: Sequence[float] = ()
 
 
 def steps_text(steps: Sequence[DrawnStep]) -> str:
-    """Each step as text under its title."""
-    return "\n".join(timeline_text(step.timeline, step.title) for step in steps)
+    """Each step as text under its title; of a run the typical step alone."""
+    return "\n".join(timeline_text(step.timeline, step.title) for step in steps if not step.is_run)

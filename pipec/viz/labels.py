@@ -165,15 +165,25 @@ def version_description(event: Event) -> str:
 def summary(timeline: Timeline) -> str:
     """The figures of merit on one line."""
     makespan, span = format_duration(timeline.makespan, timeline), format_duration(timeline.span, timeline)
-    times = f"makespan {makespan}, span {span}"
     rates = f"bubble {timeline.bubble_rate:.1%}"
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
+    idle = f"idle {idle_share(timeline):.1%} of makespan {makespan}"
     in_flight = f"at most {max(timeline.peak_in_flight, default=0)} in flight"
     if steady := steady_state(timeline):
         every = format_duration(steady.batch_interval, timeline)
         in_flight += f"; steady state: a mini-batch every {every}, bubble {steady.bubble_rate:.1%}"
-    return f"{rates}, {times}, {in_flight}"
+    return f"{rates} of span {span}, {idle}, {in_flight}"
+
+
+def idle_share(timeline: Timeline) -> float:
+    """The share of the makespan in which the ranks, on average, compute and update nothing."""
+    counts = np.array(
+        timeline.representatives.counts if timeline.representatives else [1] * timeline.num_ranks
+    )
+    work = timeline.blocking
+    busy = float(((work.ends - work.starts) * counts[work.ranks]).sum())
+    return 1 - busy / (int(counts.sum()) * timeline.makespan) if timeline.makespan else 0.0
 
 
 def format_duration(time: float, timeline: Timeline) -> str:

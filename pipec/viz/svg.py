@@ -43,7 +43,7 @@ text { fill: #57606a; font-size: 11px; }
 .forward { fill: #8cb8f2; }
 .recompute { fill: #c6b5ee; }
 .backward { fill: #f5b26b; }
-.backward_input { fill: #f5b26b; }
+.backward_input { fill: #ec8a62; }
 .backward_weight { fill: #8fd0a4; }
 .update { fill: #f2d45c; }
 .reduce_grad { fill: #e39bb6; }
@@ -164,7 +164,7 @@ def _card(layout: _Layout, title: str, figures: str) -> Iterator[str]:
     shown = "".join(filter(str.isprintable, title))
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
-        f'viewBox="0 0 {_px(width)} {_px(height)}" role="img">'
+        f'viewBox="0 0 {_px(width)} {_px(height)}" style="max-width: 100%; height: auto" role="img">'
     )
     yield f"<title>{escape(shown or 'timeline')}</title>"
     yield f"<style>{_STYLE}</style>"
@@ -294,12 +294,13 @@ def _single(event: Event, label: str) -> _Box:
 
 
 def _drawn_together(run: Events) -> Iterator[_Box]:
-    """One box for each op of a run, as long as its events together."""
+    """One box for each op of a run, as long as its events together, side by side."""
     start = float(run.starts[0])
     for op in ops_present(run):
         own = run.instructions.ops == OP_CODE[op]
         end = start + float((run.ends - run.starts)[own].sum())
         yield _Box(start, end, op, int(run.instructions.stages[own][0]))
+        start = end
 
 
 def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipec.ir.columns import Floats
+from pipec.timeline.attribution import attribute_waits
 from pipec.timeline.events import Event, Events, Timeline
 from pipec.viz.bottleneck import bottleneck_lines
 from pipec.viz.labels import (
@@ -58,7 +59,9 @@ def timeline_text(timeline: Timeline, title: str = "") -> str:
     label = event_labels(timeline)
     panels = [_panel_text(timeline, panel, label) for panel in _panels(timeline, label)]
     heading = [title, summary(timeline)] if title else [summary(timeline)]
-    return "\n".join([*heading, *panels, _legend(timeline), *bottleneck_lines(timeline), ""])
+    return "\n".join(
+        [*heading, *panels, _legend(timeline), *bottleneck_lines(timeline, attribute_waits(timeline)), ""]
+    )
 
 
 def _panels(timeline: Timeline, label: Callable[[Event], str]) -> list[_Panel]:

@@ -1,44 +1,45 @@
-"""Writes timelines to a file, in the format of its suffix."""
+"""Writes steps to a file, in the format of its suffix."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipec.errors import InputError
-from pipec.timeline.attribution import Curve
-from pipec.timeline.events import Timeline
+from pipec.timeline.grid import Grid
 from pipec.viz.chrome import chrome_trace
 from pipec.viz.drawing_checks import check_trace
-from pipec.viz.html import timeline_html
+from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep
+from pipec.viz.html import page_html
 from pipec.viz.svg import timeline_svg
 from pipec.viz.terminal import timeline_text
 
 SUFFIXES = (".html", ".json", ".svg", ".txt")
 
 
-def write_timelines(
+def draw_steps(
     path: Path,
-    timelines: Mapping[str, Timeline],
-    title: str = "",
-    memory: Mapping[str, Sequence[Curve]] | None = None,
+    steps: Sequence[DrawnStep],
+    pipeline: DrawnPipeline | None = None,
+    what_if: Grid | None = None,
 ) -> None:
-    """Draw timelines, under their names, in the format of the suffix of ``path``.
+    """Draw the steps in the format of the suffix of ``path``; the first has the number of microbatches.
 
     ``.html`` is a page to explore, and ``.json`` a trace for Perfetto or chrome://tracing. Both show all
-    timelines, and the ``memory`` of each rank. ``.svg`` and ``.txt`` show the last timeline alone.
+    steps, and the memory of each rank. ``.svg`` and ``.txt`` show the last step that is not one of a run.
 
     Raises:
         InputError: the path has another ending, or cannot be written.
     """
     check_drawing(path)
+    last = [step for step in steps if not step.is_run][-1]
     match path.suffix:
         case ".html":
-            drawn = timeline_html(timelines, title, memory)
+            drawn = page_html(steps, steps_title(steps), pipeline, what_if)
         case ".json":
-            drawn = chrome_trace(timelines, memory)
+            drawn = chrome_trace(steps)
         case ".svg":
-            drawn = timeline_svg([*timelines.values()][-1], title)
+            drawn = timeline_svg(last.timeline, steps_title(steps))
         case _:
-            drawn = timeline_text([*timelines.values()][-1], title)
+            drawn = timeline_text(last.timeline, steps_title(steps))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(drawn, encoding="utf-8")
@@ -46,8 +47,14 @@ def write_timelines(
         raise InputError(f"{path} cannot be written: {error}") from error
 
 
+def steps_title(steps: Sequence[DrawnStep]) -> str:
+    """``1f1b and zb-h1, 8 microbatches``"""
+    schedules = " and ".join(dict.fromkeys(step.schedule for step in steps))
+    return f"{schedules}, {steps[0].num_microbatches} microbatches"
+
+
 def check_drawing(path: Path, least_events: int = 0) -> None:
-    """Raise InputError unless ``write_timelines`` can draw so many events to a file of this name."""
+    """Raise InputError unless ``draw_steps`` can draw so many events to a file of this name."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"cannot draw {path.name}: expected a name that ends in {', '.join(SUFFIXES)}")
     if path.suffix == ".json":

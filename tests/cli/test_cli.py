@@ -159,7 +159,9 @@ def test_what_cannot_be_planned_says_why(arguments: tuple[object, ...], status: 
 
 def test_schedule_draws_a_named_schedule() -> None:
     printed = pipec_cli("schedule", "gpipe", "--stages", 3, "--microbatches", 5).stdout
-    assert printed.startswith("gpipe, 5 microbatches\nbubble 28.6%, makespan 21 units")
+    assert printed.startswith(
+        "gpipe, 5 microbatches\nbubble 28.6% of span 21 units, idle 28.6% of makespan 21 units"
+    )
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("rank")] == ["0", "1", "2"]
 
 
@@ -239,12 +241,12 @@ def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
     assert "gpipe and zb-h1, 8 microbatches" in page.read_text(encoding="utf-8")
 
 
-def test_schedule_of_a_model_beside_another_shows_bytes(tmp_path: Path) -> None:
+def test_schedule_of_a_model_beside_another_shows_bytes_by_category(tmp_path: Path) -> None:
     trace = tmp_path / "both.json"
     pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--compare", "gpipe", "--output", trace)
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    counted = {(event["pid"], *event["args"]) for event in events if event["ph"] == "C"}
-    assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "bytes")}
+    counted = {(event["pid"], next(iter(event["args"]))) for event in events if event["ph"] == "C"}
+    assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "parameters")}
 
 
 def test_a_trace_that_is_too_large_is_refused_before_anything_is_worked_out(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_a_trace_that_is_too_large_is_refused_before_anything_is_worked_out(tmp_
     with patch("pipec.schedules.make_schedule", side_effect=AssertionError("a schedule was made")):
         stderr = pipec_cli(*arguments, status=2).stderr
     assert "a trace of at least 1,048,576 events" in stderr
-    assert "draw .html or .svg" in stderr
+    assert "draw .html, which shows all of them" in stderr
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".txt"])

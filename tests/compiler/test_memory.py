@@ -11,7 +11,7 @@ import pipec
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
 from pipec.plan.memory_needs import plan_memory
-from pipec.timeline.attribution import rank_memory_over_time
+from pipec.timeline.curves import rank_memory_over_time
 
 
 def wide_mlp() -> nn.Sequential:
@@ -160,5 +160,5 @@ def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recomp
         dynamic=False,
     ).prepare(x, target=y)
     curves = rank_memory_over_time(pipe.plan, pipe.programs, pipe.simulate())
-    highest = [max(amount for _, amount in curve) for curve in curves]
+    highest = [curve.total.highest for curve in curves]
     assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from delayed_gradients import double
+from page_views import embedded
 
 import pipec
 from pipec.artifact.verification import verify_artifact
@@ -15,8 +16,8 @@ from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
 from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.ir.text_format import parse_program
 from pipec.plan.memory_needs import plan_memory
-from pipec.timeline.attribution import rank_memory_over_time
-from pipec.viz.html import timeline_html
+from pipec.timeline.curves import rank_memory_over_time
+from pipec.viz import DrawnStep, page_html
 from tests.cli.test_cli import pipec_cli, pipec_json
 from tests.pipeline.test_pipedream import ADAM, SGD, batches, delayed, pipeline
 
@@ -90,9 +91,10 @@ def test_the_plan_and_its_pictures_are_of_a_stream() -> None:
     timeline = pipe.simulate()
     text = pipe.visualize()
     assert "pipedream, 10 microbatches" in text
-    assert '"version":[0,0,0,' in timeline_html({"pipedream": timeline}).replace(" ", "")
+    (step,) = embedded(page_html([DrawnStep("pipedream", 10, timeline)]))["timelines"]
+    assert step["computes"]["version"][:3] == [0, 0, 0]
     curves = rank_memory_over_time(pipe.plan, pipe.programs, timeline)
-    highest = [max(amount for _, amount in curve) for curve in curves]
+    highest = [curve.total.highest for curve in curves]
     assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])
 
 

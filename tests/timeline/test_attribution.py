@@ -15,9 +15,9 @@ from pipec.timeline.attribution import (
     attribute_waits,
     critical_path,
     critical_path_times,
-    in_flight_over_time,
     message_readers,
 )
+from pipec.timeline.curves import in_flight_over_time
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.rank_times import RankTime, RankWait, rank_times
 from pipec.timeline.simulate import SimulationCosts, simulate
@@ -258,10 +258,10 @@ def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> 
 @given(timelines)
 def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timeline) -> None:
     curves = in_flight_over_time(timeline)
-    assert tuple(max(amount for _, amount in curve) for curve in curves) == timeline.peak_in_flight
-    assert all(curve[-1][1] == 0 for curve in curves)
+    assert tuple(curve.highest for curve in curves) == timeline.peak_in_flight
+    assert all(curve.amounts[-1] == 0 for curve in curves)
     for curve in curves:
-        times = [time for time, _ in curve]
+        times = curve.times.tolist()
         assert times == sorted(set(times))
 
 

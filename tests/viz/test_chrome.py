@@ -4,22 +4,24 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from bare_programs import lower
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field, TypeAdapter
+from simulated_updates import EVERYTHING, ended
 
 from pipec.errors import InputError
 from pipec.ir import Schedule
 from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.timeline.attribution import Curve
+from pipec.timeline.curves import Curve, MemoryCurves
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
-from pipec.viz.chrome import chrome_trace
+from pipec.viz import DrawnStep, chrome_trace
 
 TraceEvent = dict[str, Any]
 
@@ -32,10 +34,16 @@ def played(schedule: Schedule, tied: bool = False, **costs: float | str) -> Time
     )
 
 
-def traced(timelines: Mapping[str, Timeline], **memory: list[Curve]) -> dict[str, list[TraceEvent]]:
+def trace_of(timelines: Mapping[str, Timeline], **memory: list[MemoryCurves]) -> str:
+    return chrome_trace(
+        [DrawnStep("1f1b", 8, each, memory.get(name, ()), name) for name, each in timelines.items()]
+    )
+
+
+def traced(timelines: Mapping[str, Timeline], **memory: list[MemoryCurves]) -> dict[str, list[TraceEvent]]:
     """The events of the trace by their ``ph``."""
     by_phase = defaultdict(list)
-    for event in json.loads(chrome_trace(timelines, memory))["traceEvents"]:
+    for event in json.loads(trace_of(timelines, **memory))["traceEvents"]:
         by_phase[event["ph"]].append(event)
     return by_phase
 
@@ -112,15 +120,17 @@ def test_a_unit_that_is_no_second_is_a_millisecond() -> None:
 
 def test_counters_follow_what_is_in_flight_and_the_bytes_given() -> None:
     timeline = played(make_schedule("gpipe", 1, 2))
-    trace = traced({"step": timeline}, step=[[(0.0, 64), (6.0, 0)]])
+    curve = Curve.of([(0.0, 64), (6.0, 0)])
+    memory = MemoryCurves(curve, {"parameters": curve.amounts / 4, "saved": curve.amounts * 3 / 4})
+    trace = traced({"step": timeline}, step=[memory])
     counters = [(event["name"], event["ts"], event["args"]) for event in trace["C"]]
     assert counters == [
         ("in flight, rank 0", 0.0, {"microbatches": 1}),
         ("in flight, rank 0", 1000.0, {"microbatches": 2}),
         ("in flight, rank 0", 4000.0, {"microbatches": 1}),
         ("in flight, rank 0", 6000.0, {"microbatches": 0}),
-        ("memory, rank 0", 0.0, {"bytes": 64}),
-        ("memory, rank 0", 6000.0, {"bytes": 0}),
+        ("memory, rank 0", 0.0, {"parameters": 16, "saved": 48}),
+        ("memory, rank 0", 6000.0, {"parameters": 0, "saved": 0}),
     ]
 
 
@@ -166,17 +176,69 @@ def test_an_arrow_stays_in_slices_that_take_no_time() -> None:
 def test_timelines_that_do_not_fit_together_are_refused() -> None:
     seconds, units = (played(make_schedule("gpipe", 2, 1), unit=unit) for unit in ("s", "units"))
     with pytest.raises(InputError, match="need one unit of time: 'planned' in units, 'measured' in s; draw"):
-        chrome_trace({"planned": units, "measured": seconds})
-    with pytest.raises(InputError, match="no timeline is given"):
-        chrome_trace({})
-    with pytest.raises(InputError, match="memory is given for 'b'; expected one of the timelines: a"):
-        chrome_trace({"a": units}, {"b": [[], []]})
+        trace_of({"planned": units, "measured": seconds})
+    with pytest.raises(InputError, match="no step is given"):
+        chrome_trace([])
+    short = [MemoryCurves(Curve.of([]), {})]
     with pytest.raises(InputError, match="memory of 'a' has 1 curves; expected one for each of its 2 ranks"):
-        chrome_trace({"a": units}, {"a": [[]]})
+        trace_of({"a": units}, a=short)
+
+
+class Fields(BaseModel, strict=True, extra="forbid"):
+    """What the Trace Event Format of Chromium says that every event has."""
+
+    name: str
+    pid: int
+    tid: int
+
+
+class Slice(Fields):
+    ph: Literal["X"]
+    cat: str
+    ts: float = Field(ge=0)
+    dur: float = Field(ge=0)
+    args: dict[str, str | float]
+
+
+class Flow(Fields):
+    """``bp`` is "e" where a flow ends in the slice around its time, not in the next one."""
+
+    ph: Literal["s", "f"]
+    id: str
+    cat: str
+    bp: Literal["e"]
+    ts: float = Field(ge=0)
+
+
+class Counter(Fields):
+    ph: Literal["C"]
+    ts: float = Field(ge=0)
+    args: dict[str, float]
+
+
+class Metadata(Fields):
+    ph: Literal["M"]
+    name: Literal["process_name", "process_sort_index", "thread_name", "thread_sort_index"]
+    args: dict[Literal["name", "sort_index"], str | int]
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING])
+def test_the_trace_keeps_to_the_trace_event_format(options: dict[str, object]) -> None:
+    """Viewers pass over what they do not know, such as a flow without its category, without a word."""
+    timeline = ended((3, 2, 1), 6, **options)
+    curve = Curve.of([(0.0, 64), (6.0, 0)])
+    text = trace_of({"a step": timeline}, **{"a step": [MemoryCurves(curve, {"saved": curve.amounts})] * 6})
+    whole = json.loads(text)
+    assert whole.keys() == {"displayTimeUnit", "traceEvents"}
+    assert whole["displayTimeUnit"] in ("ms", "ns")
+    events = TypeAdapter(list[Slice | Flow | Counter | Metadata]).validate_python(whole["traceEvents"])
+    assert {each.ph for each in events} == set("XsfCM")
+    named = {(each.pid, each.tid) for each in events if each.name in ("thread_name", "process_name")}
+    assert {(each.pid, each.tid) for each in events} == named
 
 
 def test_the_trace_is_deterministic() -> None:
-    draw = [chrome_trace({"zb-v": played(zb_v(3, 5), message=0.1)}) for _ in range(2)]
+    draw = [trace_of({"zb-v": played(zb_v(3, 5), message=0.1)}) for _ in range(2)]
     assert draw[0] == draw[1]
 
 
@@ -187,4 +249,4 @@ def test_a_trace_that_no_viewer_opens_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         InputError, match=f"a trace of at least {count} events; viewers open some {count - 1} at most"
     ):
-        chrome_trace({"step": timeline})
+        trace_of({"step": timeline})

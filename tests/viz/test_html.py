@@ -1,184 +1,59 @@
 """The interactive page, in a headless Chromium: what it shows, what it says, and how it is moved about."""
 
-import json
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from bare_programs import lower
-from example_schedules import result_link
-from playwright.sync_api import Browser, Page, sync_playwright
+from page_views import (
+    Open,
+    color_at,
+    count_color,
+    drag,
+    embedded,
+    held,
+    hover,
+    in_browser,
+    lane,
+    one_f_one_b,
+    played,
+    point,
+    press,
+    settle,
+    steps_of,
+    visible,
+)
 from simulated_updates import EVERYTHING, ended
 
 from pipec.errors import InputError
-from pipec.ir import Schedule
-from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
-from pipec.viz.html import timeline_html
-
-CHROMIUM = shutil.which("chromium")
-in_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no `chromium` on PATH: install it to test the page (Debian's package chromium)"
-)
-
-Open = Callable[..., Page]
-
-
-def played(schedule: Schedule, **costs: float | str) -> Timeline:
-    links = (*chain_links(schedule.num_stages), result_link(schedule.num_stages - 1))
-    return simulate(
-        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
-    )
-
-
-def one_f_one_b(num_ranks: int = 4, num_microbatches: int = 8, **costs: float | str) -> Timeline:
-    return played(make_schedule("1f1b", num_ranks, num_microbatches), message=0.25, **costs)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # Without its sandbox Chromium also runs as root, as in a container.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    """Open timelines from a file; what the page complains of, or asks for beyond itself, fails the test."""
-    complaints: list[str] = []
-
-    def open_(
-        timelines: Mapping[str, Timeline],
-        title: str = "",
-        memory: Mapping[str, list[Curve]] | None = None,
-        scheme: str = "light",
-    ) -> Page:
-        path = tmp_path / "timeline.html"
-        path.write_text(timeline_html(timelines, title, memory), encoding="utf-8")
-        page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme=scheme)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: complaints.append(f"asked for {request.url}"))
-        page.goto(path.as_uri())
-        assert complaints.pop(0) == f"asked for {path.as_uri()}"
-        settle(page)
-        return page
-
-    yield open_
-    assert complaints == []
-    for context in browser.contexts:
-        context.close()
-
-
-def settle(page: Page) -> None:
-    """Wait until what was asked for is drawn."""
-    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
-
-
-def point(page: Page, place: str) -> tuple[float, float]:
-    """Where on the screen a place on the canvas is; ``place`` is JavaScript for [x, y]."""
-    px, py = page.evaluate(f"() => {place}")
-    box = page.locator("#canvas").bounding_box()
-    assert box
-    return box["x"] + px, box["y"] + py
-
-
-def hover(page: Page, place: str) -> list[str]:
-    """What the card says when the pointer is there; nothing if it is hidden."""
-    page.mouse.move(*point(page, place))
-    settle(page)
-    return [] if page.locator("#card").is_hidden() else page.locator("#card > *").all_inner_texts()
-
-
-def lane(rank: int, time: float, timeline: int = 0, part: str = "y + 5") -> str:
-    """A place in the lane of a rank; ``part`` is how far down, from the names of its measures."""
-    return f"(({{y, curveY}}) => [x({time}), {part} - view.top])(timelines[{timeline}].lanes[{rank}])"
-
-
-def drag(page: Page, start: str, to: str) -> None:
-    page.mouse.move(*point(page, start))
-    page.mouse.down()
-    page.mouse.move(*point(page, to), steps=4)
-    page.mouse.up()
-    settle(page)
-
-
-def visible(page: Page) -> tuple[float, float]:
-    start, end = re.match(r"([\d.]+) to ([\d.]+) units of", page.locator("#range").inner_text()).groups()
-    return float(start), float(end)
-
-
-# Reading the canvas itself would make Chromium draw it differently from then on.
-COPY = """
-    const copy = new OffscreenCanvas(canvas.width, canvas.height);
-    const pen = copy.getContext("2d", { willReadFrequently: true });
-    pen.drawImage(canvas, 0, 0);
-"""
-
-
-def color_at(page: Page, place: str) -> str:
-    """The colour drawn at a place, as ``#rrggbb``."""
-    code = f"const at = {place}; return [...pen.getImageData(...at.map(Math.round), 1, 1).data.slice(0, 3)];"
-    red, green, blue = page.evaluate(f"() => {{ {COPY} {code} }}")
-    return f"#{red:02x}{green:02x}{blue:02x}"
-
-
-def count_color(page: Page, name: str) -> int:
-    """How many pixels below the axis have a colour of the style sheet."""
-    code = """
-        const wanted = parseInt(colors[name].slice(1), 16);
-        const { data } = pen.getImageData(0, TOP, canvas.width, canvas.height - TOP);
-        let count = 0;
-        for (let k = 0; k < data.length; k += 4)
-            count += ((data[k] << 16) | (data[k + 1] << 8) | data[k + 2]) === wanted;
-        return count;
-    """
-    return page.evaluate(f"(name) => {{ {COPY} {code} }}", name)
-
-
-def press(page: Page, button: str) -> None:
-    page.locator(f"#{button}").click()
-    settle(page)
-
+from pipec.viz import page_html
 
 # ---- the file ----
-
-
-def embedded(html: str) -> dict[str, object]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found
-    assert not set(found[1]) & set("<>&")
-    return json.loads(found[1])
 
 
 HOSTILE = "<!--</script ></script><script>document.body.remove()</script> {{data}} & \"'\x00"
 
 
 def test_neither_title_nor_name_breaks_out_of_its_place() -> None:
-    html = timeline_html({HOSTILE: one_f_one_b()}, HOSTILE)
+    html = page_html(steps_of({HOSTILE: one_f_one_b()}), HOSTILE)
     assert "<script>document" not in html
     assert "<title>&lt;!--&lt;/script &gt;&lt;/script&gt;&lt;script&gt;" in html
     assert embedded(html)["timelines"][0]["name"] == HOSTILE
 
 
 def test_the_page_is_complete_deterministic_and_loads_nothing() -> None:
-    html = timeline_html({"step": one_f_one_b()}, "a step")
-    assert html == timeline_html({"step": one_f_one_b()}, "a step")
+    html = page_html(steps_of({"step": one_f_one_b()}), "a step")
+    assert html == page_html(steps_of({"step": one_f_one_b()}), "a step")
     assert not re.search(r"https?:|\bsrc=|@import|url\(", html)
     assert not re.search(r"\{\{\w+\}\}", html)
 
 
 def test_times_keep_seven_digits_of_the_longest() -> None:
     timeline = one_f_one_b(1, 1, forward=1 / 3, backward_input=1e3, unit="s")
-    computes = embedded(timeline_html({"step": timeline}))["timelines"][0]["computes"]
+    computes = embedded(page_html(steps_of({"step": timeline})))["timelines"][0]["computes"]
     assert computes["end"] == [0.333, 1001.333]
     assert computes["start"] == [0, 0.333]
 
@@ -186,9 +61,9 @@ def test_times_keep_seven_digits_of_the_longest() -> None:
 def test_timelines_that_do_not_fit_together_are_refused() -> None:
     timeline = one_f_one_b(2, 1)
     with pytest.raises(InputError, match="need one unit of time: 'a' in units, 'b' in s"):
-        timeline_html({"a": timeline, "b": one_f_one_b(2, 1, unit="s")})
+        page_html(steps_of({"a": timeline, "b": one_f_one_b(2, 1, unit="s")}))
     with pytest.raises(InputError, match="memory of 'a' has 3 curves; expected one for each of its 2 ranks"):
-        timeline_html({"a": timeline}, memory={"a": [[], [], []]})
+        page_html(steps_of({"a": timeline}, {"a": [held()] * 3}))
 
 
 # ---- what it shows ----
@@ -422,15 +297,19 @@ def test_a_message_says_where_from_and_where_to(open_page: Open) -> None:
 
 @in_browser
 def test_a_curve_says_what_is_held(open_page: Open) -> None:
-    memory = {"1f1b": [[(0.0, 3 * 2**20), (20.0, 2**30)] for _ in range(4)]}
+    memory = {"1f1b": [held((0.0, 3e6), (20.0, 1e9))] * 4}
     page = open_page({"1f1b": one_f_one_b()}, memory=memory)
-    held = hover(page, lane(0, 2.5, part="curveY + 3"))
-    assert held[:2] == ["3 in flight", "rank 0"]
-    assert held[2].endswith("; at most 4 in flight")
+    words = hover(page, lane(0, 2.5, part="curveY + 3"))
+    assert words[:2] == ["3 in flight", "rank 0"]
+    assert words[2].endswith("; at most 4 in flight")
     press(page, "memory")
-    held = hover(page, lane(0, 2.5, part="curveY + 3"))
-    assert held[0] == "3 MiB"
-    assert held[2].endswith("; at most 1 GiB")
+    assert hover(page, lane(0, 2.5, part="curveY + 3")) == [
+        "3 MB",
+        "rank 0, at 2.5 units",
+        "saved: 3 MB",
+        "microbatches in flight, stage 0: 0, 1, 2",
+        "peak: 1 GB at 20 units",
+    ]
 
 
 @in_browser
@@ -448,7 +327,14 @@ def test_a_compute_is_compared_with_the_same_in_the_other_timeline(open_page: Op
         "stage 0, rank 0, measured",
         "5 to 10 ms, took 5 ms",
         "the rank did not wait before it",
-        "planned: 4 to 8 ms, took 4 ms (\u221220%)",
+        "planned: 4 to 8 ms, took 4 ms; this one takes 25% longer",
+    ]
+    assert page.evaluate("() => [20, 2, 1.4, 0.6, 0.05].map(ratioWords)") == [
+        "20 times as long",
+        "2 times as long",
+        "40% longer",
+        "40% shorter",
+        "only 5% as long",
     ]
 
 
@@ -491,12 +377,9 @@ def test_keys_zoom_and_pan(open_page: Open) -> None:
 
 
 @in_browser
-def test_a_drag_moves_and_with_shift_or_on_top_picks_a_range(open_page: Open) -> None:
+def test_a_drag_moves_and_on_top_zooms(open_page: Open) -> None:
     page = open_page({"1f1b": one_f_one_b()})
-    page.keyboard.down("Shift")
-    drag(page, "[x(10), 300]", "[x(20), 300]")
-    page.keyboard.up("Shift")
-    assert visible(page) == pytest.approx((10, 20), abs=0.1)
+    page.evaluate("() => show(10, 20)")
     drag(page, "[x(15), 300]", "[x(12), 300]")
     assert visible(page) == pytest.approx((13, 23), abs=0.1)
     drag(page, "[GUTTER + stripX(30), 10]", "[GUTTER + stripX(25), 10]")
@@ -533,9 +416,9 @@ def test_lanes_of_several_stages_are_shaded_and_lettered(open_page: Open) -> Non
 @in_browser
 @pytest.mark.parametrize("width", [400, 760, 1010, 1250])
 def test_nothing_is_cut_off_in_a_narrow_window(open_page: Open, width: int) -> None:
-    """Buttons and legend fold; of the help as many phrases are shown as fit; a long summary ends in dots."""
+    """Buttons and legend fold; hints stay within reach; a long summary ends in dots."""
     timeline = played(zb_v(4, 8))
-    page = open_page({"zb-v": timeline, "again": timeline}, memory={"zb-v": [[(0.0, 2**30)]] * 4})
+    page = open_page({"zb-v": timeline, "again": timeline}, memory={"zb-v": [held((0.0, 1e9))] * 4})
     page.set_viewport_size({"width": width, "height": 500})
     settle(page)
     shown = "#tools > button, #legend > span, #range"
@@ -545,13 +428,16 @@ def test_nothing_is_cut_off_in_a_narrow_window(open_page: Open, width: int) -> N
     assert page.evaluate("() => document.documentElement.scrollWidth") == width
     cut = page.locator("#help").evaluate(
         """(help) => {
-            const { left, bottom } = help.getBoundingClientRect();
             const boxes = [...help.children].map((one) => one.getBoundingClientRect());
-            const seen = boxes.filter((box) => box.top < bottom);
-            return seen.filter((box) => box.left < left - 1 || box.bottom > bottom + 1).length;
+            return boxes.filter(({ width, left, right, bottom }) =>
+                width && (left < 0 || right > innerWidth || bottom > innerHeight)).length;
         }"""
     )
     assert cut == 0
+    assert page.locator("#keysHint").is_visible() == (width > 480)
+    page.locator("#openKeys").click()
+    assert "next and previous cell" in page.locator("dialog").inner_text()
+    page.locator("#closeKeys").click()
     words = page.evaluate("() => shortened(timelines[0].summary, 200)")
     assert words.endswith("…")
     assert page.evaluate("(words) => ctx.measureText(words).width", words) <= 200
@@ -566,11 +452,15 @@ def test_versions_are_told_where_there_is_no_flush(open_page: Open) -> None:
     assert card[0] == "forward of microbatch 4, reads version 2 of the weights"
 
 
-def test_a_page_of_very_many_events_is_an_overview(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_very_many_events_has_the_messages_that_were_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timeline = one_f_one_b()
+    whole = embedded(page_html(steps_of({"planned": timeline})))["timelines"][0]
     monkeypatch.setattr("pipec.viz.drawing_checks.MOST_EVENTS", len(timeline.events) - 1)
-    page = timeline_html({"planned": timeline}, "1f1b & more")
-    assert "<script" not in page
-    assert page.count("<svg ") == 1
-    assert "1f1b &amp; more" in page
-    assert "critical path:" in page
+    (few,) = embedded(page_html(steps_of({"planned": timeline})))["timelines"]
+    assert few["computes"]["start"] == whole["computes"]["start"]
+    assert 0 < len(few["messages"]["rank"]) < len(whole["messages"]["rank"])
+    assert (few["allMessages"], whole["allMessages"]) == (False, True)
+    waited = [k for k, cause in enumerate(whole["computes"]["cause"]) if cause >= 0]
+    assert [few["computes"]["cause"][k] >= 0 for k in waited] == [True] * len(waited)

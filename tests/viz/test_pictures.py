@@ -1,8 +1,11 @@
 """Timelines as pictures: what a reader must find in them, for small steps and for very large ones."""
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
+from importlib import resources
+from itertools import pairwise
 
 import pytest
 from bare_programs import lower
@@ -14,7 +17,7 @@ from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz import timeline_svg, timeline_text
-from pipec.viz.labels import time_axis
+from pipec.viz.labels import BLOCKING_NAMES, time_axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -47,7 +50,7 @@ def texts(svg: str) -> list[str]:
 
 TIMELINE = """\
 1F1B with recomputing
-bubble 33.3% (40.0% if recomputing counts as idle), makespan 15 units, span 15 units, at most 3 in flight
+bubble 33.3% (40.0% if recomputing counts as idle) of span 15 units, idle 33.3% of makespan 15 units, at most 3 in flight
 rank 0 F0 F1 F2 R0 ·········B0─── R1 B1─── R2 B2───
 rank 1 ···F0 F1 ······B0─── F2 B1─── ···B2─── ······
 rank 2 ······F0 B0─── F1 B1─── F2 B2─── ············
@@ -55,7 +58,7 @@ rank 2 ······F0 B0─── F1 B1─── F2 B2─── ········
 F forward  R recompute  B backward  · idle; numbers are microbatches
 longest wait: rank 1, 3 units for rank 2's gradients, 1 units for rank 0's activations
 critical path: 9 units on rank 0, 3 units on rank 1, 3 units on rank 2
-"""
+"""  # noqa: E501
 
 
 def test_text_shows_a_row_per_rank_and_a_label_per_cell() -> None:
@@ -160,6 +163,42 @@ def test_cells_drawn_together_keep_their_total_time() -> None:
             width[rect.get("class")] += float(rect.get("width", 0))
     assert width["forward"] == pytest.approx(width["lane"] / 2, rel=0.02)
     assert width["backward"] == pytest.approx(width["lane"] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(32, 128), (64, 256)])
+def test_svg_of_many_cells_hides_none_and_shows_no_idle_time_that_is_not_there(
+    num_ranks: int, num_microbatches: int
+) -> None:
+    timeline = played(make_schedule("1f1b", num_ranks, num_microbatches))
+    drawn = list(ElementTree.fromstring(timeline_svg(timeline)).iter(f"{SVG}rect"))
+    lanes = {rect.get("y"): float(rect.get("width", 0)) for rect in drawn if rect.get("class") == "lane"}
+    for rank, (y, width) in enumerate(lanes.items()):
+        boxes = sorted(
+            (float(rect.get("x", 0)), float(rect.get("width", 0)))
+            for rect in drawn
+            if rect.get("y") == y and rect.get("class") in ("forward", "backward")
+        )
+        assert all(x + wide <= after + 0.05 for (x, wide), (after, _) in pairwise(boxes))
+        events = timeline.computes.of_rank(rank)
+        busy = float((events.ends - events.starts).sum()) / timeline.makespan
+        assert -len(boxes) - 1 <= sum(wide for _, wide in boxes) - busy * width < 1  # a pixel between cells
+
+
+def test_svg_scales_to_its_container() -> None:
+    root = ElementTree.fromstring(timeline_svg(played(make_schedule("1f1b", 2, 4))))
+    assert root.get("style") == "max-width: 100%; height: auto"
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+
+
+def test_every_op_has_a_colour_of_its_own() -> None:
+    """In pictures and on the page: a legend in which two names share a colour tells nothing."""
+    css = resources.files("pipec.viz").joinpath("page", "style.css").read_text()
+    for text, pattern in (
+        (timeline_svg(Timeline((), (0,))), r"\.{} {{ fill: (#\w+)"),
+        (css, r"--{}: (#\w+)"),
+    ):
+        colours = {op: re.search(pattern.format(op), text) for op in BLOCKING_NAMES}
+        assert len({found[1] for found in colours.values() if found}) == len(BLOCKING_NAMES)
 
 
 def test_pictures_are_deterministic() -> None:

@@ -2,23 +2,35 @@
 
 const LEAST_WIDTH = 3; // pixels below which boxes are drawn together with their neighbours
 const MOST_ARROWS = 4000;
+const MOST_CELLS_MOVING = 200000; // of more, not all lanes are drawn while the view moves
 const FONT = getComputedStyle(document.body).fontFamily;
+const LEAST_HEIGHT = 1; // pixels below which lanes are left out, so that one in so many is drawn
 
-const canvas = document.getElementById("canvas");
+const canvas = byId("canvas");
 const ctx = canvas.getContext("2d");
-const overlay = document.getElementById("overlay").getContext("2d"); // what follows the pointer
+const overlay = byId("overlay").getContext("2d"); // what follows the pointer
 let colors = {};
 let strip = null; // the whole step in little, drawn once
-let selection = null; // [from, to] in pixels, while a range is picked
-let hovered = null; // what is under the pointer, as cardLines takes it
+/** While a range is picked, from where to where in pixels. @type {[number, number]} */
+let selection = null;
+/** The range that was picked, from when to when. @type {[number, number]} */
+let picked = null;
+let isMoving = false; // while the wheel turns or a drag goes on
+/** What is under the pointer. @type {Thing} */
+let hovered = null;
+/** What was clicked or found. @type {Thing} */
+let selected = null;
+/** Of a search: what a compute and a message must be. @type {ReturnType<typeof parseQuery>} */
+let matches = null;
 
 function readColors() {
   const style = getComputedStyle(document.documentElement);
   const surfaces = ["page", "lane", "line", "edge", "text", "muted", "ink", "curve", "critical", "focus"];
   const happening = [...data.phases, ...data.ops].map(({ key }) => key);
-  const names = [...surfaces, "activation", "gradient", "other", ...happening];
+  const kinds = known.flatMap(({ memory }) => memory.flatMap((curve) => Object.keys(curve.kinds ?? {})));
+  const names = [...surfaces, "activation", "gradient", "other", "waiting", "corner", "idle", ...happening, ...kinds.map((kind) => `memory-${kind}`)];
   colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-  for (const timeline of timelines)
+  for (const timeline of known)
     timeline.fills = data.phases.map(({ key }) => shades(colors[key], timeline.lastChunk + 1));
   strip = null;
 }
@@ -37,17 +49,55 @@ function draw() {
   fill(colors.page, 0, 0, page.width, page.height);
   ctx.save();
   ctx.translate(0, -view.top);
-  const lanes = page.lanes.filter(({ y }) => y < view.top + page.height && y + MOST_PITCH > view.top + TOP);
-  lanes.forEach(drawGutter);
+  const inView = page.lanes.filter(({ y, pitch }) => y < view.top + page.height && y + pitch > view.top + TOP);
+  const [pinned, others] = [inView.filter((lane) => lane.pinned), every(inView.filter((lane) => !lane.pinned))];
+  drawGutters(others);
   ctx.save();
   clipToLanes(ctx);
-  drawLanes(lanes);
+  drawLanes(others, true);
   ctx.restore();
   page.headers.forEach(drawHeader);
+  if (pinned.length) {
+    fill(colors.page, 0, view.top, page.width, page.pinnedBottom);
+    drawGutters(pinned);
+    ctx.save();
+    clipToLanes(ctx);
+    drawLanes(pinned, false);
+    ctx.restore();
+    fill(colors.edge, 0, view.top + page.pinnedBottom - 1, page.width, 1);
+  }
   ctx.restore();
   drawAxis();
   drawStrip();
   drawScrollbar();
+}
+
+/**
+ * One in so many lanes that each has a pixel; the others would be drawn over it. While the view moves, fewer and
+ * thicker ones, so that it moves smoothly.
+ */
+function every(lanes) {
+  const { pitch } = lanes[0] ?? { pitch: 1 };
+  const hurried = isMoving ? Math.ceil(total(lanes.map(countVisible)) / MOST_CELLS_MOVING) : 1;
+  const stride = Math.max(Math.ceil(LEAST_HEIGHT / pitch), hurried);
+  if (stride === 1) return lanes;
+  const box = Math.ceil(pitch * stride);
+  return lanes.filter((_, k) => k % stride === 0).map((lane) => ({ ...lane, y: Math.floor(lane.y), box }));
+}
+
+function countVisible({ timeline: { computes: { start }, first }, rank }) {
+  const [begin, last] = [first[rank], first[rank + 1]];
+  return firstAbove(start, view.end, begin, last) - firstAbove(start, view.start, begin, last);
+}
+
+/** The names of lanes; of flat ones as many as have room. */
+function drawGutters(lanes) {
+  let free = -Infinity;
+  for (const lane of lanes) {
+    if (lane.y < free) continue;
+    drawGutter(lane);
+    free = lane.y + 13;
+  }
 }
 
 function clipToLanes(pen) {
@@ -56,15 +106,35 @@ function clipToLanes(pen) {
   pen.clip();
 }
 
-function drawLanes(lanes) {
+function drawLanes(lanes, withMessages) {
   for (const { y, box } of lanes) fill(colors.lane, GUTTER, y, laneWidth(), box);
-  for (const [time] of ticks()) fill(colors.line, Math.round(x(time)), TOP, 1, page.bottom - TOP);
+  for (const lane of lanes) drawHost(lane);
+  for (const [time] of ticks()) fill(colors.line, Math.round(x(time)), view.top + TOP, 1, page.height);
   lanes.forEach(drawCurve);
-  timelines.forEach(drawMessages);
+  if (withMessages) timelines.forEach(drawMessages);
   const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
   drawGathered(ctx, gatherBoxes(lanes, brush));
-  lanes.forEach(drawCollectives);
-  if (shown.critical) timelines.forEach(drawCriticalMessages);
+  lanes.filter(({ band }) => band).forEach(drawCollectives);
+  if (withMessages && shown.critical) timelines.forEach(drawCriticalMessages);
+}
+
+/** What a plan counts for the host, before the first instruction: hatched, as it is neither work nor a wait. */
+function drawHost({ timeline, y, box }) {
+  const right = x(timeline.host);
+  if (!timeline.host || right < GUTTER + 1 || box < 4) return;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(x(0), y, right - x(0), box);
+  ctx.clip();
+  ctx.strokeStyle = colors.other;
+  ctx.lineWidth = 1;
+  ctx.beginPath();
+  for (let px = Math.max(x(0), GUTTER - box) - box; px < Math.min(right, page.width); px += 6) {
+    ctx.moveTo(px, y + box);
+    ctx.lineTo(px + box, y);
+  }
+  ctx.stroke();
+  ctx.restore();
 }
 
 function fill(color, px, py, wide, high, alpha = 1) {
@@ -99,11 +169,12 @@ function shortened(words, width) {
   return `${words.slice(0, count)}…`;
 }
 
-function drawGutter({ timeline, rank, y, box, curveY, curve }) {
+function drawGutter({ timeline, rank, y, box, curveY, curve, pinned }) {
   const roomy = box + curve > 26;
+  if (isSelectedLane(timeline, rank)) fill(colors.focus, GUTTER - 4, y, 3, Math.max(box + curve, 4));
   const among = shown.byRank ? timeline.name.slice(0, 12) : "";
   const name = among && !roomy ? `${timeline.numbers[rank]} ${among}` : timeline.names[rank];
-  write(name, GUTTER - 10, y + (roomy ? box / 2 + 4 : box - 2), { color: colors.text, align: "right" });
+  write(pinned ? `${name} ·` : name, GUTTER - 10, y + (roomy ? Math.max(box / 2 + 4, 10) : Math.max(box - 2, 9)), { color: colors.text, align: "right" });
   const peak = highest(curveOf(timeline, rank));
   const below = among || `≤ ${isMemory(timeline) ? bytes(peak) : `${peak} in flight`}`;
   if (roomy) write(below, GUTTER - 10, curveY + curve / 2 + 4, { size: 11, align: "right" });
@@ -153,14 +224,15 @@ function gatherLane(lane, brush, found) {
 
 const isNarrow = ({ place }, start, end) => place(end) - place(start) < LEAST_WIDTH;
 
-const widths = new Float64Array(2 * data.phases.length); // of a phase, on the critical path or not
+const widths = new Float64Array(64); // of a phase, marked or not
 const members = new Int32Array(widths.length);
 
 function gatherRun(lane, brush, found, from, to) {
   const { timeline } = lane, { start, end, phase } = timeline.computes;
+  const marks = matches ? matches.compute : shown.critical ? (each, i) => each.onPath.has(i) : () => false;
   widths.fill(0);
   for (let i = from; i < to; i++) {
-    const key = 2 * phase[i] + isCritical(timeline, i);
+    const key = 2 * phase[i] + (marks(timeline, i) ? 1 : 0);
     widths[key] += brush.place(end[i]) - brush.place(start[i]);
     members[key] = i;
   }
@@ -179,8 +251,9 @@ function gatherBox(lane, brush, found, i) {
   if (brush.detailed && lane.box >= 11) addLabel(lane, found, i, left, width);
 }
 
-const isCritical = (timeline, i) => shown.critical && timeline.onPath.has(i);
-const isFaded = (timeline, i) => shown.critical && !timeline.onPath.has(i);
+const isCritical = (timeline, i) => shown.critical && !matches && timeline.onPath.has(i);
+const isFaded = (timeline, i) => (matches ? !matches.compute(timeline, i) : shown.critical && !timeline.onPath.has(i));
+const isSelectedLane = (timeline, rank) => selected?.timeline === timeline && selected.rank === rank;
 
 function addBox({ timeline, y, box }, { faded, full }, i, left, width) {
   const { phase, chunk } = timeline.computes;
@@ -205,7 +278,7 @@ function addLabel({ timeline, y, box }, { labels }, i, left, width) {
 }
 
 function drawGathered(pen, { faded, full, labels }) {
-  const order = ([one], [other]) => (one === colors.critical) - (other === colors.critical);
+  const order = ([one], [other]) => Number(one === colors.critical) - Number(other === colors.critical);
   for (const [alpha, rects] of [[0.25, faded], [1, full]]) {
     pen.globalAlpha = alpha;
     for (const [color, same] of [...rects].sort(order)) {
@@ -241,38 +314,95 @@ function drawCollectives({ timeline, rank }) {
 
 // ---- curves ----
 
-const curveTops = {};
-
 /** The most that any rank holds, in any timeline: curves of one kind have one scale. */
-function curveTop(kind) {
-  const curves = timelines.flatMap((timeline) => timeline.curves[kind] ?? []);
-  return (curveTops[kind] ??= Math.max(1, ...curves.map(highest)));
+function curveTop(timeline) {
+  const curves = timelines.flatMap((each) => (isMemory(timeline) ? each.memory : each.inFlight));
+  const limit = isMemory(timeline) ? largest(data.limits) : 0;
+  const most = Math.max(1, ...curves.map((curve) => (curve.most ??= highest(curve))));
+  return limit && limit < 2 * most ? Math.max(limit, most) : most;
 }
 
-function drawCurve({ timeline, rank, curveY, curve }) {
-  const { time, amount } = curveOf(timeline, rank);
-  const unit = curve / curveTop(isMemory(timeline) ? "memory" : "inFlight");
-  const bottom = curveY + curve;
-  const last = x(Math.min(timeline.makespan, view.end));
-  ctx.beginPath();
-  ctx.moveTo(GUTTER, bottom);
-  for (let i = Math.max(firstAbove(time, view.start) - 1, 0); i < time.length && time[i] <= view.end; i++) {
-    ctx.lineTo(x(time[i]), bottom - unit * amount[i]);
-    ctx.lineTo(i + 1 < time.length ? x(time[i + 1]) : last, bottom - unit * amount[i]);
-  }
-  ctx.lineTo(last, bottom);
-  ctx.fillStyle = colors.curve;
-  ctx.fill();
+function drawCurve(lane) {
+  const { timeline, rank, curveY, curve: height } = lane;
+  if (height < 2) return;
+  const curve = curveOf(timeline, rank);
+  const bottom = curveY + height, unit = height / curveTop(timeline);
+  if (isMemory(timeline)) drawMemory(lane, curve, bottom, unit);
+  else fillSteps(timeline, curve, curve.amount, null, bottom, unit, colors.curve);
   fill(colors.line, GUTTER, bottom, laneWidth(), 1);
+}
+
+/** Fill the steps of a curve, on top of those `below`; of steps too narrow to see the one with the highest total. */
+function fillSteps(timeline, { time, amount: total }, amount, below, bottom, unit, color) {
+  const last = x(Math.min(timeline.makespan, view.end));
+  const from = Math.max(firstAbove(time, view.start) - 1, 0);
+  const steps = [];
+  for (let i = from; i < time.length && time[i] <= view.end; ) {
+    const left = Math.max(x(time[i]), GUTTER - 2);
+    let best = i;
+    do {
+      if (total[i] > total[best]) best = i;
+      i++;
+    } while (i < time.length && x(time[i]) - left < 0.7);
+    steps.push([left, i < time.length ? Math.min(x(time[i]), last) : last, best]);
+  }
+  ctx.beginPath();
+  ctx.moveTo(steps.length ? steps[0][0] : GUTTER, bottom);
+  for (const [left, right, i] of steps) {
+    const y = bottom - unit * (amount[i] + (below ? below[i] : 0));
+    ctx.lineTo(left, y);
+    ctx.lineTo(right, y);
+  }
+  for (const [left, right, i] of steps.reverse()) {
+    const y = bottom - unit * (below ? below[i] : 0);
+    ctx.lineTo(right, y);
+    ctx.lineTo(left, y);
+  }
+  ctx.fillStyle = color;
+  ctx.fill();
+}
+
+/** The kinds of a curve, each with the sum of those below it. */
+function stacked(curve) {
+  if (curve.stack) return curve.stack;
+  const below = new Float64Array(curve.time.length);
+  curve.stack = Object.entries(curve.kinds).map(([kind, amounts]) => {
+    const floor = below.slice();
+    amounts.forEach((amount, i) => (below[i] += amount));
+    return [kind, amounts, floor];
+  });
+  return curve.stack;
+}
+
+/** Bytes by kind, one on the other; the peak has a mark, and the limit is a line. */
+function drawMemory({ timeline, rank, curveY, curve: height }, curve, bottom, unit) {
+  for (const [kind, amounts, below] of stacked(curve))
+    fillSteps(timeline, curve, amounts, below, bottom, unit, colors[`memory-${kind}`] || colors.curve);
+  const limit = data.limits[rank];
+  if (limit && bottom - unit * limit >= curveY - 1) fill(colors.critical, GUTTER, bottom - unit * limit, laneWidth(), 1.5);
+  const peak = peakIndex(curve), px = x(curve.time[peak]), py = bottom - unit * curve.amount[peak];
+  if (height < 16) return;
+  ctx.beginPath();
+  ctx.moveTo(px, py);
+  ctx.lineTo(px - 4, py - 6);
+  ctx.lineTo(px + 4, py - 6);
+  ctx.fillStyle = colors.text;
+  ctx.fill();
+  const isLate = px > GUTTER + laneWidth() - 110;
+  if (height > 40) write(`peak ${bytes(curve.amount[peak])}`, px + (isLate ? -8 : 8), py - 1, { color: colors.text, size: 11, align: isLate ? "right" : "left" });
 }
 
 // ---- messages ----
 
-/** The messages of microbatches on the way in the visible range. */
-function visibleMessages({ messages: { start, end, microbatch } }) {
+/** The messages of microbatches on the way in the visible range; of too many to draw, one too many. */
+function visibleMessages(timeline) {
+  const { messages: { start, end, microbatch }, firstMessage, peaks } = timeline;
   const found = [];
-  for (let i = 0; i < start.length; i++)
-    if (microbatch[i] >= 0 && end[i] >= view.start && start[i] <= view.end) found.push(i);
+  if (!shown.messages || view.tab === "memory") return found;
+  timeline.longestMessage ??= start.reduce((most, begun, i) => Math.max(most, end[i] - begun), 0);
+  for (let rank = 0; rank < peaks.length && found.length <= MOST_ARROWS; rank++)
+    for (let i = firstAbove(start, view.start - timeline.longestMessage - 1e-12, firstMessage[rank], firstMessage[rank + 1]); i < firstMessage[rank + 1] && start[i] <= view.end; i++)
+      if (microbatch[i] >= 0 && end[i] >= view.start) found.push(i);
   return found;
 }
 
@@ -281,7 +411,10 @@ function isBlurred({ visible, lanes }) {
 }
 
 /** Those to draw: none where arrows would only blur the picture. */
-const arrows = (timeline) => (shown.messages && !isBlurred(timeline) ? timeline.visible : []);
+function arrows(timeline) {
+  if (!shown.messages || view.tab === "memory" || isBlurred(timeline) || (timeline.lanes[0]?.pitch ?? 0) < LEAST_ROOMY) return [];
+  return matches ? timeline.visible.filter((i) => matches.message(timeline, i)) : timeline.visible;
+}
 
 /** Where an arrow begins and ends; activations and gradients that meet are drawn side by side. */
 function arrowEnds(timeline, i) {
@@ -334,17 +467,20 @@ function drawOverlay() {
   overlay.translate(0, -view.top);
   clipToLanes(overlay);
   if (hovered) drawHovered(hovered);
+  if (selected) drawSelected(selected);
   overlay.restore();
-  if (!selection) return;
+  const band = selection ?? picked?.map(x);
+  if (!band) return;
   overlay.globalAlpha = 0.2;
   overlay.fillStyle = colors.focus;
-  overlay.fillRect(Math.min(...selection), 0, Math.abs(selection[1] - selection[0]), page.height);
+  const [left, right] = [Math.max(Math.min(...band), GUTTER), Math.min(Math.max(...band), GUTTER + laneWidth())];
+  if (right > left) overlay.fillRect(left, 0, right - left, page.height);
   overlay.globalAlpha = 1;
 }
 
 /** Outline it, the message it waited for with that message's maker, and what does the same elsewhere. */
 function drawHovered({ kind, timeline, index }) {
-  if (index === null || kind === "curve") return;
+  if (index === null || kind === "curve" || kind === "lane") return;
   if (kind === "collective") return membersOf(timeline, index).forEach((i) => outlineCollective(timeline, i));
   if (kind !== "message" && timeline.computes.collective[index] >= 0)
     membersOf(timeline, timeline.computes.collective[index]).forEach((i) => outlineCollective(timeline, i));
@@ -358,19 +494,26 @@ function drawHovered({ kind, timeline, index }) {
   for (const other of timelines) outline(other, counterpart(timeline, other, index) ?? -1, colors.focus);
 }
 
+/** A frame that stays: around what was clicked, or found. */
+function drawSelected(what) {
+  drawHovered(what);
+  if (what.kind === "compute") outline(what.timeline, what.index, colors.focus, 3);
+}
+
 function outlineCollective(timeline, i) {
+  if (!timeline.lanes[timeline.collectives.rank[i]]?.band) return;
   const [left, top, width, height] = bandRect(timeline, i);
   overlay.strokeStyle = colors.text;
   overlay.lineWidth = 2;
   overlay.strokeRect(left - 0.5, top - 1, width + 1, height + 2);
 }
 
-function outline(timeline, i, color) {
-  if (i < 0) return;
+function outline(timeline, i, color, thickness = 2) {
+  if (i < 0 || !timelines.includes(timeline)) return;
   const { rank, start, end } = timeline.computes;
   const { y, box } = timeline.lanes[rank[i]];
   overlay.strokeStyle = color;
-  overlay.lineWidth = 2;
+  overlay.lineWidth = thickness;
   overlay.strokeRect(x(start[i]) - 0.5, y - 1, Math.max(x(end[i]) - x(start[i]), 2), box + 2);
 }
 
@@ -384,8 +527,10 @@ function drawnStrip() {
   const pen = whole.getContext("2d");
   pen.scale(devicePixelRatio, devicePixelRatio);
   const brush = { place: stripX, from: 0, right: laneWidth(), detailed: false };
-  const box = (STRIP - 8) / page.lanes.length;
-  const lanes = page.lanes.map(({ timeline, rank }, k) => ({ timeline, rank, y: k * box, box }));
+  const stride = Math.ceil(page.lanes.length / (2 * STRIP)); // more lanes than pixels would be drawn over each other
+  const sample = page.lanes.filter((_, k) => k % stride === 0);
+  const box = (STRIP - 8) / sample.length;
+  const lanes = sample.map(({ timeline, rank }, k) => ({ timeline, rank, y: k * box, box }));
   drawGathered(pen, gatherBoxes(lanes, brush));
   return whole;
 }

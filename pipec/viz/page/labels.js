@@ -1,9 +1,11 @@
 // Words: how times, computes and messages are told, and what the card says of each.
 
-/** The factor and the name of the unit that suits times of this size. */
+/** The factor and the name of the unit that suits times of this size. @returns {[number, string]} */
 function unitOf(time) {
   if (data.unit !== "s") return [1, data.unit];
-  return [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([factor]) => time >= factor) || [1e-9, "ns"];
+  /** @type {[number, string][]} */
+  const units = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+  return units.find(([factor]) => time >= factor) || [1e-9, "ns"];
 }
 
 function inUnits(time, digits, [factor, unit]) {
@@ -24,9 +26,19 @@ function range(start, end) {
   return `${from.slice(0, from.indexOf(" "))} to ${to}`;
 }
 
+/** `11.8 MB`: decimal units, as in plans. */
 function bytes(amount) {
-  const power = Math.min(Math.floor(Math.log2(Math.max(amount, 1)) / 10), 4);
-  return `${+(amount / 1024 ** power).toPrecision(3)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  const power = Math.min(Math.floor(Math.log10(Math.max(amount, 1)) / 3), 4);
+  return `${+(amount / 1000 ** power).toPrecision(3)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)}%`;
+
+/** `20 times as long`, `12% longer`, `40% less`: what a ratio of times is called. */
+function ratioWords(ratio) {
+  if (ratio >= 2) return `${+ratio.toPrecision(2)} times as long`;
+  if (ratio <= 0.5) return `only ${+(100 * ratio).toPrecision(2)}% as long`;
+  return `${+Math.abs(100 * (ratio - 1)).toPrecision(2)}% ${ratio > 1 ? "longer" : "shorter"}`;
 }
 
 const computeName = ({ computes }, i) =>
@@ -69,6 +81,7 @@ function waitWords(timeline, i) {
   const { computes, messages } = timeline;
   const idle = computes.start[i] - freeAt(timeline, i);
   if (idle <= longest * 1e-6) return "the rank did not wait before it";
+  if (hostBefore(timeline, i) >= idle * 0.999) return hostWords(timeline);
   if (computes.collective[i] >= 0)
     return `the rank waited ${duration(idle)} for the ${comingWords(timeline, computes.collective[i])}`;
   const m = computes.cause[i];
@@ -77,6 +90,13 @@ function waitWords(timeline, i) {
   return `the rank waited ${duration(idle)} for the ${payloadName(timeline, m)} ` +
     `from ${sender}: ${journeyWords(messages, m)}`;
 }
+
+/** How much of the wait before compute `i` passes on the host, before the first instruction. */
+const hostBefore = (timeline, i) =>
+  Math.max(Math.min(timeline.host, timeline.computes.start[i]) - freeAt(timeline, i), 0);
+
+const hostWords = ({ host }) =>
+  `the plan counts ${duration(host)} on the host before the first instruction: arguments are checked and compared`;
 
 /** Which rank came to a collective last, unless it was this one or came with it. */
 function lastWords({ numbers, collectives: { rank, start, came, last } }, i) {
@@ -95,14 +115,15 @@ function comparison(timeline, other, i) {
   const j = counterpart(timeline, other, i);
   if (j === undefined) return [];
   const length = ({ computes: { start, end } }, k) => end[k] - start[k];
-  const percent = length(timeline, i) ? 100 * (length(other, j) / length(timeline, i) - 1) : 0;
-  const change = `${percent > 0 ? "+" : "−"}${+Math.abs(percent).toPrecision(2)}%`;
-  return [`${other.name}: ${spanWords(other.computes, j)}${Math.abs(percent) < 0.1 ? "" : ` (${change})`}`];
+  const [own, others] = [length(timeline, i), length(other, j)];
+  const same = !own || !others || Math.abs(own / others - 1) < 1e-3;
+  return [`${other.name}: ${spanWords(other.computes, j)}${same ? "" : `; this one takes ${ratioWords(own / others)}`}`];
 }
 
 /** `0 to 20 of 37 units` */
 function rangeWords() {
-  const hint = shown.messages && timelines.some(isBlurred) ? "; zoom in for messages" : "";
+  const few = timelines.every(({ allMessages }) => allMessages) ? "" : "; of messages, those that a rank waits for";
+  const hint = shown.messages && view.tab !== "memory" && timelines.some(isBlurred) ? "; zoom in for messages" : few;
   return `${range(view.start, view.end)} of ${duration(longest)}${hint}`;
 }
 
@@ -160,8 +181,38 @@ const tellers = {
   },
   curve({ timeline, rank, index, time }) {
     const curve = curveOf(timeline, rank);
-    const words = (held) => (isMemory(timeline) ? bytes(held) : `${held} in flight`);
-    const most = `at ${clock(time)}; at most ${words(highest(curve))}`;
-    return [words(curve.amount[index]), `rank ${timeline.numbers[rank]}`, most];
+    if (isMemory(timeline)) return memoryWords(timeline, rank, curve, index, time);
+    const most = `at ${clock(time)}; at most ${highest(curve)} in flight`;
+    return [`${curve.amount[index]} in flight`, `rank ${timeline.numbers[rank]}`, most];
+  },
+  lane({ timeline, rank }) {
+    const sums = sumsOf(timeline)[rank];
+    const parts = partsOf(sums).filter(([, time]) => time > longest * 1e-4);
+    return [
+      timeline.names[rank],
+      `${percent(idleOf(sums) / timeline.makespan)} idle`,
+      ...parts.map(([name, time]) => `${name}: ${duration(time)}, ${percent(time / timeline.makespan)}`),
+      ...waitingWords(timeline, sums),
+    ];
   },
 };
+
+/** What is in memory: the total, each kind, and the microbatches that are alive then. */
+function memoryWords(timeline, rank, curve, index, time) {
+  const kinds = Object.entries(curve.kinds).map(([name, amounts]) => [name, amounts[index]]);
+  const listed = kinds.filter(([, held]) => held > 0).sort((one, other) => other[1] - one[1]);
+  const alive = [...aliveAt(timeline, rank, time)].map(([stage, numbers]) => `stage ${stage}: ${numbers.join(", ")}`);
+  return [
+    bytes(curve.amount[index]),
+    `rank ${timeline.numbers[rank]}, at ${clock(time)}`,
+    ...listed.map(([name, held]) => `${name.replace("_", " ")}: ${bytes(held)}`),
+    ...(alive.length ? [`microbatches in flight, ${alive.join("; ")}`] : []),
+    `peak: ${bytes(highest(curve))} at ${clock(curve.time[peakIndex(curve)])}`,
+    ...(data.limits[rank] ? [`limit: ${bytes(data.limits[rank])}`] : []),
+  ];
+}
+
+/** For whom a rank waits, longest first. */
+const waitingWords = ({ numbers }, { waiting }) =>
+  [...waiting].sort((one, other) => other[1] - one[1]).slice(0, 3)
+    .map(([rank, time]) => `waits ${duration(time)} for rank ${numbers[rank]}`);

@@ -1,19 +1,55 @@
 // What is shown: the timelines, which part of them is visible, and where each lane is.
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const timelines = data.timelines;
-const longest = Math.max(...timelines.map((timeline) => timeline.makespan)) || 1;
+/** @type {PageData} */
+let data;
+/** All timelines, the steps of a run among them. @type {Timeline[]} */
+let known = [];
+/** Those that have lanes. @type {Timeline[]} */
+let timelines = [];
+let longest = 1;
 
-for (const timeline of timelines) {
-  const { rank, phase, stage, chunk, microbatch, segment } = timeline.computes;
+/** @returns {any} */
+const byId = (id) => document.getElementById(id);
+
+/**
+ * An element with properties and children; `attributes` such as role are set as they are.
+ * @param {string} tag
+ * @param {any} properties
+ * @param {(string | Node)[]} children
+ * @returns {any}
+ */
+function make(tag, { attributes = {}, ...properties } = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** Index a timeline, so that lanes and cells are found without a search through all. */
+function prepare(timeline, number) {
   const ranks = timeline.peaks.map((_, r) => r);
-  timeline.first = [...ranks, ranks.length].map((r) => firstAbove(rank, r - 0.5)); // compute of each rank
-  timeline.named = new Map(rank.map((_, i) => [`${phase[i]} ${stage[i]} ${microbatch[i]} ${segment[i]}`, i]));
+  const firsts = (column) => [...ranks, ranks.length].map((r) => firstAbove(column, r - 0.5));
+  timeline.number = number;
+  timeline.first = firsts(timeline.computes.rank);
+  timeline.firstCollective = firsts(timeline.collectives.rank);
+  timeline.firstMessage = firsts(timeline.messages.rank);
   timeline.onPath = new Set(timeline.critical.computes);
-  timeline.firstCollective = [...ranks, ranks.length].map((r) => firstAbove(timeline.collectives.rank, r - 0.5));
-  timeline.numRows = Math.max(0, ...new Set(timeline.collectives.row)) + 1;
   timeline.collectivesOnPath = new Set(timeline.critical.collectives);
-  timeline.lastChunk = Math.max(0, ...new Set(chunk));
+  timeline.numRows = largest(timeline.collectives.row) + 1;
+  timeline.lastChunk = largest(timeline.computes.chunk);
+  timeline.lanes = [];
+  timeline.visible = [];
+}
+
+const largest = (numbers) => numbers.reduce((most, each) => Math.max(most, each), 0);
+
+/** Give lanes to these timelines. */
+function showTimelines(chosen) {
+  timelines = chosen;
+  longest = Math.max(...timelines.map((timeline) => timeline.makespan)) || 1;
+  const longestName = Math.max(...timelines.flatMap(({ names }) => names.map((name) => name.length)));
+  GUTTER = Math.max(96, 20 + 6.5 * longestName);
+  show(0, longest);
 }
 
 /** The index of the first of ascending `values` that exceeds `value`, in `from` .. `to`. */
@@ -28,51 +64,86 @@ function firstAbove(values, value, from = 0, to = values.length) {
 
 // ---- what is visible, and where ----
 
-const longestName = Math.max(...timelines.flatMap(({ names }) => names.map((name) => name.length)));
-const GUTTER = Math.max(96, 20 + 6.5 * longestName), GROUP = 12;
+let GUTTER = 96;
+const GROUP = 12;
 const RIGHT = 18, STRIP = 30, AXIS = 24, TOP = STRIP + AXIS, HEADER = 30;
-const LEAST_PITCH = 24, MOST_PITCH = 110;
+const LEAST_PITCH = 24, MOST_PITCH = 110, ALL_IN_VIEW = 100, LEAST_ROOMY = 14;
 
-const view = { start: 0, end: longest, top: 0 };
-const shown = { critical: false, messages: true, byRank: false, memory: false };
-const page = { width: 0, height: 0, bottom: 0, lanes: [], headers: [] };
+const view = { start: 0, end: 1, top: 0, rows: 1, sort: "rank", tab: "summary" };
+const shown = { critical: false, messages: true, byRank: false, memory: false, picking: false };
+const LANE_TABS = ["summary", "timeline", "memory"];
+const lanesState = { pinned: new Set(), folded: new Set() };
+const page = { width: 0, height: 0, bottom: 0, pinnedBottom: 0, /** @type {Lane[]} */ lanes: [], headers: [] };
 
+const laneKey = ({ timeline, rank }) => `${timeline.number}.${rank}`;
 const laneWidth = () => Math.max(page.width - GUTTER - RIGHT, 1);
 const scale = () => laneWidth() / (view.end - view.start);
 const x = (time) => GUTTER + (time - view.start) * scale();
 const timeAt = (px) => view.start + (px - GUTTER) / scale();
 
+/** How lanes are ordered: each gives a number by which they ascend. */
+const orders = {
+  rank: () => 0,
+  idle: ({ timeline, rank }) => -idleOf(sumsOf(timeline)[rank]),
+  end: ({ timeline, rank }) => -(timeline.computes.end[timeline.first[rank + 1] - 1] ?? 0),
+};
+
 /** Give every lane its place: the timelines one below the other, or the lanes of each rank together. */
 function layOut() {
-  const order = timelines.flatMap((timeline) => timeline.peaks.map((_, rank) => ({ timeline, rank })));
-  const isApart = ({ timeline: { groups }, rank }) => rank > 0 && groups[rank] !== groups[rank - 1];
+  const order = timelines.flatMap((timeline) => timeline.peaks.map((_, rank) => ({ timeline, rank, key: 0 })));
+  for (const lane of order) lane.key = orders[view.sort](lane);
+  const sorted = view.sort !== "rank";
+  const isApart = ({ timeline: { groups }, rank }) => !sorted && rank > 0 && groups[rank] !== groups[rank - 1];
   if (shown.byRank) order.sort((one, other) => one.rank - other.rank);
-  const gaps = GROUP * order.filter(isApart).length;
-  const room = page.height - TOP - timelines.length * HEADER - gaps - 8;
-  const pitch = Math.min(Math.max(room / order.length, LEAST_PITCH), MOST_PITCH);
-  let y = TOP;
-  const addHeader = (timeline) => {
-    page.headers.push({ timeline, y });
-    timeline.lanes = [];
-    y += HEADER;
-  };
+  if (sorted) order.sort((one, other) => (shown.byRank ? 0 : one.timeline.number - other.timeline.number) || one.key - other.key);
+  const pinned = order.filter((lane) => lanesState.pinned.has(laneKey(lane)));
+  const others = order.filter((lane) => !lanesState.pinned.has(laneKey(lane)));
+  const pitchOf = pitches(order.length, GROUP * order.filter(isApart).length);
   page.headers = [];
   page.lanes = [];
-  if (shown.byRank) timelines.forEach(addHeader);
-  for (const { timeline, rank } of order) {
-    if (!shown.byRank && rank === 0) addHeader(timeline);
-    if (isApart({ timeline, rank })) y += GROUP;
-    const lane = { timeline, rank, y, ...parts(timeline, y, pitch) };
-    page.lanes.push(lane);
-    timeline.lanes[rank] = lane;
-    y += pitch;
-  }
-  page.bottom = y + 8;
+  let y = TOP + (pinned.length ? 4 : 0);
+  const addLane = (lane, top, isPinned) => {
+    const pitch = pitchOf(lane);
+    const placed = { ...lane, y: top, pitch, pinned: isPinned, ...parts(lane.timeline, top, pitch) };
+    page.lanes.push(placed);
+    lane.timeline.lanes[lane.rank] = placed;
+    return pitch;
+  };
+  const height = pinned.reduce((sum, lane) => sum + pitchOf(lane), 0);
   view.top = Math.min(Math.max(view.top, 0), Math.max(page.bottom - page.height, 0));
+  for (const lane of pinned) y += addLane(lane, y + view.top, true);
+  page.pinnedBottom = height ? y : TOP;
+  const addHeader = (timeline) => {
+    page.headers.push({ timeline, y });
+    y += HEADER;
+  };
+  if (shown.byRank) timelines.forEach(addHeader);
+  let before = null;
+  for (const lane of others) {
+    if (!shown.byRank && lane.timeline !== before) addHeader(lane.timeline);
+    before = lane.timeline;
+    if (isApart(lane)) y += GROUP;
+    y += addLane(lane, y, false);
+  }
+  const bottom = y + 8;
+  if (bottom === page.bottom) return;
+  page.bottom = bottom;
+  if (view.top > Math.max(bottom - page.height, 0)) layOut();
+}
+
+/** How high each lane is. Of very many lanes all are in view, however flat, until rows are made higher. */
+function pitches(count, gaps) {
+  const room = page.height - TOP - timelines.length * HEADER - gaps - 8;
+  const least = count > ALL_IN_VIEW ? 0.25 : LEAST_PITCH;
+  const pitch = Math.min(Math.min(Math.max(room / count, least), MOST_PITCH) * view.rows, 3 * MOST_PITCH);
+  return (lane) => (lanesState.folded.has(laneKey(lane)) ? Math.min(pitch, 10) : pitch);
 }
 
 /** Where, in a lane of that pitch, its boxes end, and its collectives and its curve are. */
 function parts(timeline, y, pitch) {
+  if (pitch < LEAST_ROOMY) return { box: pitch > 4 ? pitch - 1.5 : pitch, curveY: y + pitch, curve: 0 };
+  if (view.tab === "memory" && timeline.memory.length)
+    return { box: pitch * 0.14, curveY: y + pitch * 0.3, curve: pitch * 0.62 };
   if (!timeline.collectives.rank.length) return { box: pitch * 0.52, curveY: y + pitch * 0.56, curve: pitch * 0.28 };
   const [box, band] = [pitch * 0.44, pitch * 0.2];
   return { box, bandY: y + box + 1, band, curveY: y + pitch * 0.68, curve: pitch * 0.2 };
@@ -80,9 +151,17 @@ function parts(timeline, y, pitch) {
 
 /** Make the visible range `start` .. `end`, as far as there is something to see. */
 function show(start, end) {
-  const length = Math.min(Math.max(end - start, longest * 1e-5), longest);
+  const length = Math.min(Math.max(end - start, longest * 1e-6), longest);
   view.start = Math.min(Math.max(start, 0), longest - length);
   view.end = view.start + length;
+}
+
+/** Scroll until the lane is in view. */
+function scrollTo({ y, pitch, pinned }) {
+  if (pinned) return;
+  if (y < view.top + page.pinnedBottom) view.top = y - page.pinnedBottom - HEADER;
+  else if (y + pitch > view.top + page.height) view.top = y + pitch + 8 - page.height;
+  layOut();
 }
 
 // ---- facts about computes ----
@@ -92,8 +171,10 @@ const freeAt = ({ computes, first }, i) => (i > first[computes.rank[i]] ? comput
 
 /** The compute of `other` that does the same as compute `i` of `timeline`, if there is one. */
 function counterpart(timeline, other, i) {
-  const { phase, stage, microbatch, segment } = timeline.computes;
-  return other === timeline ? undefined : other.named.get(`${phase[i]} ${stage[i]} ${microbatch[i]} ${segment[i]}`);
+  if (other === timeline) return undefined;
+  const key = ({ phase, stage, microbatch, segment }, k) => `${phase[k]} ${stage[k]} ${microbatch[k]} ${segment[k]}`;
+  other.named ??= new Map(Array.from(other.computes.rank, (_, k) => [key(other.computes, k), k]));
+  return other.named.get(key(timeline.computes, i));
 }
 
 /** The collectives of a rank that are under way somewhere between two times. */
@@ -105,9 +186,30 @@ function collectivesBetween({ collectives: { start, end }, firstCollective }, ra
 }
 
 /** The same collective on all its ranks. */
-const membersOf = ({ collectives: { last } }, i) =>
-  last.flatMap((number, k) => (number === last[i] ? [k] : []));
+function membersOf({ collectives: { last } }, i) {
+  const found = [];
+  last.forEach((number, k) => number === last[i] && found.push(k));
+  return found;
+}
 
-const isMemory = (timeline) => shown.memory && "memory" in timeline.curves;
-const curveOf = (timeline, rank) => timeline.curves[isMemory(timeline) ? "memory" : "inFlight"][rank];
-const highest = ({ amount }) => amount.reduce((most, each) => Math.max(most, each), 0);
+const isMemory = (timeline) => (shown.memory || view.tab === "memory") && timeline.memory.length > 0;
+const curveOf = (timeline, rank) => (isMemory(timeline) ? timeline.memory : timeline.inFlight)[rank];
+const highest = ({ amount }) => largest(amount);
+const peakIndex = ({ amount }) => amount.indexOf(largest(amount));
+
+/** The microbatches in flight on a rank at a time, by stage: from their forward to their last compute. */
+function aliveAt({ computes: { start, end, stage, microbatch }, first }, rank, time) {
+  const spans = new Map();
+  for (let i = first[rank]; i < first[rank + 1]; i++) {
+    if (microbatch[i] < 0) continue;
+    const key = `${stage[i]} ${microbatch[i]}`;
+    const [from] = spans.get(key) ?? [start[i]];
+    spans.set(key, [from, end[i]]);
+  }
+  const alive = new Map();
+  for (const [key, [from, to]] of spans) {
+    const [of, number] = key.split(" ").map(Number);
+    if (from <= time && time <= to) alive.set(of, [...(alive.get(of) ?? []), number]);
+  }
+  return alive;
+}

@@ -1,0 +1,103 @@
+"""What the ranks hold over time: microbatches in flight, and bytes by category."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.ir import Op, Plan, Program, StageMemory
+from pipec.ir.columns import OP_CODE, PHASES, Floats, InstructionColumns
+from pipec.programs.lower_periodic import steady_excerpt
+from pipec.programs.rank_memory import memory_by_category
+from pipec.programs.representative_replicas import as_in_full_step
+from pipec.timeline.events import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Steps over time: ``amounts[i]`` from ``times[i]`` on. Times ascend, each occurs once."""
+
+    times: Floats
+    amounts: Floats
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[float, float]]) -> "Curve":
+        """The curve with these steps, each a time and the amount from then on."""
+        times, amounts = np.array(steps, float).reshape(-1, 2).T
+        return cls(times, amounts)
+
+    @property
+    def highest(self) -> float:
+        return float(self.amounts.max(initial=0.0))
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        return zip(self.times.tolist(), self.amounts.tolist(), strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryCurves:
+    """The bytes of a rank over time: the ``total``, and by category the part of each, at the same times."""
+
+    total: Curve
+    by_category: Mapping[str, Floats]
+
+
+def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
+    """For each rank the number of its pairs of stage and microbatch in flight, from time 0.
+
+    A microbatch is in flight from its forward to its last compute.
+    """
+    computes = timeline.computes.where(timeline.computes.instructions.is_compute_start)
+    growths = np.array([_IN_FLIGHT.growth(phase) for phase in PHASES])[computes.instructions.phases]
+    curves = []
+    for rank in range(timeline.num_ranks):
+        own = computes.ranks == rank
+        times = np.stack([computes.starts[own], computes.ends[own]], axis=1).reshape(-1)
+        changes = growths[own].reshape(-1)
+        times, changes = np.append(0.0, times[changes != 0]), np.append(0.0, changes[changes != 0])
+        order = np.argsort(times, kind="stable")
+        curves.append(_last_of_each_time(times[order], np.cumsum(changes[order])))
+    return tuple(curves)
+
+
+_IN_FLIGHT = StageMemory(saved=1, weight_gradient_saved=1)
+
+
+def rank_memory_over_time(
+    plan: Plan, programs: Sequence[Program], timeline: Timeline
+) -> tuple[MemoryCurves, ...]:
+    """The bytes that each rank holds over time, as ``rank_memory`` counts them.
+
+    There are none if the timeline does not belong to these programs.
+    """
+    curves = []
+    for rank, program in enumerate(
+        steady_excerpt(as_in_full_step(programs), plan.sync_spec.stream, plan.placement)
+    ):
+        events = timeline.columns.of_rank(rank)
+        columns = InstructionColumns.of(program.instructions, plan.links)
+        timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))
+        chosen = np.flatnonzero(events.is_blocking | events.is_overlapped)
+        if timed.size != chosen.size:
+            return ()
+        ends, starts = np.zeros(len(columns)), np.zeros(len(columns))
+        starts[timed], ends[timed] = events.starts[chosen], events.ends[chosen]
+        times = np.append(0.0, np.maximum.accumulate(np.stack([starts, ends], axis=1).reshape(-1)))
+        amounts = {
+            category: np.append(before, np.stack([during, after], axis=1).reshape(-1))
+            for category, (before, during, after) in memory_by_category(plan, program).items()
+        }
+        curves.append(_memory_curves(times, amounts))
+    return tuple(curves)
+
+
+def _memory_curves(times: Floats, amounts: Mapping[str, Floats]) -> MemoryCurves:
+    """Of several steps at one time the last, as in all categories."""
+    total = sum(amounts.values(), np.zeros(times.size))
+    last = np.append(times[1:] != times[:-1], True)
+    return MemoryCurves(Curve(times[last], total[last]), {name: held[last] for name, held in amounts.items()})
+
+
+def _last_of_each_time(times: Floats, amounts: Floats) -> Curve:
+    last = np.append(times[1:] != times[:-1], True)
+    return Curve(times[last], amounts[last])

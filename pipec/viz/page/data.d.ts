@@ -1,0 +1,57 @@
+// What page_data.py, pipeline_data.py and drawn_steps.py hand to the page.
+
+type Numbers = Int8Array | Int16Array | Int32Array | Float64Array;
+
+interface Named { key: string; name: string; letter: string; copies?: boolean }
+interface Curve {
+  time: Numbers; amount: Numbers; kinds?: Record<string, Numbers>;
+  most?: number; stack?: [string, Numbers, Numbers][]; // made when it is first drawn
+}
+
+interface Timeline {
+  name: string; schedule: string; microbatches: number; summary: string; findings: string[];
+  makespan: number; span: number; bubble: number; idle: number; host: number;
+  isRun: boolean; note: string; allMessages: boolean;
+  peaks: number[]; names: string[]; numbers: number[]; replicas: string[]; groups: number[];
+  computes: Record<"rank" | "phase" | "stage" | "chunk" | "microbatch" | "segment" | "version" | "start" | "end" | "cause" | "collective", Numbers>;
+  messages: Record<"rank" | "peer" | "payload" | "source" | "target" | "microbatch" | "start" | "end" | "maker", Numbers>;
+  collectives: Record<"rank" | "op" | "stage" | "bucket" | "microbatch" | "model_collective" | "last" | "row" | "words" | "start" | "end" | "came", Numbers> & { told: string[] };
+  critical: Record<"computes" | "messages" | "collectives", Numbers>;
+  inFlight: Curve[]; memory: Curve[];
+  // made by prepare():
+  number: number; first: number[]; firstCollective: number[]; firstMessage: number[]; numRows: number; lastChunk: number;
+  onPath: Set<number>; collectivesOnPath: Set<number>; lanes: Lane[]; named?: Map<string, number>;
+  fills: string[][]; visible: number[]; incoming?: number[][]; sums?: Sums[]; stageTimes?: number[]; longestMessage?: number;
+}
+
+interface Lane {
+  timeline: Timeline; rank: number; y: number; pitch: number; box: number; curveY: number; curve: number;
+  bandY?: number; band?: number; pinned: boolean;
+}
+
+/** The time of a rank by what it is spent on; all but `hidden` and `busy` add up to the time of the range. */
+interface Sums {
+  phases: number[]; waiting: Map<number, number>; messages: number; collectives: number; copies: number;
+  host: number; other: number; before: number; after: number; hidden: { messages: number; collectives: number; copies: number };
+}
+
+/** What is under the pointer, or selected. */
+interface Thing { kind: "compute" | "idle" | "collective" | "message" | "curve" | "lane"; timeline: Timeline; rank: number; index: number | null; time?: number }
+
+interface Operator { number: number; stage: number; line: number; module: string; type: string; source: string; call: string; result: string; shape: string; inputs: number[]; weights: string[] }
+
+interface Pipeline {
+  stages: { ranks: number[]; modules: string[]; weights: number; saved: number; recomputed: number; seconds: Record<string, number> }[];
+  links: { source: number; target: number; payload: string; values: Record<string, number> }[];
+  tied: { name: string; owner: number; bytes: number; borrowers: number[] }[];
+  costSource: string; sources: string[];
+  programs: { rank: number; period: number; lines: string[]; blocking: number[] }[];
+  operators: Operator[];
+  alternatives: { schedule: string; microbatches: number; stages: number; seconds: number; peak: number; rejected: string }[];
+}
+
+interface PageData {
+  unit: string; phases: Named[]; ops: Named[]; payloads: string[]; timelines: Timeline[];
+  pipeline: Pipeline | null; limits: number[];
+  whatIf: { axes: [string, string[]][]; cells: [number[], number, number, number][]; notes: string[] } | null;
+}

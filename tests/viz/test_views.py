@@ -1,0 +1,600 @@
+"""The views of the page beside the timeline itself, in a headless Chromium: each from what a visitor does."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from bare_programs import lower
+from page_views import Open, color_at, drag, hover, in_browser, lane, one_f_one_b, point, press, settle
+from playwright.sync_api import Page
+from simulated_updates import EVERYTHING, ended
+from torch import nn
+
+import pipec
+from pipec.drawn_artifacts import trace_steps
+from pipec.ir import Instruction, Op
+from pipec.pipeline import Pipeline
+from pipec.plan.what_if import what_if_of_equal_stages, what_if_of_plan
+from pipec.programs.lower import chain_links
+from pipec.schedules import Workload, make_schedule
+from pipec.timeline.events import Event, Timeline
+from pipec.timeline.grid import Grid
+from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.trace import Trace
+from pipec.viz import DrawnPipeline, DrawnStep, page_html
+from pipec.viz.notebook import page_in_cell
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([Layer() for _ in range(6)])
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+@cache
+def compiled() -> Pipeline:
+    torch.manual_seed(0)
+    tokens, target = torch.randint(16, (8,)), torch.randint(16, (8,))
+    pipe = pipec.compile(Tied(), devices=2, loss_fn=loss_fn, microbatches=4, memory_limit="64kB")
+    return pipe.prepare(tokens, target=target)
+
+
+@cache
+def drawn_pipeline() -> tuple[list[DrawnStep], DrawnPipeline]:
+    pipe = compiled()
+    sources = [pipe.source(stage) for stage in range(2)]
+    steps = trace_steps(pipe.plan, pipe.programs, Trace(pipe.simulate()))
+    return steps, DrawnPipeline(pipe.plan, pipe.programs, sources, [64e3, 64e3])
+
+
+@cache
+def grid() -> Grid:
+    steps, pipeline = drawn_pipeline()
+    found = what_if_of_plan(pipeline.plan, pipeline.programs, steps[0].timeline)
+    assert found
+    return found
+
+
+def open_pipeline(open_page: Open) -> Page:
+    steps, pipeline = drawn_pipeline()
+    return open_page({}, steps=steps, pipeline=pipeline, what_if=grid())
+
+
+def tab(page: Page, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
+    settle(page)
+
+
+def cell(page: Page, rank: int, time: float) -> None:
+    page.mouse.click(*point(page, lane(rank, time)))
+    settle(page)
+
+
+def details(page: Page) -> list[str]:
+    return page.locator("#details > b, #details > p").all_inner_texts()
+
+
+# ---- the summary ----
+
+
+@in_browser
+def test_the_summary_opens_first_and_its_parts_add_up(open_page: Open) -> None:
+    timeline = one_f_one_b()
+    page = open_page({"1f1b": timeline}, address="")
+    assert page.get_by_role("tab", name="summary").get_attribute("aria-selected") == "true"
+    words = page.locator("#sentences").inner_text()
+    assert "37 units for a step of 1f1b with 8 microbatches (its makespan)" in words
+    assert f"idle for {timeline.bubble_rate:.1%}" in words
+    assert "the slowest rank takes 37 units (the span)" in words
+    rows = page.locator(".sums tbody tr").all_inner_texts()
+    assert [re.split(r"\s*\t\s*", row) for row in rows][1] == [
+        "rank 1",
+        "8 units",
+        "16 units",
+        "8 units",
+        "1.5 units + 2.5 units hidden",
+        "1.25 units",
+        "2.25 units",
+        "rank 2, 7.75 units",
+    ]
+    page.get_by_role("button", name="rank 3").click()
+    assert page.get_by_role("tab", name="timeline").get_attribute("aria-selected") == "true"
+    assert details(page)[0] == "rank 3"
+
+
+@in_browser
+@pytest.mark.parametrize("options", [{}, {"updates": True}, EVERYTHING])
+def test_the_time_of_every_rank_is_accounted_for(open_page: Open, options: dict[str, object]) -> None:
+    timeline = ended((3, 2, 1), 6, **options)
+    page = open_page({"3-2-1": timeline})
+    sums = page.evaluate(
+        "() => sumsOf(timelines[0]).map((sums) => total(partsOf(sums).map(([, time]) => time)))"
+    )
+    assert sums == pytest.approx([timeline.makespan] * 6, rel=1e-5)
+    idle = "([from, to]) => idleOf(sumsBetween(timelines[0], 3, from, to))"
+    halves = [page.evaluate(idle, span) for span in ((0, 7.3), (7.3, timeline.makespan))]
+    assert sum(halves) == pytest.approx(page.evaluate(idle, (0, timeline.makespan)), rel=1e-5)
+
+
+@in_browser
+def test_the_summary_names_the_slowest_stage_and_compares_planned_with_measured(open_page: Open) -> None:
+    def step(factor: float, label: str) -> DrawnStep:
+        ops = (Op.FORWARD, Op.BACKWARD)
+        events = [
+            Event(rank, Instruction(op, rank, 0), t := 4.0 * k + 2 * rank, t + (factor if rank else 1.0))
+            for rank in range(2)
+            for k, op in enumerate(ops)
+        ]
+        return DrawnStep("1f1b", 1, Timeline(tuple(events), (1, 1)), label=label)
+
+    page = open_page({}, steps=[step(1.5, "planned"), step(1.5, "measured")], address="")
+    words = page.locator("#sentences").inner_text()
+    assert "Stage 1 is the slowest, 20% longer than the mean of the stages." in words
+    assert "Measured takes as long as planned." in words
+    assert page.locator(".sums tbody th").all_inner_texts() == [
+        "rank 0, planned",
+        "rank 0, measured",
+        "rank 1, planned",
+        "rank 1, measured",
+    ]
+
+
+@in_browser
+def test_what_a_plan_counts_for_the_host_is_told(open_page: Open) -> None:
+    timeline = one_f_one_b(2, 2)
+    later = tuple(replace(event, start=event.start + 2, end=event.end + 2) for event in timeline.events)
+    late = Timeline(later, timeline.peak_in_flight, timeline.unit)
+    page = open_page({}, steps=[DrawnStep("1f1b", 2, late, host_seconds=2.0)])
+    assert hover(page, lane(0, 1.0))[3] == (
+        "the plan counts 2 units on the host before the first instruction: arguments are checked and compared"
+    )
+    assert "hatched: host" in page.locator("#legend").inner_text()
+    assert page.evaluate("() => sumsOf(timelines[0]).map(({ host }) => host)") == [2, 2]
+
+
+# ---- ranges, search, the address, lanes ----
+
+
+@in_browser
+def test_a_picked_range_shows_sums_by_rank_and_kind(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    page.keyboard.down("Shift")
+    drag(page, "[x(10), 300]", "[x(20), 300]")
+    page.keyboard.up("Shift")
+    assert page.locator("#range").inner_text().startswith("0 to 37 units")
+    rows = page.locator("#details tbody tr").all_inner_texts()
+    assert len(rows) == 4
+    busy = page.evaluate("() => picked && sumsBetween(timelines[0], 0, 10, 20).phases")
+    assert busy[0] + busy[2] == pytest.approx(8, abs=0.1)  # rank 0 works from 11.5 to 17.5 and from 18 on
+    page.get_by_role("button", name="zoom to it").click()
+    settle(page)
+    assert page.evaluate("() => [view.start, view.end]") == pytest.approx([10, 20], abs=0.1)
+    assert page.locator("#details").is_hidden()
+
+
+@in_browser
+def test_a_range_is_picked_by_a_button_and_by_keys_too(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    press(page, "picking")
+    drag(page, "[x(5), 300]", "[x(6), 300]")
+    assert page.evaluate("() => picked") == pytest.approx([5, 6], abs=0.1)
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => picked") is None
+    for key in ("n", "n", "[", "n", "n", "]", "z"):
+        page.keyboard.press(key)
+    settle(page)
+    assert page.evaluate("() => [view.start, view.end]") == pytest.approx([1, 4])
+
+
+@in_browser
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("mb 3", "8 cells"),
+        ("stage 2", "16 cells"),
+        ("stage 2 backward", "8 cells"),
+        ("F3", "4 cells"),
+        ("rank 0 mb 1", "2 cells"),
+        ("send", "51 messages"),
+        ("gradient stage 3", "8 messages"),
+        ("recv mb 0", "6 messages"),
+        ("layers.7", "nothing is called layers.7"),
+    ],
+)
+def test_search_finds_cells_and_messages(open_page: Open, text: str, found: str) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    page.locator("#search").fill(text)
+    assert page.locator("#found").inner_text() == found
+
+
+@in_browser
+def test_enter_goes_from_match_to_match(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b(4, 512)})
+    page.keyboard.press("/")
+    page.keyboard.type("stage 1 mb 500")
+    page.keyboard.press("Enter")
+    assert details(page)[:2] == ["forward of microbatch 500", "stage 1, rank 1"]
+    start, end = page.evaluate("() => [view.start, view.end]")
+    assert end - start < 40
+    page.keyboard.press("Enter")
+    assert details(page)[0] == "backward of microbatch 500"
+    assert page.locator("#found").inner_text() == "2 of 2"
+
+
+@in_browser
+def test_what_is_not_found_fades(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    page.locator("#search").fill("backward")
+    settle(page)
+    faded, full = page.evaluate("""() => {
+        const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
+        const { faded, full } = gatherBoxes(timelines[0].lanes, brush);
+        return [faded, full].map((rects) => [...rects.keys()]);
+    }""")
+    assert (faded, full) == (["rgb(140,184,242)"], ["rgb(245,178,107)"])
+
+
+@in_browser
+def test_a_link_shows_the_same_view(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b(), "again": one_f_one_b()})
+    page.evaluate("() => { show(10, 20); redraw(); }")
+    press(page, "critical")
+    page.locator("#sort").select_option("idle")
+    page.locator("#search").fill("mb 3")
+    cell(page, 1, 15.0)
+    page.wait_for_timeout(300)
+    address = page.evaluate("() => location.hash.slice(1)")
+    state = """() => [
+        view.start, view.end, view.sort, shown.critical, selected.rank, selected.index, page.lanes.length,
+    ]"""
+    other = open_page({"1f1b": one_f_one_b(), "again": one_f_one_b()}, address=address)
+    assert other.evaluate(state) == page.evaluate(state)
+    assert other.locator("#found").inner_text() == "16 cells"
+    assert details(other) == details(page)
+
+
+@in_browser
+def test_lanes_are_pinned_folded_and_sorted(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b(40, 4)})
+    page.mouse.click(*point(page, "[20, timelines[0].lanes[3].y + 8]"))
+    page.get_by_role("button", name="pin lane on top").click()
+    page.mouse.move(*point(page, "[20, 300]"))
+    page.mouse.wheel(0, 400)
+    settle(page)
+    top = "() => timelines[0].lanes[3].y - view.top"
+    assert page.evaluate(top) == page.evaluate("() => TOP + 4")
+    assert hover(page, lane(3, 4.0))[1] == "stage 3, rank 3"
+    page.get_by_role("button", name="fold lane", exact=True).click()
+    assert page.evaluate("() => timelines[0].lanes[3].pitch") == 10
+    page.locator("#sort").select_option("end")
+    ends = page.evaluate("() => page.lanes.filter((each) => !each.pinned).map(({ rank }) => rank)")
+    assert ends == sorted(ends)  # rank 0 ends last
+    page.locator("#sort").select_option("idle")
+    idle = page.evaluate(
+        "() => page.lanes.filter((one) => !one.pinned).map(({ rank }) => idleOf(sumsOf(timelines[0])[rank]))"
+    )
+    assert idle == sorted(idle, reverse=True)
+
+
+@in_browser
+def test_keys_do_what_the_pointer_does(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()})
+    page.locator("#canvas").focus()
+    page.keyboard.press("n")
+    assert details(page)[:2] == ["forward of microbatch 0", "stage 0, rank 0"]
+    page.keyboard.press("n")
+    assert details(page)[0] == "forward of microbatch 1"
+    page.keyboard.press("j")
+    assert details(page)[:2] == ["forward of microbatch 0", "stage 1, rank 1"]
+    assert page.locator("#details").get_attribute("role") == "status"
+    page.keyboard.press("Escape")
+    assert page.locator("#details").is_hidden()
+    page.keyboard.press("?")
+    assert page.locator("dialog").is_visible()
+    page.keyboard.press("Escape")
+    page.get_by_role("tab", name="timeline").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("() => view.tab") == "runs"
+
+
+# ---- memory ----
+
+
+@in_browser
+def test_memory_is_shown_by_kind_with_its_peak_and_the_limit(open_page: Open) -> None:
+    page = open_pipeline(open_page)
+    tab(page, "memory")
+    assert page.locator("#memoryLegend").is_visible()
+    kinds = page.evaluate("() => Object.keys(timelines[0].memory[0].kinds)")
+    assert {"parameters", "gradients", "saved"} <= set(kinds)
+    sums = page.evaluate("""() => timelines[0].memory.map((curve) => {
+        const sum = curve.amount.map((_, i) => total(Object.values(curve.kinds).map((held) => held[i])));
+        return largest(sum.map((each, i) => Math.abs(each - curve.amount[i])));
+    })""")
+    assert max(sums) <= len(kinds)
+    peaks = page.evaluate("() => timelines[0].memory.map(highest)")
+    assert peaks == pytest.approx([need.peak_bytes for need in compiled().memory()], abs=2)
+    page.mouse.click(*point(page, "[20, timelines[0].lanes[0].y + 8]"))
+    page.get_by_role("button", name="what is held at the peak").click()
+    words = details(page)
+    assert words[0] == page.evaluate("() => bytes(highest(timelines[0].memory[0]))")
+    assert any(word.startswith("saved: ") for word in words)
+    assert any(word.startswith("microbatches in flight, stage 0: ") for word in words)
+    assert words[-1] == "limit: 64 kB"
+
+
+# ---- model and code ----
+
+
+@in_browser
+def test_the_model_folds_layers_and_shows_cuts_and_tied_weights(open_page: Open) -> None:
+    page = open_pipeline(open_page)
+    tab(page, "model")
+    rows = page.locator("#modelRows > li:not(.arcs)").all_inner_texts()
+    assert any(re.search(r"layers\.0 to layers\.\d.*\d . Layer", row, re.DOTALL) for row in rows)
+    cut = next(row for row in rows if row.startswith("cut: "))
+    activation = next(link for link in compiled().plan.links if link.payload == "activation")
+    assert f"to stage 1: {activation.values[0].name}, " in cut
+    assert page.locator("#tied").inner_text().startswith("Tied weights: embed.weight (512 B) of stage 0 is")
+    assert page.locator("path.tied").count() == 1
+    assert page.locator("path.crossing").count() >= 1
+    before = page.locator("#modelRows > li").count()
+    page.locator("#modelRows .group > button").first.click()
+    assert page.locator("#modelRows > li").count() > before
+
+
+@in_browser
+def test_one_goes_from_a_cell_to_code_and_model_and_back(open_page: Open) -> None:
+    page = open_pipeline(open_page)
+    forward = next(e for e in compiled().simulate().computes.of_rank(1) if e.instruction.op is Op.FORWARD)
+    cell(page, 1, (forward.start + forward.end) / 2)
+    page.get_by_role("button", name="code", exact=True).click()
+    assert re.fullmatch(r"\d+forward +stage 1 +mb 0\s*", page.locator("#program .marked").inner_text())
+    assert "def forward(w, " in page.locator("#source .marked").inner_text()
+    page.locator("#source .line").filter(has_text="linear(").first.click()
+    assert re.match(r"layers\.\d\.linear · Linear, test_views\.py:\d+", page.locator("#origin").inner_text())
+    page.get_by_role("button", name="in the model").click()
+    marked = page.locator("#modelRows .marked")
+    assert marked.inner_text().startswith("linear")
+    marked.get_by_role("button", name="cells").click()
+    assert page.locator("#found").inner_text() == "8 cells"
+    assert page.evaluate("() => view.tab") == "timeline"
+
+
+@in_browser
+def test_a_module_is_searched_for(open_page: Open) -> None:
+    page = open_pipeline(open_page)
+    page.locator("#search").fill("head")
+    assert page.locator("#found").inner_text() == "8 cells"
+    page.locator("#search").fill("layers.0 backward")
+    assert page.locator("#found").inner_text() == "4 cells"
+
+
+@in_browser
+def test_the_model_stays_usable_with_a_thousand_operators(open_page: Open) -> None:
+    lines = [
+        f"    # layers.{k // 4}.{'abcd'[k % 4]} · Linear  # model.py:{k}\n    y_{k + 1} = torch.relu(y_{k})"
+        for k in range(1000)
+    ]
+    code = "import torch\n\n\ndef forward(w, y_0):\n" + "\n".join(lines) + "\n    return y_1000\n"
+    steps, pipeline = drawn_pipeline()
+    page = open_page({}, steps=steps, pipeline=replace(pipeline, sources=[code, pipeline.sources[1]]))
+    tab(page, "model")
+    assert page.locator("#modelRows > li").count() < 20
+    assert "250 \u00d7" in page.locator("#modelRows .group").first.inner_text()
+    seconds = page.evaluate("""() => {
+        const begun = performance.now();
+        for (const node of model.root.children[0].children) model.open.add(node.key);
+        fillModel();
+        return (performance.now() - begun) / 1000;
+    }""")
+    assert page.locator("#modelRows > li.module").count() >= 250
+    assert seconds < 1
+
+
+# ---- what if ----
+
+
+@in_browser
+def test_what_if_answers_from_what_was_played(open_page: Open) -> None:
+    timeline = one_f_one_b()
+    work = Workload.uniform(4, message=0.25)
+    page = open_page({"1f1b": timeline}, what_if=what_if_of_equal_stages("1f1b", 4, 8, work, timeline))
+    tab(page, "what if")
+    assert page.locator("#answer").inner_text().startswith("As it is now: a step takes 37 units; ranks")
+    slider = page.get_by_role("slider", name="microbatches")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    expected = one_f_one_b(4, 16, forward=0.5, backward_input=0.5, backward_weight=0.5).makespan
+    words = page.locator("#answer").inner_text()
+    assert words.startswith(f"Microbatches: 16: a step takes {expected:g} units, ")
+    page.locator("#best").get_by_role("button", name="schedule: zb-h1", exact=True).click()
+    assert "Schedule: zb-h1: a step takes" in page.locator("#answer").inner_text()
+    page.evaluate("() => { choice = choice.map(() => 1); answerWhatIf(); }")
+    assert page.locator("#answer").inner_text().startswith("This combination was not played")
+
+
+def test_the_grid_of_a_plan_is_that_of_its_simulator() -> None:
+    """A slower stage or link is the plan with these costs; other microbatches are other programs."""
+    timeline, axes = compiled().simulate(), grid().axes
+    names = [axis.name for axis in axes]
+    assert names == [
+        "microbatches",
+        "schedule",
+        "seconds of messages",
+        "seconds of stage 0",
+        "seconds of stage 1",
+    ]
+    cells = {positions: makespan for positions, makespan, *_ in grid().cells}
+    assert cells[0, 0, 0, 0, 0] == timeline.makespan
+    slower = cells[0, 0, 0, 0, axes[4].choices.index("2 times")]
+    assert slower > timeline.makespan * 1.2
+    assert cells[0, 0, axes[2].choices.index("4 times"), 0, 0] > timeline.makespan
+    gpipe = pipec.compile(Tied(), devices=2, loss_fn=loss_fn, microbatches=4, schedule="gpipe")
+    gpipe.prepare(torch.zeros(8, dtype=torch.long), target=torch.zeros(8, dtype=torch.long))
+    assert cells[0, axes[1].choices.index("gpipe"), 0, 0, 0] == pytest.approx(
+        gpipe.simulate().makespan, rel=0.02
+    )
+
+
+# ---- runs ----
+
+
+def slowed(factor: float, rank: int) -> Timeline:
+    """1F1B on costs by which one rank is slower."""
+    links = chain_links(4)
+    costs = SimulationCosts.uniform(4, links=links)
+    compute = {key: time * (factor if key[0] == rank else 1) for key, time in costs.compute.items()}
+    return simulate(lower(make_schedule("1f1b", 4, 8), links), replace(costs, compute=compute))
+
+
+@in_browser
+def test_two_runs_are_compared_by_rank_and_kind(open_page: Open, tmp_path: Path) -> None:
+    other = tmp_path / "yesterday.html"
+    other.write_text(page_html([DrawnStep("1f1b", 8, slowed(1.0, 2), label="measured")]), encoding="utf-8")
+    page = open_page({}, steps=[DrawnStep("1f1b", 8, slowed(1.5, 2), label="measured")])
+    tab(page, "runs")
+    page.locator("#file").set_input_files(other)
+    page.wait_for_function("() => known.length === 2")
+    words = page.locator("#changes p").inner_text()
+    assert "measured takes 32% longer than measured of yesterday.html" in words
+    assert words.endswith("What changed most is the backward on rank 2: 8 units longer in all.")
+    rows = [re.split(r"\s*\t\s*", row) for row in page.locator("#changes tbody tr").all_inner_texts()]
+    assert rows[2][1:3] == ["+4 units", "+8 units"]
+    assert rows[0][1:3] == ["\u2013", "\u2013"]
+    assert page.evaluate("() => timelines.map(({ name }) => name)") == [
+        "measured",
+        "measured of yesterday.html",
+    ]
+    page.locator("#file").set_input_files({"name": "x.html", "mimeType": "text/html", "buffer": b"<p>no"})
+    page.wait_for_function("() => byId('opened').textContent.includes('holds no steps')")
+
+
+@in_browser
+def test_a_run_names_its_straggler_and_the_steps_that_were_skipped_or_compiled(open_page: Open) -> None:
+    ranks = [3, 1, 3, 3]
+    steps = [DrawnStep("1f1b", 8, slowed(1.0, 0), label="planned")]
+    for number, rank in enumerate(ranks):
+        note = "skipped" if number == 1 else ""
+        drawn = DrawnStep("1f1b", 8, slowed(1.4, rank), label=f"step {100 * number}", is_run=True, note=note)
+        steps.append(drawn)
+    page = open_page({}, steps=steps)
+    assert page.evaluate("() => timelines.length") == 1
+    tab(page, "runs")
+    words = page.locator("#runWords").inner_text()
+    assert "Rank 3 computed longest in 3 of 4 steps." in words
+    assert "step 100: skipped" in words
+    assert page.locator(".multiple").count() == page.locator(".chart button").count() == 4
+    page.locator(".multiple").nth(2).click()
+    settle(page)
+    assert page.evaluate("() => [view.tab, ...timelines.map(({ name }) => name)]") == [
+        "timeline",
+        "planned",
+        "step 200",
+    ]
+
+
+def test_a_trace_of_every_nth_step_is_one_run() -> None:
+    torch.manual_seed(0)
+    tokens, target = torch.randint(16, (8,)), torch.randint(16, (8,))
+    pipe = pipec.compile(Tied(), devices=2, loss_fn=loss_fn, microbatches=4)
+    run = None
+    for number in range(5):
+        if number % 2:
+            pipe.step(tokens, target=target)
+            continue
+        with pipe.trace(run) as run:
+            pipe.step(tokens, target=target)
+    assert (run.numbers, run.notes) == ([0, 2, 4], ["compiled", "", ""])
+    names = [step.name for step in trace_steps(pipe.plan, pipe.programs, run)]
+    assert names == ["planned", "measured", "step 0", "step 2", "step 4"]
+
+
+# ---- large steps, narrow windows, notebooks, print ----
+
+
+@in_browser
+def test_of_very_many_ranks_all_are_in_view_and_one_goes_into_a_window(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b(200, 8)})
+    last = "() => { const { y, pitch } = timelines[0].lanes[199]; return y + pitch <= page.height; }"
+    assert page.evaluate(last)
+    page.mouse.click(*point(page, "[x(100), timelines[0].lanes[100].y + 1]"))
+    settle(page)
+    page.locator("#search").fill("rank 100 mb 5")
+    page.locator("#search").press("Enter")
+    settle(page)
+    roomy, width = page.evaluate("() => [timelines[0].lanes[100].pitch >= LEAST_ROOMY, scale()]")
+    assert roomy
+    assert width > 20
+    press(page, "fit")
+    assert page.evaluate(last)
+
+
+@in_browser
+def test_a_notebook_shows_the_same_page_in_a_cell(open_page: Open) -> None:
+    steps, pipeline = drawn_pipeline()
+    page = open_page({"1f1b": one_f_one_b()})
+    page.set_content(page_in_cell(page_html(steps, "in a cell", pipeline)))
+    frame = page.frame_locator("iframe")
+    frame.get_by_role("tab", name="model", exact=True).click()
+    assert frame.locator("#modelRows .stage").count() == 2
+    assert "in a cell" in frame.locator("h1").inner_text()
+
+
+def test_a_notebook_shows_pictures_and_plans_as_they_print() -> None:
+    pipe = compiled()
+    shown = pipe.visualize()
+    assert repr(shown) == str(shown)
+    assert shown.startswith("planned: 1f1b, 4 microbatches\n")
+    assert shown._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert repr(pipe.plan) == str(pipe.plan)
+
+
+@in_browser
+@pytest.mark.parametrize("width", [400, 900])
+def test_no_view_is_wider_than_its_window(open_page: Open, width: int) -> None:
+    page = open_pipeline(open_page)
+    page.set_viewport_size({"width": width, "height": 700})
+    for name in page.evaluate("() => Object.keys(TABS)"):
+        page.evaluate("(name) => openTab(name)", name)
+        settle(page)
+        assert page.evaluate("() => document.documentElement.scrollWidth") == width, name
+        assert page.locator("#openKeys").is_visible()
+        bottom = page.locator("footer").evaluate("(footer) => footer.getBoundingClientRect().bottom")
+        assert bottom <= 700, name
+
+
+@in_browser
+def test_print_leaves_out_what_cannot_be_pressed(open_page: Open) -> None:
+    page = open_page({"1f1b": one_f_one_b()}, address="", scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    settle(page)
+    assert color_at(page, "[2, 2]") == "#ffffff"  # paper is light
+    assert page.locator("#tools").is_hidden()
+    assert page.locator("#sentences").is_visible()
+    assert page.locator("#canvas").is_visible()
