@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,10 +92,11 @@ class DryRuns:
             log.info("weights have moved, so that graphs are recorded anew")
             self._ready.clear()
         if self._sizes_of(batch_slice) not in self._ready:
-            with contextlib.ExitStack() as stack:
-                for each in self._graphs:
-                    stack.enter_context(each.recording())
-                self._run(microbatches, batch_slice, seed)
+            for modes in _modes(self._graphs):
+                with contextlib.ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode)
+                    self._run(microbatches, batch_slice, seed)
             self._ready.add(self._sizes_of(batch_slice))
             self._known.add(self._sizes_of(batch_slice))
 
@@ -118,6 +120,13 @@ class DryRuns:
                 update()
             except Exception as error:  # of an optimizer that cannot have such little tensors
                 log.info("a dry run of an update ended early: %s", error)
+
+
+def _modes(graphs: Sequence[StageGraphs]) -> Sequence[Sequence[AbstractContextManager[None]]]:
+    """What graphs do in each run of the program; one run is enough where there are none."""
+    if not graphs:
+        return [[]]
+    return [[each.warming_up() for each in graphs], [each.recording() for each in graphs]]
 
 
 def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:
