@@ -20,12 +20,13 @@ Wait = Callable[[], None]
 class OffloadedValue:
     """Placeholder of a saved value that is on the host, or being copied there. No operator takes one.
 
-    ``on_device`` is the value until its device memory is released, and ``host`` the copy of its memory, which
-    is complete after ``wait_copy``.
+    ``on_device`` is the value until its memory is released, on ``device``, which is the host itself for the
+    state from which attention drew. ``host`` is the copy of its memory, complete after ``wait_copy``.
     """
 
     host: Tensor
     on_device: Tensor | None
+    device: torch.device
     wait_copy: Wait
     layout: tuple[int, torch.Size, tuple[int, ...]]
     dtype: torch.dtype
@@ -35,7 +36,7 @@ class HostCopies:
     """Copies a stage's saved values at ``positions`` to the host, and back."""
 
     def __init__(self, device: torch.device, positions: Sequence[int]) -> None:
-        self._device, self._positions = device, positions
+        self._positions = positions
         is_async = device.type == "cuda" and len(positions) > 0
         self._out, self._back = (CopyStream(device) if is_async else None for _ in range(2))
         self._arriving: dict[int, Wait] = {}
@@ -48,7 +49,7 @@ class HostCopies:
             wait = _start(self._out, lambda: _copy_all(hosts, list(map(_bytes_of, values))))
         for position, value, host in zip(self._positions, values, hosts, strict=True):
             layout = value.storage_offset(), value.size(), value.stride()
-            saved[position] = OffloadedValue(host, value, wait, layout, value.dtype)
+            saved[position] = OffloadedValue(host, value, value.device, wait, layout, value.dtype)
 
     def release_device_memory(self, saved: Sequence[Any]) -> None:
         """Wait for the copies to the host, and free the device memory of the values."""
@@ -57,13 +58,13 @@ class HostCopies:
             saved[position].on_device = None
 
     def prefetch(self, saved: list[Any], microbatch: int) -> None:
-        """Start to copy values back to the device."""
+        """Start to copy values back to where they were."""
         offloaded: list[OffloadedValue] = [saved[position] for position in self._positions]
-        memory = [_empty_bytes(each.host, self._device) for each in offloaded]
+        memory = [_empty_bytes(each.host, each.device) for each in offloaded]
         hosts = [each.host for each in offloaded]
         self._arriving[microbatch] = _start(self._back, lambda: _copy_all(memory, hosts))
         for position, each, own in zip(self._positions, offloaded, memory, strict=True):
-            value = torch.empty(0, dtype=each.dtype, device=self._device)
+            value = torch.empty(0, dtype=each.dtype, device=each.device)
             saved[position] = value.set_(own.untyped_storage(), *each.layout)
 
     def wait_prefetch(self, microbatch: int) -> None:
