@@ -1,8 +1,10 @@
 """The import direction: what each part of pipec may import, read from the source with ``ast``."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +228,22 @@ def test_every_exception_is_still_needed() -> None:
         if is_private_torch(name)
     }
     assert all(any(within(module, (each,)) for module in used) for each in PRIVATE_TORCH_ALLOWED)
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """And none is declared that nothing imports: GPU machines have torch, and often no way to install more."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
+    found = set[str]()
+    for path in (ROOT / "pipec").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import():
+                    found |= {each.name.partition(".")[0] for each in node.names}
+                case ast.ImportFrom(module=str() as module, level=0):
+                    found.add(module.partition(".")[0])
+    found -= {"pipec", *sys.stdlib_module_names}
+    assert found == declared
 
 
 def test_the_runtime_loads_without_the_compiler() -> None:
