@@ -231,7 +231,7 @@ def test_every_exception_is_still_needed() -> None:
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    """And none is declared that nothing imports: GPU machines have torch, and often no way to install more."""
+    """And no other is declared: GPU machines have torch, and often no way to install more."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
     found = set[str]()

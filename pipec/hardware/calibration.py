@@ -14,7 +14,11 @@ from pipec.hardware.devices import DEVICES, DeviceModel, find_device
 from pipec.ir.argument_checks import short_repr
 
 FALLBACK_GPU = "a100"
-"""Used for accelerators without an entry: cuts depend on ratios of speeds, which differ less than speeds."""
+"""Plans that are made without a GPU are made for this one."""
+
+UNKNOWN_GPU = "a100-pcie"
+"""Used for GPUs without an entry: cuts depend on ratios of speeds, which differ less than speeds. Most cards
+without an entry have no NVLink."""
 
 _REPEAT_SECONDS = 0.002
 _REPEATS = 40
@@ -53,12 +57,12 @@ def default_device_model(device: torch.device) -> DeviceModel:
     rate of float32 is TF32's where torch uses TF32 (``torch.backends.cuda.matmul.fp32_precision``).
 
     A CPU is always the ``cpu`` entry, which describes one core: more threads speed up all operators equally.
-    Plans for ``meta`` and for accelerators without an entry are made for ``FALLBACK_GPU``.
+    A GPU without an entry is taken for ``UNKNOWN_GPU``, and ``meta`` for ``FALLBACK_GPU``.
     """
     if device.type == "cpu":
         return DEVICES["cpu"]
     if device.type == "cuda" and torch.cuda.is_available():
-        entry = find_device(torch.cuda.get_device_name(device)) or DEVICES[FALLBACK_GPU]
+        entry = find_device(torch.cuda.get_device_name(device)) or DEVICES[UNKNOWN_GPU]
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
             entry = entry.with_tf32()
         return replace(entry, memory_bytes=_memory_bytes(device, entry))

@@ -25,7 +25,7 @@ from pipec.cost.symbolic_sizes import MICROBATCH as b
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.errors import PlanError
 from pipec.graph import Gradient, Output, TrainingGraph
-from pipec.hardware.calibration import FALLBACK_GPU, calibrate, default_device_model
+from pipec.hardware.calibration import FALLBACK_GPU, UNKNOWN_GPU, calibrate, default_device_model
 from pipec.hardware.devices import DEVICES, DeviceModel, LinkModel, find_device
 from pipec.ir import Mode, Phase
 from pipec.passes.annotate_cost import AnnotateCost
@@ -422,7 +422,10 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("Tesla V100-PCIE-32GB", "v100-pcie"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie-16gb"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
@@ -461,7 +464,7 @@ def test_default_models_are_entries_not_measurements(monkeypatch: pytest.MonkeyP
     finally:
         matmul.fp32_precision = before
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
-    assert default_device_model(torch.device("cuda")).name == FALLBACK_GPU
+    assert default_device_model(torch.device("cuda")).name == UNKNOWN_GPU
 
 
 def test_calibration_measures_this_machine() -> None:

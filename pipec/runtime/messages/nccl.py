@@ -268,7 +268,7 @@ _CHECK_SECONDS = 1.0
 _STREAMS_OF_POOL = 32
 """torch's streams of each priority on a device, assigned round robin (CUDAStream.h)."""
 
-_MAX_CTAS = 4
+MAX_CTAS = 4
 """The thread blocks that a message between two ranks occupies, also while it waits for the other rank."""
 
 
@@ -276,7 +276,7 @@ def _options(timeout: timedelta, is_direction: bool) -> "dist.ProcessGroupNCCL.O
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if is_direction:
-        options.config.max_ctas = _MAX_CTAS
+        options.config.max_ctas = MAX_CTAS
     return options
 
 
