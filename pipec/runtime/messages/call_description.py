@@ -183,7 +183,7 @@ def full_digest(tensor: Tensor) -> str:
 
 
 def _sum_of_words(flat: Tensor) -> int:
-    """The sum of a vector of bytes as words of 8, which torch adds up several times as fast as shorter ones."""
+    """The sum of a vector of bytes as words of 8, which torch adds up many times as fast as shorter ones."""
     words, rest = flat[: flat.numel() // 8 * 8], flat[flat.numel() // 8 * 8 :]
     if words.storage_offset() % 8:
         words = words.clone()

@@ -10,6 +10,7 @@ ranks notice immediately, wherever they wait, and report which rank failed and w
 hangs.
 """
 
+import atexit
 import functools
 import hashlib
 import itertools
@@ -91,6 +92,8 @@ class DistributedTransport:
                 timeout=timedelta(seconds=timeout),
             )
             self.call_on_all_ranks("the process group", join)
+            if device.type == "cuda":
+                atexit.register(_leave_process_group)
         self._connections: Connections = (
             NcclConnections(device, self.rank, self.num_ranks, timeout, self._heartbeats.has_failed)
             if device.type == "cuda"
@@ -307,6 +310,12 @@ _REASON_COMES_WITHIN = 0.5
 
 _FINAL_STATUS_SECONDS = 1.0
 """Seconds. Ranks learn of a failure at once, unless they are in the middle of a long compute."""
+
+
+def _leave_process_group() -> None:
+    """Destroy the default process group: at the end of the script NCCL warns of one that is left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
