@@ -90,6 +90,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.runtime.loaded_pipeline": ("torch.utils._pytree",),
     "pipec.runtime.memory.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "pipec.runtime.optimizers.stage_optimizer": ("torch._foreach_mul_",),
+    "pipec.runtime.optimizers.norms": ("torch._foreach_norm",),
     "pipec.runtime.memory.storage": ("torch._C._storage_Use_Count",),
 }
 """Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""
