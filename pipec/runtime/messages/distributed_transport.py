@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.errors import PipecError, TransportError
+from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text_format import format_link
 from pipec.runtime.messages.collective_group import CollectiveGroup
@@ -82,6 +82,8 @@ class DistributedTransport:
         self._buffers: dict[tuple[Link, int, int], list[ReceiveBuffer]] = {}
         self._message_packers: dict[tuple[Link, int], MessagePacker] = {}
         self._collectives = ThreadPoolExecutor(1, "pipec collectives")
+        if device.type == "cuda":
+            require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
         if not dist.is_initialized():
             join = functools.partial(
                 dist.init_process_group,
@@ -310,6 +312,19 @@ _REASON_COMES_WITHIN = 0.5
 
 _FINAL_STATUS_SECONDS = 1.0
 """Seconds. Ranks learn of a failure at once, unless they are in the middle of a long compute."""
+
+
+def require_own_gpus(uuids: Sequence[str]) -> None:
+    """Raise InputError if two ranks have the same GPU. Every rank calls this with the UUIDs of all GPUs."""
+    ranks_by_gpu = defaultdict(list)
+    for rank, uuid in enumerate(uuids):
+        ranks_by_gpu[uuid].append(rank)
+    for uuid, ranks in ranks_by_gpu.items():
+        if len(ranks) > 1:
+            raise InputError(
+                f"{format_ranks(ranks)} have the same GPU, {uuid}, but NCCL needs one for each process; start "
+                "fewer processes, or see that each sees a GPU of its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
+            )
 
 
 def _leave_process_group() -> None:
