@@ -322,8 +322,8 @@ def require_own_gpus(uuids: Sequence[str]) -> None:
     for uuid, ranks in ranks_by_gpu.items():
         if len(ranks) > 1:
             raise InputError(
-                f"{format_ranks(ranks)} have the same GPU, {uuid}, but NCCL needs one for each process; start "
-                "fewer processes, or see that each sees a GPU of its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
+                f"{format_ranks(ranks)} have the same GPU, {uuid}, but NCCL needs one for each process; "
+                "start fewer processes, or let each see one of its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
             )
 
 

@@ -49,8 +49,9 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
 
     A number of devices means GPUs where CUDA is available, and the CPU elsewhere. If one process runs all
     ranks and has fewer GPUs, the ranks share them round robin. If there are several processes, each takes the
-    GPU ``LOCAL_RANK`` (of Slurm, ``SLURM_LOCALID``), or the only one that it sees. A list, such as ``["cpu"] * 4``, sets each device; in it, ``"cuda"`` without an index
-    is the GPU that the rank would have with a number of devices.
+    GPU ``LOCAL_RANK`` (of Slurm, ``SLURM_LOCALID``), or the only one that it sees. A list, such as
+    ``["cpu"] * 4``, sets each device; in it, ``"cuda"`` without an index is the GPU that the rank would have
+    with a number of devices.
 
     Raises:
         InputError: the count differs from the number of processes, a device is meta, or this process has no
