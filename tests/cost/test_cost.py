@@ -25,6 +25,7 @@ from pipec.cost.symbolic_sizes import MICROBATCH as b
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.errors import PlanError
 from pipec.graph import Gradient, Output, TrainingGraph
+from pipec.hardware import calibration
 from pipec.hardware.calibration import FALLBACK_GPU, UNKNOWN_GPU, calibrate, default_device_model
 from pipec.hardware.devices import DEVICES, DeviceModel, LinkModel, find_device
 from pipec.ir import Mode, Phase
@@ -465,6 +466,22 @@ def test_default_models_are_entries_not_measurements(monkeypatch: pytest.MonkeyP
         matmul.fp32_precision = before
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
     assert default_device_model(torch.device("cuda")).name == UNKNOWN_GPU
+
+
+def test_attention_is_compared_with_products_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs run it in bfloat16, where its kernels and its rate are others than in float32."""
+    small = replace(calibration._ACCELERATOR, rows=8, width=8, copied_bytes=64, heads=1, tokens=4)
+    found = list[torch.dtype]()
+
+    def fastest(workloads: dict[str, Any], device: torch.device) -> dict[str, float]:
+        found.append(workloads["attention"]().dtype)
+        products = {"float32": 10.0 * 2 * 8**3, "bfloat16": 2.0 * 8**3}
+        return {"launch": 0.0, "copy": 1.0, "others": 1.0, "attention": 4.0 * 4 * 4**2 * 64, **products}
+
+    monkeypatch.setattr(calibration, "_CPU", small)
+    monkeypatch.setattr(calibration, "_fastest", fastest)
+    assert calibrate("cpu").attention_efficiency == 1 / 4
+    assert found == [torch.bfloat16]
 
 
 def test_calibration_measures_this_machine() -> None:
