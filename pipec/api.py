@@ -28,6 +28,7 @@ from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, resolve_device
 from pipec.hardware.devices import DeviceModel
+from pipec.hardware.gpus import gpu_memory, with_gpu_memory
 from pipec.hardware.topology import Topology
 from pipec.ir import Mode, NonFiniteAction, Precision, ShardingLevel, SyncSpec
 from pipec.ir.argument_checks import check_arguments
@@ -72,7 +73,7 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     profile = options.profile
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
-    topology = _topology(options, ranks.count, device_model)
+    topology = _topology(options, ranks, device_model)
     policy = make_schedule_policy(
         options.schedule, ranks.count, options.stages, options.replicas, options.asynchronous
     )
@@ -118,14 +119,15 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     return Pipeline(compiler, tensors, ranks, updates, options)
 
 
-def _topology(options: Options, num_ranks: int, device_model: DeviceModel) -> Topology:
-    """The devices, none of which holds more than the memory limit."""
-    elastic = options.devices is None
-    topology = resolve_topology(options.topology, num_ranks, device_model.link, elastic=elastic)
+def _topology(options: Options, ranks: Ranks, device_model: DeviceModel) -> Topology:
+    """The devices, none of which holds more than the memory limit, or than plans may use of a GPU."""
+    topology = resolve_topology(options.topology, ranks, device_model, elastic=options.devices is None)
     limit = options.memory_limit
-    if limit is None:
-        return topology
-    return topology.with_memory_limit(parse_bytes(limit) if isinstance(limit, str) else limit)
+    if isinstance(limit, str):
+        limit = parse_bytes(limit)
+    if memory := gpu_memory(ranks.devices.values()):
+        topology = with_gpu_memory(topology, memory, limit)
+    return topology if limit is None else topology.with_memory_limit(limit)
 
 
 def _sync_spec(options: Options) -> SyncSpec:

@@ -13,7 +13,8 @@ from torch import nn
 
 from pipec.capture.batch_inputs import BatchedOption
 from pipec.errors import InputError
-from pipec.hardware.devices import LinkModel
+from pipec.hardware.devices import DeviceModel
+from pipec.hardware.gpus import gpu_topology
 from pipec.hardware.topology import Topology, equal_devices, read_topology
 from pipec.ir.argument_checks import (
     DEVICE,
@@ -31,6 +32,7 @@ from pipec.runtime.messages.call_description import (
     describe_differences,
     describe_tensor,
 )
+from pipec.runtime.messages.nccl import MAX_CTAS
 from pipec.runtime.step.ranks import Ranks
 
 
@@ -122,16 +124,21 @@ def _recorded(value: object) -> Any:
 
 
 def resolve_topology(
-    given: Topology | str | Path | None, num_ranks: int, link: LinkModel, elastic: bool = False
+    given: Topology | str | Path | None, ranks: Ranks, model: DeviceModel, elastic: bool = False
 ) -> Topology:
-    """What was given or is in the file, else as many devices with the same link between any two.
+    """What was given or is in the file, else as many devices as there are ranks, joined as ``model`` is.
 
-    Where the number of ranks shrinks, being ``elastic``, it is as many of the devices that were given.
+    Where the number of ranks shrinks, being ``elastic``, it is as many of the devices that were given. Other
+    processes that were started with this one call this too.
 
     Raises InputError for another number of devices, PlanError for a malformed file.
     """
+    num_ranks = ranks.count
     if given is None:
-        return equal_devices(num_ranks, link)
+        hosts = ranks.agreement.hosts() if ranks.world.is_distributed else [0] * num_ranks
+        if all(device.type == "cuda" for device in ranks.devices.values()):
+            return gpu_topology(hosts, model, MAX_CTAS if ranks.has_gpu_messages else None)
+        return equal_devices(num_ranks, model.link)
     topology = given if isinstance(given, Topology) else read_topology(Path(given))
     if elastic and len({*topology.devices}) == 1 and num_ranks < len(topology.devices):
         return topology.first_devices(num_ranks)

@@ -268,7 +268,8 @@ class Options:
         None,
         number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
         """bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
-        of an optimizer outside the programs does not.""",
+        of an optimizer outside the programs does not. None: on a GPU its memory less what CUDA and
+        its libraries need, which the plan shows; on a CPU no limit.""",
         flag=Flag("Bytes per device, such as 16GiB.", str),
     )
     offload: str | None = option(
@@ -285,7 +286,8 @@ class Options:
         _made_by("a pipec.Topology", "pipec.hardware.topology", "Topology") | _FILE | NONE,
         """how fast the devices are, how much they hold and how they are joined, or the file that says
         so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
-        are, all of them alike. None: devices that are alike.""",
+        are, all of them alike. None: devices that are alike, on the hosts where ranks run; the plan
+        shows what is assumed of GPUs.""",
         flag=Flag("How fast devices are, what they hold and how they are joined: a TOML or JSON file.", Path),
     )
     device_model: "DeviceModel | None" = option(

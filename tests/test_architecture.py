@@ -1,8 +1,10 @@
 """The import direction: what each part of pipec may import, read from the source with ``ast``."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +91,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.runtime.loaded_pipeline": ("torch.utils._pytree",),
     "pipec.runtime.memory.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "pipec.runtime.optimizers.stage_optimizer": ("torch._foreach_mul_",),
+    "pipec.runtime.optimizers.norms": ("torch._foreach_norm",),
     "pipec.runtime.memory.storage": ("torch._C._storage_Use_Count",),
 }
 """Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""
@@ -227,6 +230,22 @@ def test_every_exception_is_still_needed() -> None:
         if is_private_torch(name)
     }
     assert all(any(within(module, (each,)) for module in used) for each in PRIVATE_TORCH_ALLOWED)
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """And no other is declared: GPU machines have torch, and often no way to install more."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
+    found = set[str]()
+    for path in (ROOT / "pipec").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import():
+                    found |= {each.name.partition(".")[0] for each in node.names}
+                case ast.ImportFrom(module=str() as module, level=0):
+                    found.add(module.partition(".")[0])
+    found -= {"pipec", *sys.stdlib_module_names}
+    assert found == declared
 
 
 def test_the_runtime_loads_without_the_compiler() -> None:

@@ -4,7 +4,9 @@ import difflib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from worker_processes import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -33,6 +35,39 @@ def test_one_process_and_many_print_the_same_losses(
     )
     assert len(alone) == 2, alone
     assert distributed == alone
+
+
+def test_a_llama_from_a_folder_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """The lines of docs/gpus.md, with a small model: the first loss is eager's, and a run goes on."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "llama")
+    np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint16) % 61)
+    tokens = torch.arange(128).view(8, 16) % 61
+    expected = float(model(input_ids=tokens, labels=tokens).loss.detach())
+
+    def losses(num_ranks: int, steps: int) -> list[str]:
+        sizes = ["--rows", "8", "--length", "16", "--microbatches", "4", "--steps", str(steps)]
+        places = ["--data", str(tmp_path / "tokens.npy"), "--checkpoints", str(tmp_path / f"run_{num_ranks}")]
+        script = EXAMPLES / "finetune_llama.py"
+        printed = run_script(script, [str(tmp_path / "llama"), *sizes, *places], num_ranks, tmp_path)
+        return re.findall(r"^step \d+: loss .*", printed, re.MULTILINE)
+
+    alone, distributed = losses(0, 3), losses(2, 3)
+    assert distributed == alone
+    assert len(alone) == 3
+    assert float(alone[0].split()[-1]) == pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.parametrize(

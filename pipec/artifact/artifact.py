@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import safetensors
 import safetensors.torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from torch import Tensor
 from pipec.artifact.plan_rules import check_plan, check_tensors
 from pipec.errors import ArtifactError
 from pipec.ir import Plan, Program
+from pipec.ir.json_form import dump_json, parse_json
 from pipec.ir.text_format import format_program, parse_program
 
 FORMAT = "pipec artifact 5"
@@ -68,7 +68,7 @@ class Artifact:
     def canonical_text(self) -> str:
         """All that ranks must agree on, as one text."""
         programs = map(format_program, self.programs)
-        return "\n".join([_PLAN.dump_json(self.plan).decode(), *self.sources, *programs])
+        return "\n".join([dump_json(self.plan), *self.sources, *programs])
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,6 @@ class _Header:
     format: str
     plan: Plan
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-_PLAN = pydantic.TypeAdapter(Plan)
-_HEADER = pydantic.TypeAdapter(_Header)
 
 
 def load_stage_module(stage: int, source: str) -> types.ModuleType:
@@ -137,7 +133,7 @@ def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tens
                 {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
             )
     header = _Header(FORMAT, artifact.plan, artifact.options)
-    (directory / PLAN).write_bytes(_HEADER.dump_json(header, indent=1))
+    (directory / PLAN).write_text(dump_json(header, indent=1), encoding="utf-8")
     sums = [f"{_digest(file.read_bytes())}  {file.name}\n" for file in sorted(directory.iterdir())]
     (directory / CHECKSUMS).write_text("".join(sums))
 
@@ -195,13 +191,10 @@ _SUM = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
 
 def _read_header(path: Path) -> _Header:
     try:
-        header = _HEADER.validate_json(path.read_bytes())
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        header = parse_json(_Header, path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(
-            f"{path} is not a plan of this format ({FORMAT!r}): {where}: {first['msg']}. "
-            "Save the pipeline again."
+            f"{path} is not a plan of this format ({FORMAT!r}): {error}. Save the pipeline again."
         ) from error
     if header.format != FORMAT:
         raise ArtifactError(

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 
-import pydantic
-
 from pipec.errors import CheckpointError
+from pipec.ir.json_form import parse_json
 
 MANIFEST = "manifest.json"
 _CHUNK = 2**24
@@ -115,9 +114,6 @@ class _Manifest:
     sha256_of_files: str
 
 
-_MANIFEST = pydantic.TypeAdapter(_Manifest)
-
-
 def write_manifest(directory: Path, files: Mapping[str, FileChecksum]) -> str:
     """Write the manifest of these files; returns the digest that identifies the checkpoint."""
     sums = {name: asdict(files[name]) for name in sorted(files)}
@@ -143,11 +139,11 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        found = _MANIFEST.validate_json(path.read_bytes())
+        found = parse_json(_Manifest, path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except pydantic.ValidationError as error:
-        raise CheckpointError(f"{path} is damaged: {describe(error)}. {_REMEDY}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. {_REMEDY}") from error
     if found.sha256_of_files != _digest({name: asdict(each) for name, each in found.files.items()}):
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in its last line. {_REMEDY}")
     if strange := [name for name in found.files if Path(name).name != name]:
@@ -177,9 +173,3 @@ _REMEDY = "Restore the file, or load an earlier checkpoint"
 
 def _digest(sums: object) -> str:
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
-
-
-def describe(error: pydantic.ValidationError) -> str:
-    """The first problem, in one line."""
-    found = error.errors()[0]
-    return f"{'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}"

@@ -7,16 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import torch
 from torch import Tensor
 
 from pipec.checkpoint.json_values import decode_value, encode_value
-from pipec.checkpoint.manifest import describe
 from pipec.checkpoint.optimizer_state import OptimizerState
 from pipec.checkpoint.stream_positions import decode_position
 from pipec.console import log
 from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError
+from pipec.ir.json_form import read_plain
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.stream_position import StreamPosition
 
@@ -116,9 +115,6 @@ class CheckpointMetadata:
         return json.dumps(asdict(self), indent=1, allow_nan=False).encode()
 
 
-_DOCUMENT = pydantic.TypeAdapter(CheckpointMetadata)
-
-
 def read_metadata(path: Path) -> CheckpointMetadata:
     """Raises CheckpointError for a file that is damaged, or of another format."""
     try:
@@ -135,12 +131,10 @@ def parse_metadata(text: bytes, path: Path) -> CheckpointMetadata:
             raise CheckpointError(
                 f"{path} has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}"
             )
-        metadata = _DOCUMENT.validate_python(found)
+        metadata = read_plain(CheckpointMetadata, found)
         decode_value([metadata.extra, [each.state for each in metadata.schedulers]])
         metadata.random.check()
         metadata.stream_positions()
         return metadata
-    except pydantic.ValidationError as error:
-        raise CheckpointError(f"{path} is not the metadata of a checkpoint: {describe(error)}") from error
     except (*DAMAGED_DATA_ERRORS, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pydantic
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +14,7 @@ from pipec.checkpoint.safetensors_files import tensor_spec
 from pipec.checkpoint.shards import TensorShard, unsharded
 from pipec.errors import CheckpointError, InputError
 from pipec.ir import ParameterShard
+from pipec.ir.json_form import read_plain
 from pipec.runtime.messages.call_description import format_names
 from pipec.runtime.optimizers import PipelineOptimizer, StateShard
 from pipec.runtime.optimizers.factory import hyperparameters
@@ -41,12 +41,9 @@ class OptimizerState:
     state: dict[str, dict[str, list[Any] | str]] = field(default_factory=dict)
 
 
-_STATE = pydantic.TypeAdapter(OptimizerState)
-
-
 def parse_state(found: Any) -> OptimizerState:
     """The state that ``dataclasses.asdict`` converted."""
-    return _STATE.validate_python(found)
+    return read_plain(OptimizerState, found)
 
 
 def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[ParamGroup]:

@@ -306,7 +306,12 @@ class StagedGraph:
             )
         plan = build_plan(self.graph, stages, self.names, schedule, size, topology, sync_spec)
         plan = with_offload_seconds(plan, device.host_link)
-        plan = replace(plan, host=device.host, cost_source=self.options.cost_source)
+        plan = replace(
+            plan,
+            host=device.host,
+            cost_source=self.options.cost_source,
+            assumptions=self.options.topology.assumptions,
+        )
         return self._with_updates(plan), stages
 
     def _with_updates(self, plan: Plan) -> Plan:

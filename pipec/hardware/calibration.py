@@ -14,7 +14,11 @@ from pipec.hardware.devices import DEVICES, DeviceModel, find_device
 from pipec.ir.argument_checks import short_repr
 
 FALLBACK_GPU = "a100"
-"""Used for accelerators without an entry: cuts depend on ratios of speeds, which differ less than speeds."""
+"""Plans that are made without a GPU are made for this one."""
+
+UNKNOWN_GPU = "a100-pcie"
+"""Used for GPUs without an entry: cuts depend on ratios of speeds, which differ less than speeds. Most cards
+without an entry have no NVLink."""
 
 _REPEAT_SECONDS = 0.002
 _REPEATS = 40
@@ -27,7 +31,7 @@ class _Sizes:
     """Sizes of the operators to measure: products of ``rows`` and square weights, one weight after the other.
 
     The weights together, and ``copied_bytes``, exceed the caches next to a core. In attention, ``heads``
-    heads have ``tokens`` queries and as many keys each.
+    heads have ``tokens`` queries and as many keys each, of the type in which a model usually runs there.
     """
 
     rows: int
@@ -36,10 +40,21 @@ class _Sizes:
     copied_bytes: int
     heads: int
     tokens: int
+    attention_dtype: str
 
 
-_CPU = _Sizes(rows=256, width=512, num_weights=24, copied_bytes=1 << 24, heads=8, tokens=128)
-_ACCELERATOR = _Sizes(rows=4096, width=4096, num_weights=1, copied_bytes=1 << 28, heads=16, tokens=2048)
+_CPU = _Sizes(
+    rows=256, width=512, num_weights=24, copied_bytes=1 << 24, heads=8, tokens=128, attention_dtype="float32"
+)
+_ACCELERATOR = _Sizes(
+    rows=4096,
+    width=4096,
+    num_weights=1,
+    copied_bytes=1 << 28,
+    heads=16,
+    tokens=2048,
+    attention_dtype="bfloat16",
+)
 
 _HEAD_WIDTH = 64
 _OTHER_FLOPS = 8 + 20 + 20 + 14
@@ -53,12 +68,12 @@ def default_device_model(device: torch.device) -> DeviceModel:
     rate of float32 is TF32's where torch uses TF32 (``torch.backends.cuda.matmul.fp32_precision``).
 
     A CPU is always the ``cpu`` entry, which describes one core: more threads speed up all operators equally.
-    Plans for ``meta`` and for accelerators without an entry are made for ``FALLBACK_GPU``.
+    A GPU without an entry is taken for ``UNKNOWN_GPU``, and ``meta`` for ``FALLBACK_GPU``.
     """
     if device.type == "cpu":
         return DEVICES["cpu"]
     if device.type == "cuda" and torch.cuda.is_available():
-        entry = find_device(torch.cuda.get_device_name(device)) or DEVICES[FALLBACK_GPU]
+        entry = find_device(torch.cuda.get_device_name(device)) or DEVICES[UNKNOWN_GPU]
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
             entry = entry.with_tf32()
         return replace(entry, memory_bytes=_memory_bytes(device, entry))
@@ -69,10 +84,10 @@ def calibrate(device: torch.device | str) -> DeviceModel:
     """The measured figures of a device: its arithmetic, copies, launches and memory, but not its link.
 
     Takes a second or two. Products are measured in float32 and bfloat16, with weights that are not in a
-    core's own cache, as in a step. Other arithmetic is a layer norm, a GELU with its gradient and a softmax.
-    The launch time is measured with a small matrix product and two views, as stages run it. The fastest of
-    several repeats counts, because other load on the machine only makes repeats slower. A CPU is measured
-    with torch's current number of threads.
+    core's own cache, as in a step; attention in bfloat16 on GPUs, as most models run there. Other arithmetic
+    is a layer norm, a GELU with its gradient and a softmax. The launch time is measured with a small matrix
+    product and two views, as stages run it. The fastest of several repeats counts, because other load on the
+    machine only makes repeats slower. A CPU is measured with torch's current number of threads.
 
     Raises:
         InputError: ``device`` is not a device, or this machine has no such device.
@@ -108,7 +123,7 @@ def calibrate(device: torch.device | str) -> DeviceModel:
         launch_seconds=launch,
         memory_bytes=_memory_bytes(device, base),
         source=f"measured, {torch.get_num_threads()} threads; the link and the host as in {base.name}",
-        attention_efficiency=min(1.0, attention_rate / rates["float32"]),
+        attention_efficiency=min(1.0, attention_rate / rates[sizes.attention_dtype]),
         other_flops_per_second=other_flops / _without_launches(seconds["others"], 4 * launch),
     )
 
@@ -151,7 +166,8 @@ def _products(sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> Run:
 
 
 def _attention(sizes: _Sizes, device: torch.device) -> Run:
-    q, k, v = _floats(3, 1, sizes.heads, sizes.tokens, _HEAD_WIDTH, device=device)
+    dtype = getattr(torch, sizes.attention_dtype)
+    q, k, v = _floats(3, 1, sizes.heads, sizes.tokens, _HEAD_WIDTH, device=device).to(dtype)
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

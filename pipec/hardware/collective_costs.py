@@ -56,4 +56,4 @@ def _ring_seconds(topology: Topology, devices: Sequence[int], num_bytes: float) 
     if len(devices) < 2:
         return 0.0
     part = num_bytes / len(devices)
-    return (len(devices) - 1) * max(link.seconds(part) for link in topology.links_among(devices))
+    return (len(devices) - 1) * max(level.link.seconds(part) for level in topology.levels_among(devices))

@@ -38,6 +38,14 @@ _GPU_LATENCY_SECONDS = 1e-5
 PCIE_3, PCIE_4, PCIE_5 = (LinkModel(rate, _GPU_LATENCY_SECONDS) for rate in (16e9, 32e9, 64e9))
 """Sixteen lanes, per direction (PCI Express Base Specifications: 8, 16 and 32 GT/s a lane)."""
 
+_NETWORK_LATENCY_SECONDS = 2e-5
+NETWORK_100, NETWORK_200, NETWORK_400 = (
+    LinkModel(rate, _NETWORK_LATENCY_SECONDS) for rate in (12.5e9, 25e9, 50e9)
+)
+"""One port of a GPU of its own, in gigabits: as NVIDIA builds DGX-2, DGX A100 and DGX H100 (datasheets)."""
+
+NCCL_CHANNEL_BYTES_PER_SECOND = 22.5e9
+"""What one thread block of NCCL moves over NVLink: between the 20 and 25 GB/s that are reported of it."""
 
 _NO_HOST_COST = HostCost()
 
@@ -50,8 +58,8 @@ class DeviceModel:
     ``float32``. Attention reaches the fraction ``attention_efficiency`` of these rates. Operators that are
     neither products nor attention reach at most ``other_flops_per_second``. Every operator takes at least
     ``launch_seconds``, and ``host`` is the host's time besides operators. ``link`` joins the device to its
-    peers in one host, and ``host_link`` to the memory of the host. ``source`` says where the figures come
-    from.
+    peers in one host, ``network_link`` to those of other hosts, and ``host_link`` to the memory of the host.
+    ``source`` says where the figures come from.
     """
 
     name: str
@@ -62,6 +70,7 @@ class DeviceModel:
     link: LinkModel
     source: str
     host_link: LinkModel = PCIE_4
+    network_link: LinkModel = NETWORK_100
     host: HostCost = _NO_HOST_COST
     attention_efficiency: float = 1.0
     other_flops_per_second: float = math.inf
@@ -132,6 +141,26 @@ DEVICES: Mapping[str, DeviceModel] = {
             host_link=PCIE_3,
         ),
         DeviceModel(
+            name="v100-pcie",
+            flops_per_second={"float64": 7e12, "float32": 14e12, "float16": 112e12},
+            memory_bytes_per_second=0.9e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=32 * 10**9,
+            link=LinkModel(16e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA V100 datasheet (2020), V100 PCIe 32 GB; a link over PCIe 3.0 x16",
+            host_link=PCIE_3,
+        ),
+        DeviceModel(
+            name="v100-pcie-16gb",
+            flops_per_second={"float64": 7e12, "float32": 14e12, "float16": 112e12},
+            memory_bytes_per_second=0.9e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=16 * 10**9,
+            link=LinkModel(16e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA V100 datasheet (2020), V100 PCIe 16 GB; a link over PCIe 3.0 x16",
+            host_link=PCIE_3,
+        ),
+        DeviceModel(
             name="a100",
             flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
             memory_bytes_per_second=2.039e12,
@@ -139,6 +168,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=80 * 10**9,
             link=LinkModel(300e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA A100 datasheet (2021), A100 80GB SXM",
+            network_link=NETWORK_200,
         ),
         DeviceModel(
             name="a100-40gb",
@@ -148,6 +178,25 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=40 * 10**9,
             link=LinkModel(300e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA A100 datasheet (2020), A100 40GB SXM",
+            network_link=NETWORK_200,
+        ),
+        DeviceModel(
+            name="a100-pcie",
+            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
+            memory_bytes_per_second=1.935e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=80 * 10**9,
+            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA A100 datasheet (2021), A100 80GB PCIe; a link over PCIe 4.0 x16",
+        ),
+        DeviceModel(
+            name="a100-pcie-40gb",
+            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
+            memory_bytes_per_second=1.555e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=40 * 10**9,
+            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA A100 datasheet (2020), A100 40GB PCIe; a link over PCIe 4.0 x16",
         ),
         DeviceModel(
             name="h100",
@@ -158,6 +207,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA H100 datasheet (2023), H100 SXM",
             host_link=PCIE_5,
+            network_link=NETWORK_400,
         ),
         DeviceModel(
             name="h100-pcie",
@@ -188,6 +238,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA GH200 datasheet (2024), with 96 GB of HBM3; NVLink-C2C to its own CPU",
             host_link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
+            network_link=NETWORK_400,
         ),
         DeviceModel(
             name="h200",
@@ -198,6 +249,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA H200 datasheet (2024), H200 SXM",
             host_link=PCIE_5,
+            network_link=NETWORK_400,
         ),
         DeviceModel(
             name="b200",
@@ -208,6 +260,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(900e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA Blackwell datasheet (2025), one GPU of an HGX B200",
             host_link=PCIE_5,
+            network_link=NETWORK_400,
         ),
         DeviceModel(
             name="l4",

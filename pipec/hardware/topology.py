@@ -15,6 +15,7 @@ A topology file, in TOML or the same keys in JSON, lists devices in order and le
     size = 2
     bytes_per_second = 1.25e9
     latency_seconds = 1e-5
+    message_bytes_per_second = 1e9  # of a message between two devices; default: bytes_per_second
 """
 
 import json
@@ -40,22 +41,32 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Groups of ``size`` devices, or of ``size`` groups of the level below, joined by equal links."""
+    """Groups of ``size`` devices, or of ``size`` groups of the level below, joined by equal links.
+
+    A message between two devices moves at most ``message_bytes_per_second``; collectives fill the link.
+    """
 
     size: int
     bytes_per_second: float
     latency_seconds: float = 0.0
+    message_bytes_per_second: float = math.inf
 
     @property
     def link(self) -> LinkModel:
         return LinkModel(self.bytes_per_second, self.latency_seconds)
+
+    @property
+    def message_link(self) -> LinkModel:
+        """The link as a message between two devices finds it."""
+        return LinkModel(min(self.bytes_per_second, self.message_bytes_per_second), self.latency_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Devices, and ``levels`` of links from the inside out.
 
-    The first level groups consecutive devices, the next groups consecutive groups, and so on.
+    The first level groups consecutive devices, the next groups consecutive groups, and so on. ``assumptions``
+    are sentences about what was neither given nor measured; plans print them.
 
     Raises:
         PlanError: a figure is out of range, or the levels do not join exactly these devices.
@@ -63,6 +74,7 @@ class Topology:
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
+    assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for index, device in enumerate(self.devices):
@@ -83,26 +95,31 @@ class Topology:
             )
 
     def link_between(self, first: int, second: int) -> LinkModel:
-        """The link of the innermost level that joins two devices."""
+        """The link of the innermost level that joins two devices, as a message finds it."""
         reach = 1
         for level in self.levels:
             reach *= level.size
             if first // reach == second // reach:
                 break
-        return level.link
+        return level.message_link
 
-    def links_among(self, devices: Sequence[int]) -> set[LinkModel]:
-        """The links between any two of several devices."""
-        links, groups = set[LinkModel](), {*devices}
+    def levels_among(self, devices: Sequence[int]) -> list[Level]:
+        """The levels whose links join any two of several devices."""
+        levels, groups = list[Level](), {*devices}
         for level in self.levels:
             members, groups = groups, {member // level.size for member in groups}
             if len(groups) < len(members):
-                links.add(level.link)
-        return links
+                levels.append(level)
+        return levels
+
+    @property
+    def slowest_level(self) -> Level:
+        """The level whose links carry messages most slowly."""
+        return _slowest(self.levels)
 
     @property
     def slowest_link(self) -> LinkModel:
-        return min(self.levels, key=lambda level: level.bytes_per_second).link
+        return self.slowest_level.message_link
 
     def with_memory_limit(self, memory_bytes: float) -> "Topology":
         """The topology with at most ``memory_bytes`` on each device."""
@@ -126,8 +143,7 @@ class Topology:
 
     def single_level(self) -> "Topology":
         """The same devices on one level: any two are joined by the slowest link."""
-        slowest = min(self.levels, key=lambda level: level.bytes_per_second)
-        return replace(self, levels=(replace(slowest, size=len(self.devices)),))
+        return replace(self, levels=(replace(self.slowest_level, size=len(self.devices)),))
 
     def grouped(self, members: Sequence[Sequence[int]]) -> "Topology":
         """A topology with one device for each group of devices: the least memory and speed of its members.
@@ -136,10 +152,8 @@ class Topology:
         joins all groups.
         """
         devices = [[self.devices[member] for member in group] for group in members]
-        links = set[LinkModel]().union(*map(self.links_among, zip(*members, strict=True)))
-        links = links or {self.levels[0].link}
-        slowest = min(links, key=lambda link: link.bytes_per_second)
-        level = Level(len(members), slowest.bytes_per_second, slowest.latency_seconds)
+        crossed = [level for each in zip(*members, strict=True) for level in self.levels_among(each)]
+        level = replace(_slowest(crossed or self.levels[:1]), size=len(members))
         worst = (
             Device(min(each.memory_bytes for each in group), min(each.speed for each in group))
             for group in devices
@@ -159,15 +173,19 @@ class Topology:
             levels.append(level)
             num_groups //= level.size
         if num_groups > 1 or not levels:
-            link = self.link_between(0, num_devices - 1)
-            levels.append(Level(num_groups, link.bytes_per_second, link.latency_seconds))
-        return Topology(self.devices[:num_devices], tuple(levels))
+            (*_, outermost) = self.levels_among([0, num_devices - 1]) or self.levels[:1]
+            levels.append(replace(outermost, size=num_groups))
+        return replace(self, devices=self.devices[:num_devices], levels=tuple(levels))
 
 
 def equal_devices(num_devices: int, link: LinkModel, memory_bytes: float = math.inf) -> Topology:
     """Equal devices, any two joined by the same link."""
     level = Level(num_devices, link.bytes_per_second, link.latency_seconds)
     return Topology((Device(memory_bytes),) * num_devices, (level,))
+
+
+def _slowest(levels: Sequence[Level]) -> Level:
+    return min(levels, key=lambda level: level.message_link.bytes_per_second)
 
 
 def uniform_topology(
@@ -193,7 +211,7 @@ def read_topology(path: Path) -> Topology:
     except DAMAGED_DATA_ERRORS as error:
         raise PlanError(
             f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
-            f"(size, bytes_per_second, latency_seconds), in TOML or JSON"
+            f"(size, bytes_per_second, latency_seconds, message_bytes_per_second), in TOML or JSON"
         ) from error
 
 
@@ -210,9 +228,10 @@ def _parse_topology(document: Mapping[str, Any]) -> Topology:
 def _check_level(index: int, level: Level) -> None:
     if level.size < 1:
         raise PlanError(f"level {index} joins {level.size} members: expected 1 or more")
-    if not (level.bytes_per_second > 0 and 0 <= level.latency_seconds < math.inf):
+    rate = level.message_link.bytes_per_second
+    if not (rate > 0 and 0 <= level.latency_seconds < math.inf):
         raise PlanError(
-            f"level {index} carries {level.bytes_per_second} bytes per second after "
+            f"level {index} carries {rate} bytes per second after "
             f"{level.latency_seconds} seconds, so devices cannot reach each other: expected a "
             f"bandwidth above 0 and a finite latency, 0 or more"
         )

@@ -147,7 +147,8 @@ class RankMemory:
     ``bytes_by_category`` is the memory at its peak, during instruction ``position`` of its program, with
     ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the peak during instruction ``i``, and
     ``after[i]`` the memory after it. ``host_bytes`` is the peak of host memory, which is not counted in the
-    device's peak.
+    device's peak. ``reserved_bytes`` is the most that torch's allocator held of a GPU, with gaps between
+    blocks.
     """
 
     rank: int
@@ -157,6 +158,7 @@ class RankMemory:
     host_bytes: float = 0.0
     most: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
     after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
+    reserved_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:

@@ -133,7 +133,8 @@ class Plan:
     for it besides saved values, ``link_saved_bytes[i]`` the bytes of it that are saved values, and
     ``link_reader_phases[i]`` the last phase of its reader that needs it. ``host`` is the time of hosts
     outside stages and links, and ``cost_source`` names the origin of all these seconds: a device model, or a
-    profile. ``parameters`` and ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
+    profile. ``assumptions`` are sentences about links and memory that were not measured. ``parameters`` and
+    ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
     ``microbatch_weight`` is the weight of the losses of microbatches, unless the graph contains it: by
     "rows", 1 ("sum"), or the result of a function ("function"). ``alternatives`` are the other plans that
     were evaluated, the fastest first, and ``sharding_costs`` the costs of each level of sharding, if there is
@@ -153,6 +154,7 @@ class Plan:
     link_reader_phases: tuple[Phase, ...] = ()
     host: HostCost = HostCost()
     cost_source: str = ""
+    assumptions: tuple[str, ...] = ()
     parameters: tuple[Value, ...] = ()
     buffers: tuple[Value, ...] = ()
     inputs: tuple[InputLeaf, ...] = ()

@@ -13,6 +13,12 @@ from torch import fx
 from pipec.graph import TrainingGraph, is_collective, is_forward, is_tensor, is_view, send
 from pipec.graph.in_place import owns_new_storage
 
+LEAST_OFFLOADED_BYTES = 512
+"""Smaller values stay: CUDA's allocator gives out blocks of this size, so that little would become free.
+
+Among them is the state from which attention drew, which torch leaves on the host.
+"""
+
 
 @dataclass(frozen=True)
 class MarkOffload:

@@ -28,7 +28,7 @@ from pipec.graph import (
 )
 from pipec.graph.in_place import owns_new_storage
 from pipec.ir import Phase
-from pipec.passes.mark_offload import may_offload
+from pipec.passes.mark_offload import LEAST_OFFLOADED_BYTES, may_offload
 from pipec.planner.recompute_solver import ForwardValue
 
 
@@ -85,7 +85,7 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, ForwardValu
             is_needed=node in needed,
             may_save=is_tensor(node) or is_data_dependent_number(node),
             is_recomputable=is_recomputable(node),
-            may_offload=may_offload(node),
+            may_offload=may_offload(node) and node_bytes(node, size) >= LEAST_OFFLOADED_BYTES,
         )
         for node in nodes
     }

@@ -68,7 +68,7 @@ class CostModel:
     def value_seconds(self, value: Transfer, level: Level) -> float:
         """The seconds for which a value's activation and gradient occupy a link of ``level``."""
         sizes = [size for size in (value.forward_bytes, value.backward_bytes) if size]
-        messages = [level.latency_seconds + size / level.bytes_per_second for size in sizes]
+        messages = [level.message_link.seconds(size) for size in sizes]
         return max(messages, default=0.0) if self.full_duplex else sum(messages)
 
     def all_reduce_seconds_per_byte(self, replicas: int, bytes_per_second: float) -> float:

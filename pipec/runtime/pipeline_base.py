@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -211,11 +212,14 @@ class PipelineBase(nn.Module):
         own = dict(self.named_parameters())
         dtypes = self._norm_dtypes()
         table = torch.zeros(2, len(dtypes), dtype=torch.float64)  # whether there is a gradient, and its norm
+        norms_by_device: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
         for column, fqn in enumerate(dtypes):
             gradient = own[fqn].grad if fqn in own and context.owners.is_source(fqn) else None
             if gradient is not None:
-                norm = torch.linalg.vector_norm(gradient, norm_type)
-                table[:, column] = torch.stack([torch.ones_like(norm), norm])
+                norms_by_device[gradient.device][column] = torch.linalg.vector_norm(gradient, norm_type)
+        for found in norms_by_device.values():  # one copy each: the host waits for it
+            table[0, [*found]] = 1
+            table[1, [*found]] = torch.stack([*found.values()]).to("cpu", torch.float64)
         if context.is_distributed:
             tables = context.ranks.agreement.all_gather("calling clip_grad_norm_", table)
             table = torch.stack(tables).sum(0)

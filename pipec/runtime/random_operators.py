@@ -26,6 +26,9 @@ def dropout(input: Tensor, p: float, source: torch.Generator | Tensor) -> tuple[
 
 
 def _dropout(input: Tensor, p: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    if generator is not None and generator.device.type == "cuda":  # one kernel instead of four
+        output, mask = call_with_generator(generator, torch.native_dropout, input, p, True)
+        return output, mask
     mask = torch.empty_like(input, dtype=torch.bool)
     if p == 1.0:
         mask.zero_()

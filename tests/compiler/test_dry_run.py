@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
+from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.step.dry_run import DryRuns
 from pipec.runtime.step.ranks import Ranks
 
@@ -131,6 +132,48 @@ def test_every_new_length_is_rehearsed(dry_runs: list[int]) -> None:
     for length in (2, 3, 5, 3, 5):
         pipe.step(torch.ones(4, length, 4), target=torch.ones(4, length, 2))
     assert dry_runs == [2] * 6, "two ranks, and three lengths"
+
+
+def test_lengths_that_are_not_the_longest_take_one_microbatch(
+    dry_runs: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch that is padded to its longest text has another length each time, and steps would take twice."""
+    caplog.set_level("INFO", "pipec")
+    rows, fill = list[int](), BoundStage.fill_frame
+
+    def counted(self: BoundStage, microbatch: int, *given: Any) -> Any:
+        rows.append(microbatch)
+        return fill(self, microbatch, *given)
+
+    monkeypatch.setattr(BoundStage, "fill_frame", counted)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+    pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=8)
+    lengths = [150, 200, *range(100, 200, 9)]
+    for length in dict.fromkeys(lengths):
+        pipe.step(torch.ones(16, length, 4), target=torch.ones(16, length, 2))
+    num_lengths = len({*lengths})
+    steps = 2 * 8 * num_lengths
+    assert len(dry_runs) == 2 * num_lengths
+    assert len(rows) - steps == 2 * (8 + 8) + 2 * (num_lengths - 2)
+    assert "ended early" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_microbatch_of_each_size_is_enough(
+    dry_runs: list[int], caplog: pytest.LogCaptureFixture, schedule: str, replicas: int
+) -> None:
+    """Microbatches have two sizes, and a rank several stages."""
+    caplog.set_level("INFO", "pipec")
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)) for _ in range(4))
+    options = {"schedule": schedule, "replicas": replicas, "microbatches": 8, "optimizer": Adam}
+    pipe = pipec.compile(nn.Sequential(*layers), ["cpu"] * 4, loss_fn=nn.functional.mse_loss, **options)
+    for rows in (40, 36, 39):
+        x = torch.randn(rows, 4)
+        pipe.step(x, target=x)
+    assert len(dry_runs) == 4 * 3
+    assert "ended early" not in caplog.text
 
 
 def test_numbers_are_not_rehearsed(dry_runs: list[int]) -> None:

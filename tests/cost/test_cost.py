@@ -25,7 +25,8 @@ from pipec.cost.symbolic_sizes import MICROBATCH as b
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.errors import PlanError
 from pipec.graph import Gradient, Output, TrainingGraph
-from pipec.hardware.calibration import FALLBACK_GPU, calibrate, default_device_model
+from pipec.hardware import calibration
+from pipec.hardware.calibration import FALLBACK_GPU, UNKNOWN_GPU, calibrate, default_device_model
 from pipec.hardware.devices import DEVICES, DeviceModel, LinkModel, find_device
 from pipec.ir import Mode, Phase
 from pipec.passes.annotate_cost import AnnotateCost
@@ -422,7 +423,10 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("Tesla V100-PCIE-32GB", "v100-pcie"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie-16gb"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
@@ -461,7 +465,23 @@ def test_default_models_are_entries_not_measurements(monkeypatch: pytest.MonkeyP
     finally:
         matmul.fp32_precision = before
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
-    assert default_device_model(torch.device("cuda")).name == FALLBACK_GPU
+    assert default_device_model(torch.device("cuda")).name == UNKNOWN_GPU
+
+
+def test_attention_is_compared_with_products_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs run it in bfloat16, where its kernels and its rate are others than in float32."""
+    small = replace(calibration._ACCELERATOR, rows=8, width=8, copied_bytes=64, heads=1, tokens=4)
+    found = list[torch.dtype]()
+
+    def fastest(workloads: dict[str, Any], device: torch.device) -> dict[str, float]:
+        found.append(workloads["attention"]().dtype)
+        products = {"float32": 10.0 * 2 * 8**3, "bfloat16": 2.0 * 8**3}
+        return {"launch": 0.0, "copy": 1.0, "others": 1.0, "attention": 4.0 * 4 * 4**2 * 64, **products}
+
+    monkeypatch.setattr(calibration, "_CPU", small)
+    monkeypatch.setattr(calibration, "_fastest", fastest)
+    assert calibrate("cpu").attention_efficiency == 1 / 4
+    assert found == [torch.bfloat16]
 
 
 def test_calibration_measures_this_machine() -> None:

@@ -298,4 +298,6 @@ def test_the_command_line_takes_a_topology(tmp_path: Path) -> None:
 def test_the_links_among_devices_are_those_between_any_two(devices: list[int]) -> None:
     topology = uniform_topology([2, 3, 4], [4e9, 2e9, 1e9])
     pairs = itertools.combinations(devices, 2)
-    assert topology.links_among(devices) == {topology.link_between(*pair) for pair in pairs}
+    assert {level.link for level in topology.levels_among(devices)} == {
+        topology.link_between(*pair) for pair in pairs
+    }

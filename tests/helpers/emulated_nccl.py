@@ -1,8 +1,9 @@
 """NCCL among threads: ranks of one process that talk over ``NcclConnections``, without a GPU.
 
 As on a GPU, a group has one stream on each of its ranks, which works on one message after the other. A send
-lasts until the other rank has received it. Delays are random. A message that has arrived is found to be over
-only some time later, as if the host were ahead of the device. Collectives are in the order of the sorted
+lasts until the other rank has received it. All ranks of a group use it first, so that messages of some of
+more than two are refused before a collective. Delays are random. A message that has arrived is found to be
+over only some time later, as if the host were ahead of the device. Collectives are in the order of the sorted
 ranks, as torch has them.
 
 What computes is the CPU: a wait for a message holds up the thread of its rank.
@@ -88,6 +89,7 @@ class Group:
     ) -> None:
         self.rank, self._wires, self._random = rank, wires, random.Random(seed)
         self.together = together
+        self.is_connected = together.size == 2
         self._stream: SimpleQueue[tuple[Callable[[], None], Work]] = SimpleQueue()
         self.running = self.num_started = self.num_found_over = 0
         threading.Thread(target=self._run, daemon=True).start()
@@ -183,9 +185,12 @@ class Distributed:
         return group.start([Message(self.irecv, tensor, peer, group)])
 
     def batch_isend_irecv(self, messages: list[Message]) -> list[Work]:
-        return [messages[0].group.start(messages)]
+        group = messages[0].group
+        assert group.is_connected, "ranks that send nothing take no part in the first use of their group"
+        return [group.start(messages)]
 
     def all_reduce(self, tensor: Tensor, group: Group, async_op: bool) -> Work:
+        group.is_connected = True
         return group.run(lambda: group.together.all_reduce(tensor)())
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Work:

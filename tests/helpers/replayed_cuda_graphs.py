@@ -1,12 +1,19 @@
-"""CUDA graphs without a GPU: what a graph would launch again is computed again, into the memory of then."""
+"""CUDA graphs without a GPU: what a graph would launch again is computed again, into the memory of then.
+
+A function that runs as it is may not read what a recorded one has made. On a GPU, attention that draws leaves
+the state of its generator on the host, but in device memory while it is recorded; its gradient follows the
+pointer either way, and a wrong one ends the process.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.runtime.memory.storage import tensors_in
+
+T = TypeVar("T")
 
 
 class ReplayedGraphs:
@@ -16,12 +23,14 @@ class ReplayedGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._recorded: dict[int, torch.UntypedStorage] = {}
 
-    def warm_up(self, call: Callable[[], object]) -> None:
-        call()
+    def warm_up(self, call: Callable[[], T]) -> T:
+        with _Eager(self._recorded):
+            return call()
 
     def record(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Any, Any]:
-        with _Capturing():
+        with _Capturing(self._recorded):
             made = call()
         ReplayedGraphs.num_recorded += 1
 
@@ -39,10 +48,33 @@ _WAITING = {_ATEN._local_scalar_dense.default, _ATEN.nonzero.default, _ATEN.mask
 
 
 class _Capturing(TorchDispatchMode):
-    """What asks for a value fails, as it does on a GPU."""
+    """What asks for a value fails, as it does on a GPU. New memory is noted in ``recorded``."""
+
+    def __init__(self, recorded: dict[int, torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._recorded = recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         selects = func is _ATEN.index.Tensor and any(x is not None and x.dtype is torch.bool for x in args[1])
         if func in _WAITING or selects:
             raise RuntimeError("operation not permitted when stream is capturing")
+        result = func(*args, **(kwargs or {}))
+        passed = {each.untyped_storage().data_ptr() for each in tensors_in((args, kwargs))}
+        for each in tensors_in(result):
+            storage = each.untyped_storage()
+            if storage.data_ptr() not in passed:
+                self._recorded[storage.data_ptr()] = storage
+        return result
+
+
+class _Eager(TorchDispatchMode):
+    """What reads memory that a graph has made ends the process."""
+
+    def __init__(self, recorded: dict[int, torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tensors_in((args, kwargs)):
+            assert each.untyped_storage().data_ptr() not in self._recorded, f"SIGSEGV in {func}"
         return func(*args, **(kwargs or {}))

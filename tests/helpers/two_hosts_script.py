@@ -54,9 +54,11 @@ def main() -> None:
         for topology in (hosts, equal_devices(2 * on_each, LinkModel(rate, 1e-4)))
     )
     seconds = measured(fastest, x, target)
+    found = fastest._context.ranks.agreement.hosts()
     if dist.get_rank() == 0:
         print(f"simulated {fastest.simulate().makespan} measured {seconds}")
         print(f"simulated {ring.simulate().makespan}")
+        print(f"hosts {found}")
 
 
 if __name__ == "__main__":

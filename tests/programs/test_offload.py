@@ -268,6 +268,16 @@ def test_every_bit_stays(name: str) -> None:
         assert_equal(outcome(artifact, model), expected)
 
 
+def test_small_values_stay() -> None:
+    """The allocator's blocks have 512 bytes; attention's seeds have 8, and are on the host already."""
+    cut = staged(SCHEDULES["gpipe"])
+    for rows in (3, 64):
+        values = [each for stage in cut.forward_values(rows) for each in stage.values() if each.num_bytes]
+        for value in values:
+            assert not value.may_offload or value.num_bytes >= 512
+        assert any(value.may_offload for value in values) == (rows == 64)
+
+
 @pytest.mark.slow
 def test_every_bit_stays_over_gloo_and_in_an_artifact_that_was_saved(tmp_path: Path) -> None:
     model, artifact = captured(perceptron), offloading(SCHEDULES["gpipe"], factory=perceptron)

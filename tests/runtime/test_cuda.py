@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipec
 from pipec.ir import InputLeaf, Instruction, Mode, Op, Plan, Program, Stage, Value
-from pipec.runtime import Interpreter
+from pipec.runtime import Interpreter, random_operators
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 from pipec.runtime.messages.cuda import CudaGraphRecorder, PeerToPeerCopies
 from pipec.runtime.messages.transport import InProcessTransport
@@ -284,3 +286,32 @@ def test_an_operator_without_a_generator_draws_from_the_state_that_a_graph_knows
     monkeypatch.setattr(torch.cuda, "default_generators", (None, default))
     assert call_with_generator(generator, lambda: default.state) is generator
     assert default.state == "its own"
+
+
+class _Launches(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dropout_on_a_gpu_is_one_kernel_under_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced on fakes: there it draws from the default generator of the device."""
+    generator, used = SimpleNamespace(device=A), list[object]()
+
+    @contextlib.contextmanager
+    def as_default(own: object) -> Iterator[None]:
+        used.append(own)
+        yield
+
+    monkeypatch.setattr(random_operators, "_as_default", as_default)
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+        with _Launches() as launches:
+            output, mask = random_operators.dropout(x, 0.1, cast(Any, generator))
+    assert launches.found == ["aten.native_dropout.default"]
+    assert used == [generator]
+    assert (output.dtype, mask.dtype, output.shape) == (torch.bfloat16, torch.bool, mask.shape)

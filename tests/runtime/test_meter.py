@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import pipec
 from pipec.errors import InputError
 from pipec.ir import Phase
 from pipec.pipeline import Pipeline
-from pipec.runtime.memory.meter import TensorMemoryMeter
+from pipec.plan.step_memory import StepMemory
+from pipec.runtime.memory.meter import TensorMemoryMeter, make_memory_meter
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 
@@ -171,3 +173,20 @@ def test_the_meter_counts_what_its_own_thread_makes() -> None:
         release.join()
         del own, made[:]
         assert readings(meter) == (400, 0)
+
+
+def test_what_the_allocator_has_reserved_is_shown_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaps between blocks are no tensor's, and yet nobody else's."""
+    figures = {"memory_allocated": 50, "max_memory_allocated": 70, "max_memory_reserved": 96}
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    meter = make_memory_meter(torch.device("cuda", 0), is_shared=False)
+    with meter:
+        meter.begin({"parameters": []})
+        meter.note()
+    memory = meter.memory(0)
+    assert (memory.peak_bytes, memory.reserved_bytes) == (20, 96)
+    lines = str(StepMemory([replace(memory, position=-1)], ())).splitlines()
+    assert lines[0].split()[-5:-3] == ["peak", "reserved"]
+    assert " 96 B" in lines[-1]

@@ -4,9 +4,12 @@ A stub stands for torch.distributed. It writes down what is asked of it, and its
 test says so. ``emulated_nccl`` carries messages between threads. ``tests/cuda`` has what needs GPUs.
 """
 
+import functools
+import os
 import re
 import threading
 import time
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -206,6 +209,57 @@ def test_groups_outlive_the_patience_of_the_ranks(distributed: Distributed) -> N
     connected(distributed, 0, (0, 1))
     assert distributed.groups[0].backend == "nccl"
     assert distributed.groups[0].timeout > timedelta(seconds=TIMEOUT)
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_a_late_message_does_not_end_the_process(
+    distributed: Distributed, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """The script saves after an error, and torch's watchdog would abort it."""
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(variable, raising=False)
+    if before is not None:
+        monkeypatch.setenv(variable, before)
+    found = list[str | None]()
+    make = distributed.new_group
+
+    def new_group(*args: Any) -> Group | int:
+        found.append(os.environ.get(variable))
+        return make(*args)
+
+    monkeypatch.setattr(distributed, "new_group", new_group)
+    connected(distributed, 0, (0, 1), (2, 3))
+    assert found == ["0", "0"]
+    assert os.environ.get(variable) == before
+
+
+def test_groups_are_aborted_when_the_script_ends(
+    distributed: Distributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: torch warns of groups that are left, those of freed connections too."""
+    at_exit = list[Callable[[], object]]()
+    monkeypatch.setattr(nccl.atexit, "register", lambda *call: at_exit.append(functools.partial(*call)))
+    connected(distributed, 0, (0, 1), (1, 0))
+    connected(distributed, 0, (0, 1)).close()
+    assert [group.num_aborts for group in distributed.groups] == [0, 0, 1]
+    for leave in at_exit:
+        leave()
+    assert [group.num_aborts for group in distributed.groups] == [1, 1, 1]
+
+
+def test_warnings_of_what_is_meant_are_not_shown(distributed: Distributed) -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        connected(distributed, 0, (0, 1))
+        warnings.warn("An unbatched P2P op (send/recv) was called on this ProcessGroup", stacklevel=1)
+        warnings.warn(
+            "Work::exception API is being deprecated, please ping "
+            "https://github.com/pytorch/pytorch/issues/46291 if you see this warning",
+            stacklevel=1,
+        )
+        assert shown == []
+        warnings.warn("NCCL has another one", stacklevel=1)
+    assert len(shown) == 1
 
 
 def test_a_greeting_that_is_never_over_is_an_error(distributed: Distributed) -> None:

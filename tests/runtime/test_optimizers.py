@@ -25,6 +25,7 @@ from split_optimizers import (
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
+from torch.profiler import ProfilerActivity
 
 from pipec.errors import InputError
 from pipec.ir import ParameterShard
@@ -89,6 +90,15 @@ def test_the_factor_of_clipping_is_that_of_torch() -> None:
         assert (norm > max_norm) == (number != 1)
     for name, parameter in plain.parameters.items():
         torch.testing.assert_close(split.parameters[name], parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_norms_take_little_memory() -> None:
+    """A copy in float64 of the gradient of a head of Llama has 4.2 GB."""
+    gradients = [torch.ones(1 << 22).view(2048, 2048).t(), torch.full((3, 5), 2.0), torch.zeros(0, 3)]
+    with torch.profiler.profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profile:
+        squares = sum_of_squares(gradients)
+    assert 0 < max(event.self_cpu_memory_usage for event in profile.events()) <= 1 << 23
+    assert squares == (1 << 22) + 60
 
 
 def test_norms_of_sparse_complex_and_no_gradients() -> None:

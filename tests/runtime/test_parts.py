@@ -18,6 +18,7 @@ from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
 from pipec.runtime import InProcessTransport, Interpreter, World, resolve_devices, world
 from pipec.runtime.messages.cuda import current_device
+from pipec.runtime.messages.distributed_transport import require_own_gpus
 from pipec.runtime.messages.message_buffers import ReceiveBuffer
 from pipec.runtime.model_tensors import (
     EmptiedTensors,
@@ -422,6 +423,27 @@ def test_cuda_without_an_index_is_the_gpu_that_a_number_of_devices_gives(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_devices(["cuda"] * 4, World(3, 4)) == {3: second}
     assert resolve_devices(["cuda:0"] * 4, World(3, 4)) == {3: first}
+
+
+def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm gives one to each task, and each task knows it as the first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert resolve_devices(8, World(3, 8)) == {3: torch.device("cuda", 0)}
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_slurm_numbers_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert resolve_devices(4, World(3, 4)) == {3: torch.device("cuda", 1)}
+
+
+def test_ranks_with_the_same_gpu_are_refused() -> None:
+    require_own_gpus(["a", "b", "c"])
+    with pytest.raises(InputError, match="ranks 0, 2 have the same GPU, a, but NCCL needs one for each"):
+        require_own_gpus(["a", "b", "a"])
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class CutWithRecompute:
 
     def _entries(self, operators: OperatorGraph) -> tuple[Vector, Vector]:
         """For each block, the seconds and bytes of the values that cross the chain in front of it."""
-        level = min(self.topology.levels, key=lambda each: each.bytes_per_second)
+        level = self.topology.slowest_level
         seconds, sizes = np.zeros_like(operators.seconds), np.zeros_like(operators.seconds)
         for value in operators.transfers:
             crossed = slice(value.producer + 1, max(value.consumers) + 1)

@@ -61,22 +61,24 @@ class _Readings:
         self.first: dict[str, float] = {}
         self._most: list[float] = []
         self._after: list[float] = []
-        self._host_bytes = 0
+        self._host_bytes = self._reserved_bytes = 0
 
-    def add(self, most: float, after: float, host_bytes: int) -> None:
+    def add(self, most: float, after: float, host_bytes: int, reserved_bytes: int = 0) -> None:
         self._most.append(most)
         self._after.append(after)
         self._host_bytes = max(self._host_bytes, host_bytes)
+        self._reserved_bytes = max(self._reserved_bytes, reserved_bytes)
 
     def memory(self, rank: int) -> RankMemory:
         most, after = np.array(self._most), np.array(self._after)
         peak = int(most.argmax())
         parts = {**self.first, "step": float(most[peak]) - sum(self.first.values())}
-        return RankMemory(rank, parts, peak, host_bytes=self._host_bytes, most=most, after=after)
+        totals = {"host_bytes": self._host_bytes, "reserved_bytes": self._reserved_bytes}
+        return RankMemory(rank, parts, peak, **totals, most=most, after=after)
 
 
 class CudaMemoryMeter:
-    """Reads the allocator of one GPU, besides the tensors at the start."""
+    """Reads the allocator of one GPU: the tensors of the rank, and all that the allocator has reserved."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._readings = device, _Readings()
@@ -97,7 +99,8 @@ class CudaMemoryMeter:
 
     def note(self, host_bytes: int = 0) -> None:
         most = torch.cuda.max_memory_allocated(self._device) - self._others
-        self._readings.add(most, torch.cuda.memory_allocated(self._device) - self._others, host_bytes)
+        after = torch.cuda.memory_allocated(self._device) - self._others
+        self._readings.add(most, after, host_bytes, torch.cuda.max_memory_reserved(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def memory(self, rank: int) -> RankMemory:

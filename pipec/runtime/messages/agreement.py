@@ -110,6 +110,11 @@ class Agreement:
             )
         )
 
+    def hosts(self) -> list[int]:
+        """The host of each rank, on every rank: the lowest rank with which it can share memory."""
+        own = min([self._transport.rank, *self._same_host])
+        return [int(text) for text in self._transport.all_gather_text(str(own))]
+
     def all_gather_flags(self, own: Sequence[bool]) -> list[list[bool]]:
         """The flags of each rank, on every rank."""
         return [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]

@@ -178,13 +178,16 @@ def full_digest(tensor: Tensor) -> str:
     """``sampled_digest`` with the sum over all of the memory: a change of any one element changes it."""
     if tensor.is_meta:
         return ""
-    flat = flat_memory(tensor)
-    integers = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-    total = integers.view(_INTEGERS[integers.element_size()]).sum(dtype=torch.int64)
-    return f"{describe_tensor(tensor)} {sampled_digest(tensor)} {int(total):x}"
+    total = _sum_of_words(flat_memory(tensor).view(torch.uint8))
+    return f"{describe_tensor(tensor)} {sampled_digest(tensor)} {total:x}"
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _sum_of_words(flat: Tensor) -> int:
+    """The sum of a vector of bytes as words of 8, which torch adds up many times as fast as shorter ones."""
+    words, rest = flat[: flat.numel() // 8 * 8], flat[flat.numel() // 8 * 8 :]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    return int(words.view(torch.int64).sum()) + int(rest.sum())
 
 
 def flat_memory(tensor: Tensor) -> Tensor:

@@ -107,20 +107,22 @@ class CopyStream:
 class CudaGraphRecorder:
     """Records CUDA graphs on a GPU. They share a memory pool, so no two of them may run at a time.
 
-    A first call on the recording stream lets libraries load kernels and allocate workspaces. While a graph is
-    recorded, other threads may use CUDA. (PyTorch documentation, CUDA semantics: CUDA Graphs.)
+    A first call on the recording stream lets libraries load kernels and allocate workspaces, before the first
+    graph is recorded. While a graph is recorded, other threads may use CUDA. (PyTorch documentation, CUDA
+    semantics: CUDA Graphs.)
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def warm_up(self, call: Callable[[], object]) -> None:
+    def warm_up(self, call: Callable[[], T]) -> T:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            call()
+            results = call()
         current.wait_stream(self._stream)
+        return results
 
     def record(
         self, call: Callable[[], T], generators: Sequence[torch.Generator]

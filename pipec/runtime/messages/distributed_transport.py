@@ -10,6 +10,7 @@ ranks notice immediately, wherever they wait, and report which rank failed and w
 hangs.
 """
 
+import atexit
 import functools
 import hashlib
 import itertools
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.errors import PipecError, TransportError
+from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text_format import format_link
 from pipec.runtime.messages.collective_group import CollectiveGroup
@@ -81,6 +82,8 @@ class DistributedTransport:
         self._buffers: dict[tuple[Link, int, int], list[ReceiveBuffer]] = {}
         self._message_packers: dict[tuple[Link, int], MessagePacker] = {}
         self._collectives = ThreadPoolExecutor(1, "pipec collectives")
+        if device.type == "cuda":
+            require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
         if not dist.is_initialized():
             join = functools.partial(
                 dist.init_process_group,
@@ -91,6 +94,8 @@ class DistributedTransport:
                 timeout=timedelta(seconds=timeout),
             )
             self.call_on_all_ranks("the process group", join)
+            if device.type == "cuda":
+                atexit.register(_leave_process_group)
         self._connections: Connections = (
             NcclConnections(device, self.rank, self.num_ranks, timeout, self._heartbeats.has_failed)
             if device.type == "cuda"
@@ -307,6 +312,25 @@ _REASON_COMES_WITHIN = 0.5
 
 _FINAL_STATUS_SECONDS = 1.0
 """Seconds. Ranks learn of a failure at once, unless they are in the middle of a long compute."""
+
+
+def require_own_gpus(uuids: Sequence[str]) -> None:
+    """Raise InputError if two ranks have the same GPU. Every rank calls this with the UUIDs of all GPUs."""
+    ranks_by_gpu = defaultdict(list)
+    for rank, uuid in enumerate(uuids):
+        ranks_by_gpu[uuid].append(rank)
+    for uuid, ranks in ranks_by_gpu.items():
+        if len(ranks) > 1:
+            raise InputError(
+                f"{format_ranks(ranks)} have the same GPU, {uuid}, but NCCL needs one for each process; "
+                "start fewer processes, or let each see one of its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
+            )
+
+
+def _leave_process_group() -> None:
+    """Destroy the default process group: at the end of the script NCCL warns of one that is left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -1,10 +1,13 @@
 """Point-to-point connections between the ranks of a process group over NCCL, for CUDA tensors."""
 
+import atexit
 import contextlib
 import itertools
 import math
+import os
 import threading
 import time
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +44,10 @@ class NcclConnections:
 
     Messages are waited for on the GPU's stream, even those that never arrive; the host may then hang in any
     call that waits for the GPU. A thread therefore polls ``is_failed``; if another rank has failed, it aborts
-    all messages, which unblocks the host. All later calls raise ConnectionError.
+    all messages, which unblocks the host. All later calls raise ConnectionError. torch's own watchdog would
+    end the process instead, while the script saves; it is off for these groups.
+
+    Groups that are left when the script ends are aborted, of which torch would warn otherwise.
     """
 
     def __init__(
@@ -59,6 +65,9 @@ class NcclConnections:
         self._last_started: list[dist.Work] = []
         self._aborting = threading.Lock()
         self._aborted = False
+        self._unaborted: list[dist.ProcessGroup] = []
+        atexit.register(_abort_each, self._unaborted)
+        _ignore_warnings()
         self._watcher = Watcher(self, NcclConnections.abort_if_failed, _CHECK_SECONDS)
 
     def open(self, directions: Iterable[Direction]) -> None:
@@ -162,20 +171,21 @@ class NcclConnections:
         Sets ``_aborted`` first, because an aborted message counts as complete, without an error.
         """
         with self._aborting:
-            first, self._aborted = not self._aborted, True
-            if first:
-                _abort_together(list(self._groups.values()))
+            self._aborted = True
+            _abort_together(self._unaborted)
 
     def _make_group(self, ranks: tuple[int, ...]) -> bool:
         """Make a group of ranks; a last -1 marks one for collectives. Returns whether this rank is in it."""
         with self._nccl_errors():
-            # NCCL's own watchdog ends the process, so it must be slower than `drain`.
+            # What torch itself says of a message that is late comes after `drain` has said it.
             members = [rank for rank in ranks if rank >= 0]
             options = _options(timedelta(seconds=2 * self._timeout), is_direction=len(members) == len(ranks))
-            group = dist.new_group(members, options._timeout, "nccl", options)
+            with _without_watchdog():
+                group = dist.new_group(members, options._timeout, "nccl", options)
         self._opened.add(ranks)
         if self._rank in ranks:
             self._groups[ranks] = group
+            self._unaborted.append(group)
         return self._rank in ranks
 
     def _sum_once(self, ranks: tuple[int, ...]) -> None:
@@ -268,7 +278,7 @@ _CHECK_SECONDS = 1.0
 _STREAMS_OF_POOL = 32
 """torch's streams of each priority on a device, assigned round robin (CUDAStream.h)."""
 
-_MAX_CTAS = 4
+MAX_CTAS = 4
 """The thread blocks that a message between two ranks occupies, also while it waits for the other rank."""
 
 
@@ -276,8 +286,34 @@ def _options(timeout: timedelta, is_direction: bool) -> "dist.ProcessGroupNCCL.O
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if is_direction:
-        options.config.max_ctas = _MAX_CTAS
+        options.config.max_ctas = MAX_CTAS
     return options
+
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Groups that are made inside a ``with`` report late and failed messages, and do not end the process.
+
+    The constructor of a group reads the environment, which then is again as it was.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
+
+
+def _ignore_warnings() -> None:
+    """Hide what torch warns of at each start, which is meant: unbatched messages, and reading errors."""
+    for message in ("An unbatched P2P op", ".*API is being deprecated.*issues/46291"):
+        warnings.filterwarnings("ignore", message, UserWarning)
 
 
 def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
@@ -320,8 +356,8 @@ def _reap(messages: _Messages) -> None:
                 raise ConnectionError(str(error))
 
 
-def _abort_together(groups: Collection[dist.ProcessGroup]) -> None:
-    """Abort the groups concurrently.
+def _abort_together(groups: list[dist.ProcessGroup]) -> None:
+    """Abort the groups concurrently, and empty the list.
 
     An abort may wait for everything that runs on the GPU, including messages of other groups, which end only
     when their own aborts begin. An NCCL group call around the aborts, as in torch's ``_abort_process_group``,
@@ -329,10 +365,17 @@ def _abort_together(groups: Collection[dist.ProcessGroup]) -> None:
     (2.11 to 2.13).
     """
     threads = [threading.Thread(target=_abort_one, args=(group,), name="pipec abort") for group in groups]
+    groups.clear()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _abort_each(groups: list[dist.ProcessGroup]) -> None:
+    """Abort the groups one after the other: when a script ends, Python starts no threads any more (3.12)."""
+    while groups:
+        _abort_one(groups.pop())
 
 
 def _abort_one(group: dist.ProcessGroup) -> None:

@@ -49,8 +49,9 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
 
     A number of devices means GPUs where CUDA is available, and the CPU elsewhere. If one process runs all
     ranks and has fewer GPUs, the ranks share them round robin. If there are several processes, each takes the
-    GPU ``LOCAL_RANK``. A list, such as ``["cpu"] * 4``, sets each device; in it, ``"cuda"`` without an index
-    is the GPU that the rank would have with a number of devices.
+    GPU ``LOCAL_RANK`` (of Slurm, ``SLURM_LOCALID``), or the only one that it sees. A list, such as
+    ``["cpu"] * 4``, sets each device; in it, ``"cuda"`` without an index is the GPU that the rank would have
+    with a number of devices.
 
     Raises:
         InputError: the count differs from the number of processes, a device is meta, or this process has no
@@ -84,7 +85,9 @@ def _indexed(device: torch.device, rank: int, world: World) -> torch.device:
 def _gpu(rank: int, world: World) -> int:
     """The GPU index of a rank of this process. NCCL needs one GPU for each process."""
     num_gpus = torch.cuda.device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank)
+    if world.is_distributed and num_gpus == 1:
+        return 0  # ranks that have found the same one are refused when they meet
     if world.is_distributed and local_rank >= num_gpus:
         raise InputError(
             f"process {local_rank} of this machine has no GPU of its own: there are "

@@ -1,5 +1,10 @@
 """Phase functions as CUDA graphs: recorded in a dry run, and replayed where a program calls them.
 
+A dry run runs its program twice: every function as it is, on the recording stream, so that libraries load
+kernels and allocate workspaces; then every function is recorded. No function runs as it is on values that a
+graph made: attention leaves the state of its generator on the host, but on the GPU where it is recorded, and
+its gradient reads it where the same mode leaves it.
+
 A graph reads and writes the memory with which it was recorded. Three rules make every order of replays right:
 
 * Arguments that change between calls, such as messages and inputs, are first copied to memory of the slot.
@@ -20,7 +25,9 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from operator import is_
 from typing import Any, Protocol, TypeVar
 
@@ -40,13 +47,17 @@ _DATA_DEPENDENT = re.compile(r"\b(check_branch|primitives\.require)\(")
 """Calls in generated code whose results, or sizes, depend on values."""
 
 
+_GraphKey = tuple[str, int, Hashable]
+"""A function's name, the slot, and the sizes of its microbatches."""
+
+
 class GraphRecorder(Protocol):
     """Records the kernels that a call launches on ``device``."""
 
     device: torch.device
 
-    def warm_up(self, call: Callable[[], object]) -> None:
-        """Run a call once before it is recorded, and discard its results."""
+    def warm_up(self, call: Callable[[], T]) -> T:
+        """The results of a call that is not recorded, on the stream that records."""
 
     def record(
         self, call: Callable[[], T], generators: Sequence[torch.Generator]
@@ -55,6 +66,14 @@ class GraphRecorder(Protocol):
 
         The call draws from ``generators`` alone; a replay starts from their present state.
         """
+
+
+class _Mode(Enum):
+    """What a call of a function does."""
+
+    WARM_UP = "calls the function as it is"
+    RECORD = "records it, if it has no graph yet, and replays the graph"
+    REPLAY = "replays its graph"
 
 
 class StageGraphs:
@@ -69,16 +88,24 @@ class StageGraphs:
         self._memory: dict[Hashable, Tensor] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._addresses: list[int] = []
-        self._records = False
+        self._draws: dict[Hashable, list[int]] = {}
+        self._mode = _Mode.REPLAY
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Call functions as they are inside a ``with``, to record them afterwards."""
+        return self._in_mode(_Mode.WARM_UP)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Record functions that have no graph yet inside a ``with``."""
+        return self._in_mode(_Mode.RECORD)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record functions that have no graph yet, for the duration of a ``with`` block."""
-        self._records = True
+    def _in_mode(self, mode: "_Mode") -> Iterator[None]:
+        self._mode = mode
         try:
             yield
         finally:
-            self._records = False
+            self._mode = _Mode.REPLAY
 
     def forget_if_moved(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bool:
         """Drop graphs that read former memory of weights or buffers; returns whether there were any."""
@@ -98,6 +125,8 @@ class StageGraphs:
 
         def call(*args: Any) -> Any:
             key = name, slot, sizes()
+            if self._mode is _Mode.WARM_UP:
+                return self._warm_up(source, key, args)
             if key not in self._graphs:
                 self._graphs[key] = self._record(source, phase, key, args)
             return self._graphs[key](args)
@@ -111,43 +140,62 @@ class StageGraphs:
             for index, each in enumerate(values)
         )
 
-    def _record(
-        self, source: Function, phase: Phase, key: tuple[str, int, Hashable], args: Sequence[Any]
-    ) -> "_Graph":
+    def _warm_up(self, source: Function, key: _GraphKey, args: Sequence[Any]) -> Any:
+        """Call a function as it is, and note which of its operators draw, in order."""
+        drawn = self._draws[key] = []
+
+        def noting(rng: OperatorGenerators) -> Callable[[int], torch.Generator]:
+            def draw(operator: int) -> torch.Generator:
+                drawn.append(operator)
+                return rng(operator)
+
+            return draw
+
+        passed = [noting(x) if isinstance(x, OperatorGenerators) else x for x in args]
+        with self._explained(key):
+            return self._recorder.warm_up(lambda: source(*passed))
+
+    def _record(self, source: Function, phase: Phase, key: _GraphKey, args: Sequence[Any]) -> "_Graph":
         name, slot, sizes = key
-        label, device = f"{name} of stage {self._stage.index}", self._recorder.device
-        if not self._records:
-            raise InputError(f"{label} was not recorded for microbatches of {sizes}; pass kernels='source'")
+        if self._mode is not _Mode.RECORD:
+            raise InputError(
+                f"{self._label(key)} was not recorded for microbatches of {sizes}; pass kernels='source'"
+            )
         names = tuple(inspect.signature(source).parameters)
         own, moving = self._arguments(names, args, (slot, sizes))
-        drawn: list[int] = []
+        drawn = self._draws.pop(key)
+        generators = [torch.Generator(self._recorder.device) for _ in drawn]
 
-        def call(rng: Callable[[int], torch.Generator]) -> Any:
+        def call() -> Any:
+            rng = _one_by_one(generators)
             passed = [
                 rng if isinstance(x, OperatorGenerators) else [*x] if isinstance(x, list) else x for x in own
             ]
             return self._leave(source(*passed), (name, sizes))
 
-        def noting(operator: int) -> torch.Generator:
-            drawn.append(operator)
-            return torch.Generator(device)
-
         for each in moving:
             each.fill(args)
-        try:
-            self._recorder.warm_up(lambda: call(noting))
-            generators = [torch.Generator(device) for _ in drawn]
-            results, replay = self._recorder.record(lambda: call(_one_by_one(generators)), generators)
+        with self._explained(key):
+            results, replay = self._recorder.record(call, generators)
             self._require_on_device([*own, results])
-        except Exception as error:
-            first = error.__context__ or error  # ending a failed recording raises another error
-            raise InputError(
-                f"kernels='cudagraphs' cannot record {label}, which must launch the same kernels for all "
-                f"values: {type(first).__name__}: {str(first).strip()}. Pass kernels='source'"
-            ) from error
         draws = list(zip(drawn, generators, strict=True))
         arguments = dict(zip(names, own, strict=True))
         return _Graph(arguments, moving, draws, results, phase is Phase.FORWARD, replay)
+
+    @contextlib.contextmanager
+    def _explained(self, key: _GraphKey) -> Iterator[None]:
+        """Raise InputError for whatever fails inside a ``with``."""
+        try:
+            yield
+        except Exception as error:
+            first = error.__context__ or error  # ending a failed recording raises another error
+            raise InputError(
+                f"kernels='cudagraphs' cannot record {self._label(key)}, which must launch the same kernels "
+                f"for all values: {type(first).__name__}: {str(first).strip()}. Pass kernels='source'"
+            ) from error
+
+    def _label(self, key: _GraphKey) -> str:
+        return f"{key[0]} of stage {self._stage.index}"
 
     def _arguments(
         self, names: Sequence[str], args: Sequence[Any], owner: Hashable

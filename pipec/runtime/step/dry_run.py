@@ -13,7 +13,9 @@ import contextlib
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from operator import le
 
 import torch
 from torch import Tensor
@@ -42,6 +44,10 @@ _OF_THE_END = (
 class DryRuns:
     """Dry runs of one rank, one for each new input shape.
 
+    A dry run is of the whole step where some size is larger than before, so that memory grows while no rank
+    waits. Else it is of one microbatch of each number of rows, unless graphs are recorded, which is a short
+    time even if all batches have other sizes.
+
     A dry run leaves gradients, buffers and random states as they were. Received values
     are zeros. A dry run that fails on them is abandoned, since the step itself may succeed; but if graphs are
     recorded, which the step needs, the error is raised. The first dry run also makes an update.
@@ -60,6 +66,12 @@ class DryRuns:
         if plan.sync_spec.stream is not None:
             program, plan = _as_step(program, plan)
         self._num_microbatches = plan.num_microbatches
+        self._own_microbatches = [
+            plan.microbatches_on(stage, program.rank)
+            for stage, ranks in enumerate(plan.placement)
+            if program.rank in ranks
+        ]
+        self._whole: list[tuple[float, ...]] = []
         self._sizes = [each.name for each in plan.variables if each.dim is not None]
         self._alone = functools.partial(
             Interpreter,
@@ -98,10 +110,11 @@ class DryRuns:
             log.info("weights have moved, so that graphs are recorded anew")
             self._ready.clear()
         if self._sizes_of(batch_slice) not in self._ready:
-            with contextlib.ExitStack() as stack:
-                for each in self._graphs:
-                    stack.enter_context(each.recording())
-                self._run(microbatches, batch_slice, seed)
+            for modes in _modes(self._graphs):
+                with contextlib.ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode)
+                    self._run(microbatches, batch_slice, seed)
             self._ready.add(self._sizes_of(batch_slice))
             self._known.add(self._sizes_of(batch_slice))
 
@@ -113,6 +126,8 @@ class DryRuns:
         leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}
         if len(microbatches) < self._num_microbatches:
             microbatches, batch_slice = _repeated(microbatches, batch_slice, self._num_microbatches)
+        if not self._graphs:
+            batch_slice = self._shortened(batch_slice)
         try:
             self._alone(parameters=leaves).run(microbatches, batch_slice, seed, update=False)
         except PipecError as error:
@@ -125,6 +140,25 @@ class DryRuns:
                 update()
             except Exception as error:  # of an optimizer that cannot have such little tensors
                 log.info("a dry run of an update ended early: %s", error)
+
+    def _shortened(self, batch_slice: BatchSlice) -> BatchSlice:
+        """The slice with rows for one microbatch of each size, if none of its sizes is larger than before."""
+        sizes = (*batch_slice.sizes, *(batch_slice.values.get(name, 0) for name in self._sizes))
+        if not any(all(map(le, sizes, before)) for before in self._whole):
+            self._whole.append(sizes)
+            return batch_slice
+        rows = batch_slice.sizes
+        firsts = {
+            next(k for k in own if rows[k] == rows[each]) for own in self._own_microbatches for each in own
+        }
+        return replace(batch_slice, sizes=[size if k in firsts else 0 for k, size in enumerate(rows)])
+
+
+def _modes(graphs: Sequence[StageGraphs]) -> Sequence[Sequence[AbstractContextManager[None]]]:
+    """What graphs do in each run of the program; one run is enough where there are none."""
+    if not graphs:
+        return [[]]
+    return [[each.warming_up() for each in graphs], [each.recording() for each in graphs]]
 
 
 def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:

@@ -1,0 +1,221 @@
+"""Options and habits of trainings, on GPUs that ranks share, against eager torch or the same step without."""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import decoder, eager_step, errors, on, token_loss, tokens, wide
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipec
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)  # which divides no rounding by itself
+FUSED = functools.partial(ADAMW, fused=True)
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [[nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()] for _ in range(3)]
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        *(each for block in layers for each in block),
+        nn.Flatten(),
+        nn.Linear(8 * 64, 5),
+    )
+
+
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 3, 8, 8, generator=generator), torch.arange(16) % 5
+
+
+@pytest.mark.slow
+def test_convolutions_and_batch_norm_in_mixed_precision(device: torch.device) -> None:
+    """Convolutions run in bfloat16, and statistics are kept in float32."""
+    expected, (x, y) = convolutions().to(device), on(device, images())
+    model = copy.deepcopy(expected)
+    pipe = pipec.compile(model, [device] * 2, microbatches=4, loss_fn=F.cross_entropy, precision="bf16-mixed")
+    loss = pipe.step(x, target=y)
+    with torch.autocast(device.type, torch.bfloat16):
+        reference = eager_step(expected, F.cross_entropy, (x, y), 4)
+    torch.testing.assert_close(loss.float(), reference.float(), rtol=2e-2, atol=0)
+    assert max(errors(model, expected).values()) < 5e-2
+
+
+@pytest.mark.slow
+def test_compiled_kernels(device: torch.device) -> None:
+    """Of every phase; dropout draws what the source draws, from its seed."""
+    losses = []
+    for kernels in ("source", "inductor"):
+        model, batch = decoder(dropout=0.1).to(device), on(device, tokens(8))
+        pipe = pipec.compile(model, [device] * 2, microbatches=2, loss_fn=token_loss, kernels=kernels)
+        torch.manual_seed(3)
+        losses.append([float(pipe.step(batch[0], target=batch[1])) for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offloaded_values_of_random_operators(device: torch.device, dtype: torch.dtype) -> None:
+    """Attention that draws leaves the state of its generator on the host, where the backward reads it."""
+    model, batch = decoder(dropout=0.2).to(device, dtype), on(device, tokens(64))
+    options: dict[str, Any] = {"schedule": "gpipe", "microbatches": 8, "loss_fn": token_loss}
+    free = pipec.compile(copy.deepcopy(model), [device], **options)
+    torch.manual_seed(3)
+    expected = [float(free.step(batch[0], target=batch[1])) for _ in range(2)]
+    limit = int(0.7 * free.memory().peak_bytes)
+    pipe = pipec.compile(
+        model, [device], memory_limit=limit, offload="activations", recompute="none", **options
+    )
+    torch.manual_seed(3)
+    assert [float(pipe.step(batch[0], target=batch[1])) for _ in range(2)] == expected
+    assert pipe.plan.offloading_stages
+    gradients = {name: x.grad for name, x in free.named_parameters()}
+    torch.testing.assert_close(
+        {name: x.grad for name, x in pipe.named_parameters()}, gradients, rtol=0, atol=0
+    )
+
+
+@pytest.mark.slow
+def test_a_llama_with_a_padding_mask(device: torch.device) -> None:
+    """Rows of different lengths, in bfloat16, from transformers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=64
+    )
+    expected = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).train()
+    model = copy.deepcopy(expected)
+    ids, _ = on(device, tokens(8))
+    mask = (torch.arange(ids.shape[1], device=device) < torch.arange(9, 17, device=device)[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    call = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    pipe = pipec.compile(model, [device] * 4, microbatches=4)
+    loss = pipe.step(**call)
+    reference = expected(**call).loss
+    reference.backward()
+    torch.testing.assert_close(loss.float(), reference.float(), rtol=2e-2, atol=0)
+    assert max(errors(model, expected).values()) < 5e-2
+
+
+def trained(pipe: pipec.Pipeline, batch: list[Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    losses = [float(pipe.step(batch[0], target=batch[1])) for _ in range(3)]
+    return losses, {name: x.cpu() for name, x in pipe.full_state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [ADAMW, FUSED], ids=["foreach", "fused"])
+def test_optimizers_and_clipping(device: torch.device, optimizer: Callable[..., Any]) -> None:
+    """As eager torch with the same optimizer, which clips by the norm of the whole model."""
+    expected, batch = decoder().to(device), on(device, tokens(8))
+    model = copy.deepcopy(expected)
+    pipe = pipec.compile(
+        model, [device] * 4, microbatches=4, loss_fn=token_loss, optimizer=optimizer, clip_grad_norm=0.5
+    )
+    losses, found = trained(pipe, batch)
+    plain, references = optimizer(expected.parameters()), []
+    for _ in range(3):
+        references.append(float(eager_step(expected, token_loss, (batch[0], batch[1]), 4)))
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+    assert losses == pytest.approx(references, rel=1e-5)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found[name], value.cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_sharded_state_of_replicas(device: torch.device, shard: str) -> None:
+    """Two replicas of two stages, all on one GPU, against the same without shards."""
+    found = []
+    for each in (None, shard):
+        pipe = pipec.compile(
+            decoder().to(device),
+            [device] * 4,
+            microbatches=4,
+            replicas=2,
+            loss_fn=token_loss,
+            optimizer=ADAMW,
+            shard=each,
+        )
+        found.append(trained(pipe, on(device, tokens(8))))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_batches_of_many_lengths(device: torch.device) -> None:
+    """Each is padded to its longest row, and none is compiled on its own."""
+    expected = decoder().to(device)
+    model = copy.deepcopy(expected)
+    pipe = pipec.compile(model, [device] * 2, microbatches=4, loss_fn=token_loss)
+    for length in (16, 11, 13, 16, 7, 12):
+        x, y = (each[:, :length].contiguous() for each in on(device, tokens(8)))
+        pipe.zero_grad()
+        expected.zero_grad()
+        loss = pipe.step(x, target=y)
+        torch.testing.assert_close(loss, eager_step(expected, token_loss, (x, y), 4), rtol=1e-5, atol=0)
+        assert max(errors(model, expected).values()) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_stream_without_a_flush(device: torch.device) -> None:
+    """The losses of a CPU, whose numbers hardly differ."""
+    found = []
+    for each in (torch.device("cpu"), device):
+        pipe = pipec.compile(
+            decoder().to(each), [each] * 4, loss_fn=token_loss, schedule="pipedream-2bw", optimizer=ADAMW
+        )
+        batches = [tokens(8)] * 6
+        found.append([float(loss) for loss in pipe.stream([(x.to(each), y.to(each)) for x, y in batches])])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert len({*found[1]}) >= 5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_written_while_training_goes_on(device: torch.device, tmp_path: Path) -> None:
+    """What is saved is the state at the call, and not that of the steps behind it."""
+
+    def pipeline() -> pipec.Pipeline:
+        made = pipec.compile(
+            decoder().to(device), [device] * 2, microbatches=2, loss_fn=token_loss, optimizer=ADAMW
+        )
+        assert isinstance(made, pipec.Pipeline)
+        return made
+
+    pipe, batch = pipeline(), on(device, tokens(8))
+    pipe.step(batch[0], target=batch[1])
+    saving = pipe.save_checkpoint(tmp_path / "checkpoint", asynchronous=True)
+    expected = [float(pipe.step(batch[0], target=batch[1])) for _ in range(3)]
+    saving.result()
+    other = pipeline()
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert [float(other.step(batch[0], target=batch[1])) for _ in range(3)] == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_a_plan_within_60_percent_of_the_gpu_keeps_to_it(gpu: torch.device) -> None:
+    """With what the allocator reserves; without recompute the step needs all of the GPU."""
+    torch.cuda.empty_cache()
+    limit = int(0.6 * torch.cuda.mem_get_info(gpu)[0])
+    model = wide(8, 4096).to(gpu)
+    rows = limit // (8 * 5 * 4096 * 4)  # with their hidden layers, they take the limit and more
+    x = torch.randn(rows, 4096, device=gpu)
+    pipe = pipec.compile(
+        model, [gpu], microbatches=4, schedule="gpipe", loss_fn=F.mse_loss, memory_limit=limit
+    )
+    torch.cuda.reset_peak_memory_stats(gpu)
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(x, target=x)
+    assert pipe.plan.recomputing_stages
+    assert torch.cuda.max_memory_allocated(gpu) <= 1.05 * limit
+    assert torch.cuda.max_memory_reserved(gpu) <= 1.25 * limit
