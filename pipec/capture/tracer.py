@@ -26,14 +26,16 @@ from pipec.capture.branch_decisions import BranchDecider, describe_branches, ref
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
+from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
 from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall
 from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import checkpoints, number_operators
 from pipec.capture.python_randomness import NonTorchGenerators
+from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
 from pipec.capture.split_recurrent import split_recurrent_layers
-from pipec.capture.traced_step import TracedStep, make_traced_step, model_names
+from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
 from pipec.ir import Mode, Variable
@@ -290,9 +292,9 @@ class _Tracer:
         else:
             of_batch = None if symbolic else self._capture_batch(front_end)
             findings = self._analyse(captured, batched, first_collective, of_batch)
-        joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
-        return training_graph(
-            TracedCall(
+
+        def read(joint: torch_compat.JointGraph) -> TrainingGraph:
+            traced = TracedCall(
                 joint,
                 self._mode,
                 operators,
@@ -309,7 +311,36 @@ class _Tracer:
                 first_collective,
                 self._num_replicas or 1,
             )
-        )
+            return training_graph(traced)
+
+        runs = [] if findings.assumed else self._repeated_blocks(captured)
+        return self._differentiate(captured, runs, read)
+
+    def _repeated_blocks(self, captured: CapturedGraph) -> list[RepeatedBlocks]:
+        """The runs of equal blocks in a graph of Dynamo's that is about to be differentiated."""
+        if captured.dynamo_output is None:
+            return []
+        names = {id(tensor): self._fqns[name] for name, tensor in named_tensors(self._step).items()}
+        given = torch_compat.argument_tensors(captured)
+        named = {node: names[id(value)] for node, value in given.items() if id(value) in names}
+        return find_repeated_blocks(captured.module.graph, named)
+
+    def _differentiate(
+        self,
+        captured: CapturedGraph,
+        runs: Sequence[RepeatedBlocks],
+        read: Callable[[torch_compat.JointGraph], TrainingGraph],
+    ) -> TrainingGraph:
+        """What ``read`` makes of the joint graph, in which the middle blocks of runs are copies."""
+        training = self._mode is Mode.TRAIN
+        if runs:
+            with torch_compat.replaced_graph(captured, without_middle(captured.module.graph, runs)):
+                joint = torch_compat.differentiate(captured, training)
+            try:
+                return instantiate_blocks(read(joint), runs)
+            except IrregularBlocksError as error:
+                log.info("equal blocks are differentiated one by one: %s", error)
+        return read(torch_compat.differentiate(captured, training))
 
     def _sample(self, variables: Sequence[Variable]) -> ModelCall:
         """A call to be traced with symbols, and numbers that are to be symbols in tensors.
