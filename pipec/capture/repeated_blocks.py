@@ -9,6 +9,7 @@ nobody else reads, and values that all blocks read alike. A transformer's layers
 ``without_middle`` leaves the middle of a run out. After differentiation ``instantiate_blocks`` puts it back.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.captured_collectives import MODEL_COLLECTIVES, sync_batch_norm
+from pipec.capture.graph_calls import HOLDING_NUMBERS, operator_name
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, REQUIRE, ROW_NUMBERS
 from pipec.capture.node_insertion import fake_value, inputs_of
 from pipec.capture.number_operators import OPERATOR_ID
@@ -145,10 +147,20 @@ def _longest_repetition(keys: "np.ndarray[Any, Any]", period: int) -> tuple[int,
 def _key(node: fx.Node) -> Any:
     """What must be equal in equal blocks of a node by itself: all but which nodes it reads."""
     value = fake_value(node)
-    graphs = any(source.op == "get_attr" for source in node.all_input_nodes)
-    if node.op == "call_module" or node.target in _UNEQUAL or graphs or unbacked_symbols(value):
+    has_attribute = any(source.op == "get_attr" for source in node.all_input_nodes)
+    if node.op == "call_module" or node.target in _UNEQUAL or has_attribute or unbacked_symbols(value):
+        return object()
+    if _makes_constant(node):
         return object()
     return node.op, node.target, constants_key(node.args), constants_key(node.kwargs), value_key(value)
+
+
+def _makes_constant(node: fx.Node) -> bool:
+    """Whether differentiation makes a tensor of numbers in the arguments, one for each node."""
+    if node.target is operator.getitem:
+        index: Any = node.args[1]
+        return any(isinstance(each, list) for each in (index if isinstance(index, tuple) else (index,)))
+    return operator_name(node) in HOLDING_NUMBERS
 
 
 def constants_key(argument: Any) -> Any:

@@ -103,6 +103,7 @@ def capture(
         stack.enter_context(torch_compat.quiet_logging())
         stack.enter_context(torch_compat.restore_module(step))
         stack.enter_context(without_kv_cache(model))
+        stack.enter_context(torch_compat.lazy_graph_modules())
         stack.enter_context(torch_compat.cached_size_arithmetic())
         stack.enter_context(torch_compat.skip_distribution_validation())
         stack.enter_context(torch_compat.keep_interpolation_operators())
