@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import pipec
 
-TORCH = ("capture and differentiate",)
+TORCH = ("capture", "differentiate")
 BATCH, CONTEXT = 8, 1024
 
 

@@ -9,7 +9,7 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -49,6 +49,9 @@ CPU = torch.device("cpu")
 _warned: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that changes of what their code reads may go unnoticed."""
 
+Timed = Callable[[str], AbstractContextManager[None]]
+"""Measures a block, which is a step of this name."""
+
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]
 
 FRONT_ENDS: Mapping[str, FrontEnd] = {
@@ -71,6 +74,7 @@ def capture(
     variables: Sequence[Variable] = (),
     num_replicas: int | None = 1,
     batch: ModelCall | None = None,
+    timed: Timed = lambda step: nullcontext(),
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -88,6 +92,7 @@ def capture(
             stage, or is not known; a model with collectives is then refused.
         batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
             those of arguments.
+        timed: Measures each step of the capture, by its name.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -113,7 +118,9 @@ def capture(
         stack.enter_context(ops.tracing_with_replicas(num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
-        tracer = _Tracer(step, mode, call, canonical or {}, device, rewrite_loss, num_replicas, branches)
+        tracer = _Tracer(
+            step, mode, call, canonical or {}, device, rewrite_loss, num_replicas, branches, timed
+        )
         generators = NonTorchGenerators(step)
         if not symbolic and call.ambiguous_leaves:
             tracer.trace_ambiguous_leaves()
@@ -221,6 +228,7 @@ class _Tracer:
         rewrite_loss: bool,
         num_replicas: int | None,
         branches: BranchDecider,
+        timed: Timed,
     ) -> None:
         self._step = step
         self._mode = mode
@@ -230,6 +238,7 @@ class _Tracer:
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
         self._branches = branches
+        self._timed = timed
         self._captured: CapturedGraph | None = None
         self.draws_with_numpy = self.has_traced_backward = False
 
@@ -292,7 +301,8 @@ class _Tracer:
             findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
         else:
             of_batch = None if symbolic else self._capture_batch(front_end)
-            findings = self._analyse(captured, batched, first_collective, of_batch)
+            with self._timed("analyse the batch"):
+                findings = self._analyse(captured, batched, first_collective, of_batch)
 
         def read(joint: torch_compat.JointGraph) -> TrainingGraph:
             traced = TracedCall(
@@ -314,8 +324,9 @@ class _Tracer:
             )
             return training_graph(traced)
 
-        runs = [] if findings.assumed else self._repeated_blocks(captured)
-        return self._differentiate(captured, runs, read)
+        with self._timed("differentiate"):
+            runs = [] if findings.assumed else self._repeated_blocks(captured)
+            return self._differentiate(captured, runs, read)
 
     def _repeated_blocks(self, captured: CapturedGraph) -> list[RepeatedBlocks]:
         """The runs of equal blocks in a graph of Dynamo's that is about to be differentiated."""
