@@ -10,6 +10,7 @@ adds gradients up in the order in which blocks follow each other::
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,7 +75,9 @@ _Part = tuple[int, bool]
 
 _Read = fx.Node | _Own | _Value
 
-_Result = tuple[type[Gradient | UpdatedBuffer], int, bool, int]
+_Kind = Gradient | UpdatedBuffer
+
+_Result = tuple[type[_Kind], int, bool, int]
 """A result of a block: its kind, the place of its tensor, and the phase and place of the node."""
 
 
@@ -236,10 +239,14 @@ class _Instantiation:
     def _with_results(self, results: Sequence[_Result]) -> TrainingGraph:
         """The graph with the results of the blocks that were put in."""
         found = self._graph.outputs
-        for k in self._blocks.left_out:
-            for kind, own, forward, place in results:
-                role = kind(self._blocks.tensors[k][own])
-                found.insert(self._place_among(found, role), (role, self._parts[k, forward][place]))
+        for kind in (UpdatedBuffer, Gradient):
+            added = [
+                (kind(self._blocks.tensors[k][own]), self._parts[k, forward][place])
+                for k in self._blocks.left_out
+                for each, own, forward, place in results
+                if each is kind
+            ]
+            found = self._merged(found, added) if added else found
         for k in self._blocks.left_out:
             for node, like in zip(self._own[k], self._own[TEMPLATE], strict=True):
                 if "updated" in like.meta:
@@ -247,21 +254,27 @@ class _Instantiation:
         self._graph.module.graph.output_node().args = (tuple(node for _, node in found),)
         return replace(self._graph, results=tuple(role for role, _ in found))
 
-    def _place_among(
-        self, results: Sequence[tuple[ResultRole, fx.Node]], added: Gradient | UpdatedBuffer
-    ) -> int:
-        """Where a result belongs: those of a kind are in the order of the tensors.
+    def _merged(
+        self, results: Sequence[tuple[ResultRole, fx.Node]], added: Sequence[tuple[_Kind, fx.Node]]
+    ) -> list[tuple[ResultRole, fx.Node]]:
+        """The results with those of one kind that are ``added``, in the order of the tensors.
 
         The gradient of a tied tensor may come later, in the place of another of its names.
         """
-        latest, behind = -1, 0
-        for place, (role, _) in enumerate(results):
-            if type(role) is type(added):
-                behind, order = place + 1, self._order[role.fqn]
-                if order > max(latest, self._order[added.fqn]):
-                    return place
+        waiting = deque(sorted(added, key=lambda each: self._order[each[0].fqn]))
+        same = [type(role) is type(added[0][0]) for role, _ in results]
+        last = max(place for place, is_same in enumerate(same) if is_same)
+        merged, latest = list[tuple[ResultRole, fx.Node]](), -1
+        for place, (role, node) in enumerate(results):
+            if same[place] and isinstance(role, _Kind):
+                order = self._order[role.fqn]
+                while waiting and max(latest, self._order[waiting[0][0].fqn]) < order:
+                    merged.append(waiting.popleft())
                 latest = max(latest, order)
-        return behind
+            merged.append((role, node))
+            if place == last:
+                merged.extend(waiting)
+        return merged
 
 
 def _parts(nodes: Sequence[fx.Node], blocks: RepeatedBlocks) -> Iterator[tuple[_Part, list[fx.Node]]]:
