@@ -2,6 +2,7 @@
 
 ``capture`` and ``differentiate`` are torch's own work; everything else is pipec's. ``--first-step`` compares
 a narrow GPT-2 of as many layers with ``torch.compile(backend="aot_eager")``, in seconds of the processor.
+``--calls`` has those of the first call of each kind, for this model and for Llamas of 4 and 32 equal layers.
 """
 
 import argparse
@@ -11,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import pipec
 
-TORCH = ("capture and differentiate",)
+TORCH = ("capture", "differentiate")
 BATCH, CONTEXT = 8, 1024
 
 
@@ -88,16 +90,90 @@ def first_steps(num_rounds: int) -> str:
     return "\n".join([*header, *rows])
 
 
+VOCABULARY, LENGTH = 512, 64
+
+
+def gpt2_model() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=2 * LENGTH,
+        n_embd=96,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama_model(num_layers: int) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * LENGTH,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "GPT-2, 12 layers": gpt2_model,
+    "Llama, 4 layers": lambda: llama_model(4),
+    "Llama, 32 layers": lambda: llama_model(32),
+}
+
+
+def call_seconds(make: Callable[[], nn.Module]) -> Mapping[str, float]:
+    """Seconds of the processor for the first call of each kind of one pipeline, from the first step on."""
+    torch.compiler.reset()
+    tokens, shorter = (torch.randint(VOCABULARY, (BATCH, length)) for length in (LENGTH, LENGTH * 3 // 4))
+    pipe = pipec.compile(make(), devices=2, microbatches=4)
+    calls: Mapping[str, Callable[[], object]] = {
+        "step": lambda: pipe.step(input_ids=tokens, labels=tokens),
+        "step of a second length": lambda: pipe.step(input_ids=shorter, labels=shorter),
+        "eval_step": lambda: pipe.eval_step(input_ids=tokens, labels=tokens),
+        "eval_step after eval()": lambda: pipe.eval().eval_step(input_ids=tokens, labels=tokens),
+        "forward": lambda: pipe(input_ids=tokens),
+    }
+    seconds = dict[str, float]()
+    for name, call in calls.items():
+        begun = time.process_time()
+        call()
+        seconds[name] = time.process_time() - begun
+    return seconds
+
+
+def first_calls(num_rounds: int) -> str:
+    """A table of medians. A round before the others is left out, as in ``first_steps``."""
+    rounds = [
+        {name: call_seconds(make) for name, make in MODELS.items()}
+        for _ in pipec.progress(range(num_rounds + 1), "first calls")
+    ][1:]
+    kinds = rounds[0][next(iter(MODELS))]
+    medians = {
+        name: [statistics.median(taken[name][kind] for taken in rounds) for kind in kinds] for name in MODELS
+    }
+    rows = [f"| {name} | {' | '.join(f'{each:.1f}' for each in row)} |" for name, row in medians.items()]
+    header = [f"| processor seconds of the first | {' | '.join(kinds)} |", "|---|" + "--:|" * len(kinds)]
+    return "\n".join([*header, *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-step", action="store_true", help="print the comparison with aot_eager alone")
+    parser.add_argument("--calls", action="store_true", help="print the first call of each kind alone")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead of JSON")
     args = parser.parse_args()
 
     if args.first_step:
         pipec.log(first_steps(args.rounds))
+        return
+    if args.calls:
+        pipec.log(first_calls(args.rounds))
         return
     rounds = [compile_seconds(args.stages) for _ in pipec.progress(range(args.rounds), "compiling GPT-2")]
     medians = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}

@@ -14,6 +14,9 @@ _RANDOM = {
     *("log_normal", "multinomial", "native_dropout", "normal", "poisson", "random", "rrelu", "uniform"),
 }
 
+HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}
+"""Calls that make a tensor of numbers in their arguments."""
+
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 

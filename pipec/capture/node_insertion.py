@@ -20,6 +20,13 @@ def fake_value(node: Any) -> Any:
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node reads, in the order of its arguments, and as often as they occur there."""
+    found = list[fx.Node]()
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
 def insert_after(
     after: fx.Node, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> fx.Node:

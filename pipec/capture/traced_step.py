@@ -121,14 +121,21 @@ def traced_step_without_call(model: nn.Module, loss_fn: Callable[..., Any] | Non
     return TracedStep(model, loss_fn, mode, (), outputs=False)
 
 
+def named_tensors(step: TracedStep) -> dict[str, Tensor]:
+    """The parameters and buffers of a traced step, a tied one by each of its names."""
+    return {
+        **dict(step.named_parameters(remove_duplicate=False)),
+        **dict(step.named_buffers(remove_duplicate=False)),
+    }
+
+
 def model_names(step: TracedStep, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The name in the model of each tensor of ``step``, and the tensors that only the loss function holds.
 
     Raises:
         InputError: the loss function has parameters of its own to train.
     """
-    tensors: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
-    tensors |= step.named_buffers(remove_duplicate=False)
+    tensors = named_tensors(step)
     fqns = {name: canonical.get(fqn, fqn) for name in tensors if (fqn := name.removeprefix("model.")) != name}
     of_model = {id(tensors[name]): fqn for name, fqn in fqns.items()}
     for name, tensor in tensors.items():

@@ -9,7 +9,7 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -26,14 +26,16 @@ from pipec.capture.branch_decisions import BranchDecider, describe_branches, ref
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
+from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
 from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall
 from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import checkpoints, number_operators
 from pipec.capture.python_randomness import NonTorchGenerators
+from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
 from pipec.capture.split_recurrent import split_recurrent_layers
-from pipec.capture.traced_step import TracedStep, make_traced_step, model_names
+from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
 from pipec.ir import Mode, Variable
@@ -46,6 +48,9 @@ CPU = torch.device("cpu")
 
 _warned: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that changes of what their code reads may go unnoticed."""
+
+Timed = Callable[[str], AbstractContextManager[None]]
+"""Measures a block, which is a step of this name."""
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]
 
@@ -69,6 +74,7 @@ def capture(
     variables: Sequence[Variable] = (),
     num_replicas: int | None = 1,
     batch: ModelCall | None = None,
+    timed: Timed = lambda step: nullcontext(),
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -86,6 +92,7 @@ def capture(
             stage, or is not known; a model with collectives is then refused.
         batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
             those of arguments.
+        timed: Measures each step of the capture, by its name.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -101,6 +108,7 @@ def capture(
         stack.enter_context(torch_compat.quiet_logging())
         stack.enter_context(torch_compat.restore_module(step))
         stack.enter_context(without_kv_cache(model))
+        stack.enter_context(torch_compat.lazy_graph_modules())
         stack.enter_context(torch_compat.cached_size_arithmetic())
         stack.enter_context(torch_compat.skip_distribution_validation())
         stack.enter_context(torch_compat.keep_interpolation_operators())
@@ -110,7 +118,9 @@ def capture(
         stack.enter_context(ops.tracing_with_replicas(num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
-        tracer = _Tracer(step, mode, call, canonical or {}, device, rewrite_loss, num_replicas, branches)
+        tracer = _Tracer(
+            step, mode, call, canonical or {}, device, rewrite_loss, num_replicas, branches, timed
+        )
         generators = NonTorchGenerators(step)
         if not symbolic and call.ambiguous_leaves:
             tracer.trace_ambiguous_leaves()
@@ -218,6 +228,7 @@ class _Tracer:
         rewrite_loss: bool,
         num_replicas: int | None,
         branches: BranchDecider,
+        timed: Timed,
     ) -> None:
         self._step = step
         self._mode = mode
@@ -227,6 +238,7 @@ class _Tracer:
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
         self._branches = branches
+        self._timed = timed
         self._captured: CapturedGraph | None = None
         self.draws_with_numpy = self.has_traced_backward = False
 
@@ -289,10 +301,11 @@ class _Tracer:
             findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
         else:
             of_batch = None if symbolic else self._capture_batch(front_end)
-            findings = self._analyse(captured, batched, first_collective, of_batch)
-        joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
-        return training_graph(
-            TracedCall(
+            with self._timed("analyse the batch"):
+                findings = self._analyse(captured, batched, first_collective, of_batch)
+
+        def read(joint: torch_compat.JointGraph) -> TrainingGraph:
+            traced = TracedCall(
                 joint,
                 self._mode,
                 operators,
@@ -309,7 +322,37 @@ class _Tracer:
                 first_collective,
                 self._num_replicas or 1,
             )
-        )
+            return training_graph(traced)
+
+        with self._timed("differentiate"):
+            runs = [] if findings.assumed else self._repeated_blocks(captured)
+            return self._differentiate(captured, runs, read)
+
+    def _repeated_blocks(self, captured: CapturedGraph) -> list[RepeatedBlocks]:
+        """The runs of equal blocks in a graph of Dynamo's that is about to be differentiated."""
+        if captured.dynamo_output is None:
+            return []
+        names = {id(tensor): self._fqns[name] for name, tensor in named_tensors(self._step).items()}
+        given = torch_compat.argument_tensors(captured)
+        named = {node: names[id(value)] for node, value in given.items() if id(value) in names}
+        return find_repeated_blocks(captured.module.graph, named)
+
+    def _differentiate(
+        self,
+        captured: CapturedGraph,
+        runs: Sequence[RepeatedBlocks],
+        read: Callable[[torch_compat.JointGraph], TrainingGraph],
+    ) -> TrainingGraph:
+        """What ``read`` makes of the joint graph, in which the middle blocks of runs are copies."""
+        training = self._mode is Mode.TRAIN
+        if runs:
+            with torch_compat.replaced_graph(captured, without_middle(captured.module.graph, runs)):
+                joint = torch_compat.differentiate(captured, training)
+            try:
+                return instantiate_blocks(read(joint), runs)
+            except IrregularBlocksError as error:
+                log.info("equal blocks are differentiated one by one: %s", error)
+        return read(torch_compat.differentiate(captured, training))
 
     def _sample(self, variables: Sequence[Variable]) -> ModelCall:
         """A call to be traced with symbols, and numbers that are to be symbols in tensors.

@@ -184,10 +184,11 @@ def _capture(
         rewrite_loss=not settings.microbatch_weight,
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
+        timed=request.stopwatch.timed,
     )
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
-    with request.stopwatch.timed("capture and differentiate"), autocasts:
+    with request.stopwatch.timed("capture"), autocasts:
         graph = _trace_variables(request.key.variables, traced, like) if candidate.dynamic else None
         graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)

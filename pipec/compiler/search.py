@@ -17,7 +17,7 @@ from pipec.compiler.batch_equivalence import has_model_collectives
 from pipec.compiler.candidate import Candidate, is_straight, sharding_levels
 from pipec.compiler.memory_budget import fit_into_memory
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph
+from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph, UncutGraph
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.ir import Alternative, Placement, Schedule
@@ -50,7 +50,11 @@ class CapturedStep:
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
         """The graph after all passes; ``how`` is the pass that assigns stages."""
-        return StagedGraph(self.graph, how, options, observers=self.observers)
+        return StagedGraph(self.graph, how, options, observers=self.observers, uncut=self._uncut)
+
+    @functools.cached_property
+    def _uncut(self) -> UncutGraph:
+        return UncutGraph(self.graph)
 
     def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
         """The graph with the stages of an earlier call. A profile would be of that call's graph: unused."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -130,6 +130,22 @@ class EvaluatedPlan:
         return Artifact(self.plan, sources, self.programs, constants, self.staged.options.recorded)
 
 
+@dataclass(eq=False)
+class UncutGraph:
+    """A captured graph, and what the passes before the cut make of it, for all cuts with the same passes."""
+
+    captured: TrainingGraph
+    _prepared: list[tuple[Sequence[Pass], TrainingGraph]] = field(default_factory=list)
+
+    def after(self, passes: Sequence[Pass], observers: Sequence[Observer]) -> TrainingGraph:
+        """A copy of the graph after these passes."""
+        found = next((graph for known, graph in self._prepared if known == passes), None)
+        if found is None:
+            found = run_passes(copy_graph(self.captured), passes, observers)
+            self._prepared.append((passes, found))
+        return copy_graph(found)
+
+
 class StagedGraph:
     """A copy of a captured graph after all passes, immutable from then on.
 
@@ -145,14 +161,21 @@ class StagedGraph:
         recompute: MarkRecompute = NO_RECOMPUTE,
         offload: MarkOffload = NO_OFFLOAD,
         observers: Sequence[Observer] = (),
+        uncut: UncutGraph | None = None,
     ) -> None:
         self.options = options
         self._dumps = requested_pass_dumps()
         self.captured, self._observers = captured, observers
+        self._uncut = uncut
         self._known: dict[tuple[object, ...], Any] = {}
         passes = pass_list.make_passes(options, cut, recompute, offload)
+        first = passes.index(cut)
+        if uncut is None or self._dumps:  # each graph has dumps of all passes
+            uncut = UncutGraph(captured)
+        observers = (*observers, *self._dumps)
         try:
-            self.graph = run_passes(copy_graph(captured), passes, (*observers, *self._dumps))
+            prepared = uncut.after(passes[:first], observers)
+            self.graph = run_passes(prepared, passes[first:], observers, first)
         except PipecError:
             self.write_dumps()
             raise
@@ -167,20 +190,22 @@ class StagedGraph:
         cut, observers = self._repeated_cut, self._observers
         return self._once(
             ("variant", recompute, offload),
-            lambda: StagedGraph(self.captured, cut, self.options, recompute, offload, observers),
+            lambda: StagedGraph(self.captured, cut, self.options, recompute, offload, observers, self._uncut),
         )
 
     def with_topology(self, topology: Topology) -> "StagedGraph":
         """The same cut on other devices."""
         options = replace(self.options, topology=topology)
-        return StagedGraph(self.captured, self._repeated_cut, options, observers=self._observers)
+        cut, observers = self._repeated_cut, self._observers
+        return StagedGraph(self.captured, cut, options, observers=observers, uncut=self._uncut)
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
         """For each stage, the forward values that may be saved or recomputed, by name, for ``size`` rows."""
         return self._once(("values", size), lambda: stage_values(self.graph, size))
 
     def clear_evaluated(self) -> None:
-        """Drop the plans and programs that were tried on these stages."""
+        """Drop the plans and programs that were tried on these stages, and the graph before the cut."""
+        self._uncut = None
         self._known = {key: x for key, x in self._known.items() if key[0] not in ("evaluated", "plan")}
         for (kind, *_), known in self._known.items():
             if kind == "variant":

@@ -30,6 +30,9 @@ LOSSES_WITH_TEMPORARIES = (
 BytesOf = Callable[[fx.Node], int]
 """The bytes of a node's value."""
 
+OwnerOf = Callable[[fx.Node], fx.Node]
+"""The owner of the memory behind a value."""
+
 
 @dataclass(frozen=True, slots=True)
 class FunctionMemory:
@@ -52,9 +55,11 @@ def storage_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
 
 def function_memory(function: PhaseFunction, bytes_of: BytesOf) -> FunctionMemory:
     """The memory of a microbatch's values around a function that deletes values after ``dead_after``."""
+    owner_of = storage_owners_in(function)
     before = storage_bytes(function.saved_in, bytes_of)
-    peak = max((saved + made for _, saved, made in live_bytes(function, bytes_of)), default=0)
-    after = storage_bytes(map(storage_owners_in(function), function.saved_out), bytes_of)
+    live = _live_bytes(function, bytes_of, owner_of)
+    peak = max((saved + made for _, saved, made in live), default=0)
+    after = storage_bytes(map(owner_of, function.saved_out), bytes_of)
     return FunctionMemory(before, max(before, peak), after)
 
 
@@ -64,7 +69,13 @@ def live_bytes(function: PhaseFunction, bytes_of: BytesOf) -> Iterator[tuple[fx.
     Yields the statement, the bytes of saved values that are not deleted yet (``dead_after``), and the bytes
     of values that the function has made.
     """
-    owner_of, deleted, body = storage_owners_in(function), dead_after(function), {*function.body}
+    return _live_bytes(function, bytes_of, storage_owners_in(function))
+
+
+def _live_bytes(
+    function: PhaseFunction, bytes_of: BytesOf, owner_of: OwnerOf
+) -> Iterator[tuple[fx.Node, int, int]]:
+    deleted, body = _dead_after(function, owner_of), {*function.body}
     saved_owners = storage_owners(function.saved_in)
     saved, made = sum(map(bytes_of, saved_owners)), 0
     for node in filter(is_statement, function.body):
@@ -84,7 +95,11 @@ def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
     Memory is freed when the last of its names is deleted. Names for memory that no function allocates may
     stay.
     """
-    owner_of, body = storage_owners_in(function), {*function.body}
+    return _dead_after(function, storage_owners_in(function))
+
+
+def _dead_after(function: PhaseFunction, owner_of: OwnerOf) -> dict[fx.Node, list[fx.Node]]:
+    body = {*function.body}
     results = set(map(owner_of, function.result_nodes))
     last: dict[fx.Node, fx.Node] = {}
     names: dict[fx.Node, list[fx.Node]] = {}
@@ -117,7 +132,7 @@ def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) 
     return max(bytes_of(node) - sum(map(bytes_of, defined_by(node, read))), 0)
 
 
-def storage_owners_in(function: PhaseFunction) -> Callable[[fx.Node], fx.Node]:
+def storage_owners_in(function: PhaseFunction) -> OwnerOf:
     """Finds the owner of a value's memory, in a function that writes some values into operands."""
     written = in_place_operands(function)
 

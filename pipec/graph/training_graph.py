@@ -18,7 +18,7 @@ from pipec.graph.nodes import ResultRole
 from pipec.graph.size_text import SymbolNames
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
-from pipec.torch_compat import pytree
+from pipec.torch_compat import lazy_graph_module, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +171,4 @@ class TrainingGraph:
 
 def copy_graph(graph: TrainingGraph) -> TrainingGraph:
     """A copy with its own nodes, which passes may change."""
-    return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))
+    return replace(graph, module=lazy_graph_module(graph.module, copy.deepcopy(graph.module.graph)))

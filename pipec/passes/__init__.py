@@ -19,10 +19,13 @@ Observer = Callable[[int, Pass, TrainingGraph, float], None]
 
 
 def run_passes(
-    graph: TrainingGraph, passes: Sequence[Pass], observers: Sequence[Observer] = ()
+    graph: TrainingGraph, passes: Sequence[Pass], observers: Sequence[Observer] = (), first: int = 0
 ) -> TrainingGraph:
-    """Run the passes in order and verify the graph after each. Raises VerifyError that names the pass."""
-    for position, transform in enumerate(passes):
+    """Run the passes in order and verify the graph after each. Raises VerifyError that names the pass.
+
+    The passes are those from the position ``first`` of a list.
+    """
+    for position, transform in enumerate(passes, first):
         started = time.perf_counter()
         graph = transform(graph)
         verify_graph(graph, after=transform)

@@ -36,10 +36,24 @@ class RecomposeLinear:
     """Recompose the forward alone. This pass runs last: the others know only ``mm`` and ``addmm``."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        views = _Views()
         for node in list(graph.nodes):
             if _is_linear(node):
-                _recompose(node)
+                _recompose(node, views)
         return graph
+
+
+class _Views:
+    """Views of fake tensors. The values of equal blocks are the same ones, and are viewed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+        key = id(value), str(shape)
+        if key not in self._known:
+            self._known[key] = value, VIEW(value, shape)  # the value is kept, so that its id stays its own
+        return self._known[key][1]
 
 
 def _is_linear(node: fx.Node) -> bool:
@@ -52,7 +66,7 @@ def _is_linear(node: fx.Node) -> bool:
     return is_plain and isinstance(weight, fx.Node) and weight.target is aten.t.default
 
 
-def _recompose(product: fx.Node) -> None:
+def _recompose(product: fx.Node, views: _Views) -> None:
     """Turn the product's node into ``linear``, and remove the views around it.
 
     The node keeps its name, because ``MarkRecompute`` refers to nodes by name. Its cost includes the views.
@@ -62,8 +76,8 @@ def _recompose(product: fx.Node) -> None:
     value = product.meta["val"]
     operand: Any = rows
     if leading:
-        value = VIEW(value, [*leading, value.shape[-1]])
-        operand = _rows_in_three_dims(product, rows, leading)  # type: ignore[arg-type]
+        value = views(value, [*leading, value.shape[-1]])
+        operand = _rows_in_three_dims(product, rows, leading, views)  # type: ignore[arg-type]
     product.target, product.meta["val"] = aten.linear.default, value
     product.args = (operand, transposed.args[0], *bias)  # type: ignore[union-attr]
     for view in list(product.users):
@@ -112,7 +126,7 @@ def _unflattens(node: fx.Node, flat: fx.Node) -> bool:
     return len(shape) == 3 and str(shape[-1]) == str(flat.meta["val"].shape[-1])
 
 
-def _rows_in_three_dims(product: fx.Node, rows: fx.Node, leading: Sequence[Any]) -> fx.Node:
+def _rows_in_three_dims(product: fx.Node, rows: fx.Node, leading: Sequence[Any], views: _Views) -> fx.Node:
     """The operand with its ``leading`` sizes: the base of the view ``rows``, or another view of the base."""
     source: fx.Node = rows.args[0]  # type: ignore[assignment]
     shape = [*leading, rows.meta["val"].shape[-1]]
@@ -123,5 +137,5 @@ def _rows_in_three_dims(product: fx.Node, rows: fx.Node, leading: Sequence[Any])
     if len(rows.users) > 1:
         with product.graph.inserting_before(product):
             view = product.graph.call_function(VIEW)
-    view.args, view.meta = (source, sizes), {**rows.meta, "val": VIEW(rows.meta["val"], shape)}
+    view.args, view.meta = (source, sizes), {**rows.meta, "val": views(rows.meta["val"], shape)}
     return view

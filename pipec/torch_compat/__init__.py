@@ -4,7 +4,8 @@ torch 2.11 to 2.13 are supported. ``front_ends`` and ``autograd_front_end`` trac
 ``dynamo_branches`` decides its branches on values, and ``guards`` check later whether the trace is still
 valid. ``differentiation`` adds the backward. ``module_state`` restores a module after tracing,
 ``module_contents`` lists its tensors, children and hooks, ``operator_patches`` keeps some operators whole,
-``size_arithmetic`` caches arithmetic on sizes, and ``settings`` reads torch's global settings.
+``size_arithmetic`` caches arithmetic on sizes, ``lazy_code`` generates no code that nobody calls, and
+``settings`` reads torch's global settings.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
@@ -15,10 +16,12 @@ from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     DataDependentSize,
     JointGraph,
+    argument_tensors,
     differentiate,
     has_gradient_hook,
     is_data_dependent,
     python_expression,
+    replaced_graph,
     size_of_symbol,
     unbacked_symbols,
 )
@@ -45,6 +48,7 @@ from pipec.torch_compat.front_ends import (
     user_frames,
 )
 from pipec.torch_compat.guards import Guards, ValueGuard, ValuePath, constant_guard, fqn_of
+from pipec.torch_compat.lazy_code import lazy_graph_module, lazy_graph_modules
 from pipec.torch_compat.module_contents import (
     ModuleContents,
     TensorMetadata,
@@ -92,6 +96,7 @@ __all__ = [
     "ValueGuard",
     "ValuePath",
     "WriteProtection",
+    "argument_tensors",
     "bound_ctc_loss_workspace",
     "cached_size_arithmetic",
     "capture_with_autograd",
@@ -114,6 +119,8 @@ __all__ = [
     "is_data_dependent_error",
     "keep_interpolation_operators",
     "keep_recurrent_operators",
+    "lazy_graph_module",
+    "lazy_graph_modules",
     "model_raised",
     "module_contents",
     "num_changes",
@@ -124,6 +131,7 @@ __all__ = [
     "read_settings",
     "reason_of",
     "replace_with_fake_tensors",
+    "replaced_graph",
     "restore_module",
     "shape_symbols",
     "size_of_symbol",

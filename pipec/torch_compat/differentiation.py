@@ -131,6 +131,24 @@ def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
     )
 
 
+def argument_tensors(captured: CapturedGraph) -> dict[torch.fx.Node, object]:
+    """What Dynamo's graph takes for each argument: a tensor of the traced module, or a given one."""
+    graph = captured.module.graph
+    given = graph.process_inputs(*captured.args)
+    return dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+
+
+@contextlib.contextmanager
+def replaced_graph(captured: CapturedGraph, graph: torch.fx.Graph) -> Iterator[None]:
+    """Let a captured module have another graph of the same arguments and results."""
+    own = captured.module.graph
+    captured.module.graph = graph
+    try:
+        yield
+    finally:
+        captured.module.graph = own
+
+
 def _data_dependent_sizes(graph: torch.fx.Graph) -> Iterator[DataDependentSize]:
     for node in graph.nodes:
         for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():

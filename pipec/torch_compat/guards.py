@@ -326,7 +326,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch
 def _is_on_arguments(guard: Guard) -> bool:
     """Whether a guard reads an argument of the traced call or a part of one, or compares objects with it."""
     compared = guard.code_list or [] if guard.create_fn_name() == "DUPLICATE_INPUT" else []
-    return any(root != "self" for text in (guard.name, *compared) for root in _roots(text))
+    return any(not _roots(text) <= {"self"} for text in (guard.name, *compared))
 
 
 def _parsed(source: str) -> ast.expr:
@@ -337,11 +337,14 @@ def _parsed(source: str) -> ast.expr:
         return ast.Constant(None)
 
 
-def _roots(source: str) -> Iterator[str]:
+@functools.lru_cache(maxsize=100_000)
+def _roots(source: str) -> frozenset[str]:
     """The locals of the traced function with which sources in an expression of Dynamo's begin."""
-    for node in ast.walk(_parsed(source)):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "L":
-            yield str(ast.literal_eval(node.slice))
+    return frozenset(
+        str(ast.literal_eval(node.slice))
+        for node in ast.walk(_parsed(source))
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "L"
+    )
 
 
 def _readable(text: str) -> str:

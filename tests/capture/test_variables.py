@@ -405,7 +405,7 @@ def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.Monke
     pair = Pair(Branching(), loss_fn=F.mse_loss)
     found = [pair.step(**sequences(4, rows)) for rows in (4, 6, 4, 8, 4, 6)]
     assert found == [1, 1, 0, 1, 0, 1]
-    assert pair.pipe.compile_seconds["capture and differentiate"] > 0
+    assert all(pair.pipe.compile_seconds[step] > 0 for step in ("capture", "differentiate"))
     assert len(pair.pipe._linked._executions) <= 2
 
 

@@ -50,6 +50,7 @@ from pipec.capture.captured_collectives import (
     sync_batch_norm,
 )
 from pipec.capture.graph_calls import (
+    HOLDING_NUMBERS,
     describe_call,
     mutates_argument,
     named_arguments,
@@ -293,7 +294,7 @@ class _BatchAnalysis:
             return self.normalized(args[0])
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, args)
-        if operator_name(node) in _HOLDING_NUMBERS:
+        if operator_name(node) in HOLDING_NUMBERS:
             return self._constant(node, args, kwargs)
         if operator_name(node) == "embedding_bag":
             return self._bags(node, args)
@@ -706,8 +707,6 @@ class _Inner(fx.Interpreter):
             return self._walk.normalized(args[0])
         return super().call_function(target, args, kwargs)
 
-
-_HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}
 
 _OF_ANOTHER_NUMBER = "computes with the number of rows, which is another one in a microbatch"
 

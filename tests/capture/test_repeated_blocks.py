@@ -1,0 +1,251 @@
+"""A graph in which equal blocks are copies of one is the graph that torch differentiates as a whole."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from repeated_models import (
+    WIDTH,
+    Biased,
+    Block,
+    Collected,
+    Crossing,
+    Stack,
+    Writing,
+    assert_same_graph,
+    capture_stack,
+    captured_both_ways,
+)
+from torch import Tensor, fx, nn
+
+import pipec
+from pipec.capture import tracer
+from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
+from pipec.capture.model_call import ModelCall
+from pipec.capture.repeated_blocks import RepeatedBlocks
+from pipec.graph import TrainingGraph
+from pipec.graph.training_graph import copy_graph
+from pipec.ir import Mode, Phase
+
+
+def blocks(count: int, kind: Callable[..., nn.Module] = Block, **options: Any) -> list[nn.Module]:
+    return [kind(**options) for _ in range(count)]
+
+
+def alternating() -> nn.Module:
+    return Stack(*(block for _ in range(6) for block in (Block(), nn.Sequential(Block(), nn.Tanh()))))
+
+
+def partly_frozen() -> nn.Module:
+    """A run without gradients, and one with them."""
+    model = Stack(*blocks(14))
+    for block in (model.embed, *model.blocks[:7]):
+        block.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Module:
+    """The first weight is the last one, so that its gradient is added up behind the run."""
+    model = Stack(*blocks(7))
+    model.head.weight = model.embed.weight
+    return model
+
+
+def one_for_all() -> nn.Module:
+    """One block is called seven times, so that its gradient is added up from call to call."""
+    return Stack(*[Block()] * 7)
+
+
+REPEATING: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
+    "equal blocks": (lambda: Stack(*blocks(7)), [7]),
+    "batch norms": (lambda: Stack(*blocks(7, norm=nn.BatchNorm1d)), [7]),
+    "written values": (lambda: Stack(*blocks(7, Writing)), [7]),
+    "a value with a gradient for all": (lambda: Biased(*blocks(8)), [8]),
+    "an encoder and a decoder": (lambda: Crossing(blocks(6), blocks(9)), [6, 8]),
+    "two kinds in turn": (alternating, [6]),
+    "partly frozen": (partly_frozen, [7, 6]),
+    "tied around the run": (tied, [7]),
+    "one block for all": (one_for_all, [7]),
+    "another block in front": (lambda: Stack(Block(0.5), *blocks(7)), [7]),
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_copies_of_a_block_are_what_torch_makes_of_the_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, lengths = REPEATING[name]
+    assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(make()))
+    assert [len(run.blocks) for run in runs] == lengths
+    assert_same_graph(assembled, whole)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOSS, Mode.FORWARD])
+def test_a_forward_is_assembled_too(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(*blocks(7))
+    assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(model, mode))
+    assert [len(run.blocks) for run in runs] == [7]
+    assert_same_graph(assembled, whole)
+
+
+DIFFERENT: dict[str, Callable[[], nn.Module]] = {
+    "too few": lambda: Stack(*blocks(5)),
+    "another probability in the middle": lambda: Stack(*blocks(3), Block(0.2), *blocks(3)),
+    "outputs that are read behind the run": lambda: Collected(*blocks(7)),
+    "a frozen block in the middle": lambda: Stack(*blocks(3), Block().requires_grad_(False), *blocks(3)),
+    "two blocks that share a weight": lambda: _sharing(Stack(*blocks(7))),
+}
+
+
+def _sharing(model: Stack) -> Stack:
+    first: Any
+    first, _, _, other, *_ = model.blocks
+    other.linear.weight = first.linear.weight
+    return model
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_blocks_that_differ_are_differentiated_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(DIFFERENT[name]()))
+    assert not runs
+    assert_same_graph(assembled, whole)
+
+
+def _backward(graph: TrainingGraph, run: RepeatedBlocks, block: int, target: object) -> fx.Node:
+    """A node in the backward of a block."""
+    return next(
+        node
+        for node in graph.nodes
+        if node.meta["phase"] is Phase.BACKWARD
+        and node.meta["operator"] in run.operators(block)
+        and node.target is target
+    )
+
+
+def _another_operator(graph: TrainingGraph, run: RepeatedBlocks) -> None:
+    _backward(graph, run, 1, torch.ops.aten.gelu_backward.default).target = torch.ops.aten.mul.Tensor
+
+
+def _another_constant(graph: TrainingGraph, run: RepeatedBlocks) -> None:
+    _backward(graph, run, 1, torch.ops.aten.gelu_backward.default).kwargs = {"approximate": "tanh"}
+
+
+def _another_input(graph: TrainingGraph, run: RepeatedBlocks) -> None:
+    node = _backward(graph, run, 2, torch.ops.aten.gelu_backward.default)
+    node.args = (node.args[0], _backward(graph, run, 0, node.target).args[1])
+
+
+def _a_reader_behind_the_run(graph: TrainingGraph, run: RepeatedBlocks) -> None:
+    value = _backward(graph, run, 1, torch.ops.aten.gelu_backward.default).args[1]
+    last = next(node for node in reversed([*graph.nodes]) if node.meta["phase"] is Phase.FORWARD)
+    last.args = (value, *last.args[1:])
+
+
+def _another_order_of_results(graph: TrainingGraph, run: RepeatedBlocks) -> None:
+    output = graph.module.graph.output_node()
+    values = [*output.args[0]]  # type: ignore[misc]
+    places = [i for i, role in enumerate(graph.results) if "blocks.2." in str(role)]
+    values[places[0]], values[places[1]] = values[places[1]], values[places[0]]
+    output.args = (tuple(values),)
+
+
+@pytest.fixture(scope="module")
+def differentiated() -> tuple[TrainingGraph, list[RepeatedBlocks]]:
+    """A graph without the middle of its run."""
+    found = list[tuple[TrainingGraph, list[RepeatedBlocks]]]()
+
+    def kept(graph: TrainingGraph, runs: list[RepeatedBlocks]) -> TrainingGraph:
+        found.append((graph, runs))
+        return graph
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tracer, "instantiate_blocks", kept)
+        capture_stack(Stack(*blocks(7)))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _another_operator,
+        _another_constant,
+        _another_input,
+        _a_reader_behind_the_run,
+        _another_order_of_results,
+    ],
+)
+def test_what_differs_in_the_backward_is_found(
+    change: Callable[[TrainingGraph, RepeatedBlocks], None],
+    differentiated: tuple[TrainingGraph, list[RepeatedBlocks]],
+) -> None:
+    """Blocks that are equal in the model, and of which torch would make different backwards."""
+    graph, runs = differentiated
+    instantiate_blocks(copy_graph(graph), runs)
+    changed = copy_graph(graph)
+    change(changed, runs[0])
+    with pytest.raises(IrregularBlocksError):
+        instantiate_blocks(changed, runs)
+
+
+def test_where_blocks_turn_out_to_differ_all_are_differentiated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(graph: TrainingGraph, runs: list[RepeatedBlocks]) -> TrainingGraph:
+        raise IrregularBlocksError("they differ")
+
+    model = Stack(*blocks(6))
+    expected = capture_stack(model)
+    monkeypatch.setattr(tracer, "instantiate_blocks", refuse)
+    with caplog.at_level(logging.INFO, "pipec"):
+        found = capture_stack(model)
+    assert "equal blocks are differentiated one by one: they differ" in caplog.text
+    assert_same_graph(found, expected)
+
+
+def test_a_step_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout of all blocks included."""
+
+    def trained(model: nn.Module) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2)
+        x = torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
+        pipe.step(x, target=x)
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    model = Stack(*blocks(6))
+    other = copy.deepcopy(model)
+    found = trained(model)
+    monkeypatch.setattr(tracer, "find_repeated_blocks", lambda *_: [])
+    expected = trained(other)
+    assert all(torch.equal(found[name], expected[name]) for name in found)  # type: ignore[arg-type]
+
+
+LAYERS = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GPT2LMHeadModel", "LlamaForCausalLM", "Gemma2ForCausalLM", "GPTJForCausalLM"),
+        *("OPTForCausalLM", "BertForMaskedLM", "AlbertForMaskedLM", "T5ForConditionalGeneration"),
+        *("BartForConditionalGeneration", "ViTForImageClassification"),
+    ],
+)
+def test_transformers_are_assembled_as_torch_differentiates_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoo import huggingface, tiny_transformers  # imports transformers
+
+    for size in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"):
+        monkeypatch.setitem(tiny_transformers.SIZES, size, LAYERS)
+    case = next(huggingface.find(each) for each in huggingface.architectures() if each.endswith(f"/{name}"))
+    model, inputs = case.make(), case.batch(4)
+    assembled, whole, runs = captured_both_ways(
+        monkeypatch, lambda: tracer.capture(model, None, Mode.TRAIN, ModelCall((), inputs, None))
+    )
+    assert runs
+    assert_same_graph(assembled, whole)
