@@ -21,6 +21,7 @@ from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, v
 from pipec.pipeline.collective_calls import CallAgreement, CallRequest
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.plan.local_batch_check import check_local_batch
+from pipec.runtime.absent_tensors import materialized
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.messages.call_description import CallDescription
 from pipec.runtime.pipeline_context import PipelineContext
@@ -241,7 +242,7 @@ class CompiledCalls:
 
         def compiled() -> tuple[MicrobatchGroups, dict[ValuePath, Any]]:
             whole = call if len(collective_call.rows) == 1 else call.sample(rows, None)
-            with self._owned.emptied.materialized(self._owned.tensors.unique()):
+            with materialized(self._owned.tensors.unique().values()):
                 groups = self._compiler.compile(collective_call.signature, whole, change, refuses_mixed_rows)
                 return groups, self._compiler.read(collective_call.signature)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,8 +26,9 @@ from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
+from pipec.runtime.absent_tensors import copies_of_absent, materialized
 from pipec.runtime.call_guard import exclusive_call
-from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, fill_tensors
+from pipec.runtime.model_tensors import ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
 from pipec.runtime.step.execution import Ranks
@@ -41,10 +41,10 @@ from pipec.timeline.trace import Trace
 class Pipeline(PipelineBase):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
-    It holds the model's own parameters and buffers, under the model's own names. In one process these are all
-    of them. Under ``torchrun``, once it is compiled, they are those of this rank's stages; the model's other
-    tensors are emptied where they are, so that their memory is given back and an optimizer passes them over.
-    ``full_state_dict`` and ``gather_into`` bring the whole together again.
+    It has the model's own parameters and buffers, under the model's own names. Under ``torchrun``, once it is
+    compiled, a rank holds the values of its stages' alone. The others give their memory back and are absent:
+    they keep shape and type, an optimizer passes them over, and whatever reads them raises InputError.
+    ``state_dict`` and ``gather_into`` bring the whole together again.
 
     It makes one call at a time. A call on a second thread raises InputError meanwhile, and changes nothing.
     """
@@ -187,11 +187,8 @@ class Pipeline(PipelineBase):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
         super()._apply(fn, recurse)
-        self._owned.convert(fn)
+        self._owned.adopt_replaced()
         return self
-
-    def _norm_dtypes(self) -> dict[str, torch.dtype]:
-        return {fqn: x.dtype.to_real() for fqn, x in self._owned.tensors.unique_parameters().items()}
 
     @exclusive_call
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
@@ -200,19 +197,16 @@ class Pipeline(PipelineBase):
         It has an optimizer of its own, with a copy of the state. Every rank makes the copy then.
         """
         with self._linked.unsharded():
+            memo.update(copies_of_absent(self._owned.tensors.unique().values()))
             model = copy.deepcopy(self._compiler.model, memo)
         tensors, updates = ModelTensors.of(model), self._context.updates
-        is_here = self._context.owners.is_here
-        emptied = EmptiedTensors(
-            {fqn: layout for fqn, layout in self._owned.emptied.layouts.items() if not is_here(fqn)}
-        )
         if updates is not None:
-            with emptied.materialized(tensors.unique()):
+            with materialized(tensors.unique().values()):
                 updates = updates.of(tensors.unique_parameters())
         agreement = self._agreement
         compiler, options = self._compiler.of(model), replace(self._options, batched=agreement.batched)
         copied = memo[id(self)] = Pipeline(compiler, tensors, self._context.ranks, updates, options)
-        self._owned.copy_to(copied._owned, emptied)
+        self._owned.copy_to(copied._owned)
         copied._agreement.known_splits = dict(agreement.known_splits)
         copied._agreement.variables = copy.deepcopy(agreement.variables)
         return copied
@@ -224,10 +218,9 @@ class Pipeline(PipelineBase):
         Under ``torchrun`` rank 0 gets it, and the others get an empty dict; with ``all_ranks``, all get it.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        canonical = self._owned.canonical
-        names = [name for name in self._compiler.model.state_dict(keep_vars=True) if name in canonical]
-        whole = self._owned.gather("full_state_dict", {canonical[name] for name in names}, all_ranks)
-        return {name: whole[canonical[name]] for name in names if whole}
+        names, tensors = self._state_names(), self._owned.tensors.unique()
+        whole = self._whole.gather("full_state_dict", tensors, set(names.values()), all_ranks)
+        return {name: whole[first] for name, first in names.items() if whole}
 
     @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
@@ -237,7 +230,8 @@ class Pipeline(PipelineBase):
         that was compiled has its memory until the next step, which empties it again.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        whole = self._owned.gather("gather_into", set(self._owned.tensors.unique()), all_ranks)
+        tensors = self._owned.tensors.unique()
+        whole = self._whole.gather("gather_into", tensors, tensors.keys(), all_ranks)
         if whole:
             self._owned.needs_placement = True
             fill_tensors(model, {name: whole[first] for name, first in self._owned.canonical.items()})
@@ -251,8 +245,11 @@ class Pipeline(PipelineBase):
         What belongs to other ranks' stages is passed over, so every rank loads.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        here = self._linked.tensors(every_name=True)
-        own = {name: x for name, x in state_dict.items() if name in here or name not in self._owned.canonical}
+        here, canonical = self._linked.tensors(every_name=True), self._owned.canonical
+        own = {name: x for name, x in state_dict.items() if name in here or name not in canonical}
+        own |= {
+            name: x for name, x in self._state_variables().items() if name in canonical and name not in here
+        }
         if assign:
             self._linked.unshard()
         with self._linked.unsharded():
@@ -261,18 +258,8 @@ class Pipeline(PipelineBase):
             self._owned.adopt_replaced()
         return result
 
-    @exclusive_call
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of this rank's stages, under the model's names.
-
-        Where parameters are kept in shares, they are gathered and copied: every rank then calls this.
-        """
-        with self._linked.unsharded():
-            state = super().state_dict(*args, **kwargs)
-            updates = self._context.updates
-            if updates is None or not updates.sharded_names:
-                return state
-            return {name: x.detach().clone() for name, x in state.items()}
+    def _state_variables(self) -> dict[str, Tensor]:
+        return self._compiler.model.state_dict(keep_vars=True)
 
     @exclusive_call
     def save_checkpoint(
@@ -394,8 +381,8 @@ class Pipeline(PipelineBase):
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        names = self._owned.tensors.unique().keys()
-        values = self._owned.gather("save", names, all_ranks=False) if tensors else None
+        unique = self._owned.tensors.unique()
+        values = self._whole.gather("save", unique, unique.keys(), all_ranks=False) if tensors else None
         if self._context.ranks.world.rank == 0:
             write_artifact(self._artifact, Path(directory), values)
 

@@ -51,13 +51,14 @@ def test_other_batches_are_refused_on_every_rank_before_anything_changes(tmp_pat
         pipe = compiled(net)
         pipe.step(x, target=y)
         pipe.zero_grad()
-        before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        before = {name: x.clone() for name, x in pipe.local_state_dict().items()}
         attempt(lambda: pipe.step(x + rank, target=y))
         attempt(lambda: pipe.step(x[: 8 - 4 * rank], target=y[: 8 - 4 * rank]))
         attempt(lambda: pipe.step(x.double() if rank else x, target=y))
         attempt(lambda: pipe.step(x, **({} if rank else {"target": y})))
         attempt(lambda: pipe.step(x, target=y) if rank else pipe.eval_step(x, target=y))
-        assert all(p.grad is None and torch.equal(p, before[name]) for name, p in pipe.named_parameters())
+        assert all(p.grad is None for p in pipe.parameters())
+        assert all(torch.equal(x, before[name]) for name, x in pipe.local_state_dict().items())
         print("loss", float(pipe.step(x, target=y)) > 0)
         """,
     )
@@ -182,7 +183,7 @@ def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
             (0.5 * mse(plain(x[rows]), y[rows])).backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
         assert torch.equal(pipe.clip_grad_norm_(0.1, norm_type), expected)
-        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
         assert all(torch.equal(gradients[name], plain.get_parameter(name).grad) for name in gradients)
     print(len(gradients))
     attempt(lambda: pipe.clip_grad_norm_(0.1 + rank))
@@ -216,24 +217,6 @@ def test_clipping_counts_a_parameter_of_two_stages_once(tmp_path: Path) -> None:
     """
     (alone,) = told(tmp_path, body, 0)
     assert told(tmp_path, body) == [alone] * 2
-
-
-def test_torchs_own_clipping_is_warned_about_once(tmp_path: Path) -> None:
-    body = """
-    import warnings
-    pipe = compiled(model())
-    pipe.step(x, target=y)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        list(pipe.parameters())
-        for _ in range(2):
-            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
-    print(*[str(each.message) for each in caught])
-    """
-    first, second = told(tmp_path, body)
-    assert first == second
-    assert first.count("call pipe.clip_grad_norm_(...), which takes the norm of the whole model") == 1
-    assert told(tmp_path, body, 0) == ["\n"]
 
 
 @pytest.mark.parametrize("num_ranks", [0, 2])
@@ -277,9 +260,8 @@ def test_an_optimizer_made_from_model_or_pipe_trains(source: str, num_ranks: int
                 assert all(torch.equal(a, b) for a, b in zip(gathered.parameters(), plain.parameters()))
         if step == 3:
             assert torch.equal(pipe.eval_step(x, target=y), pipe.eval_step(x, target=y))
-    held = sum(p.numel() for p in net.parameters())
-    assert {{id(p) for p in pipe.parameters()}} <= {{id(p) for p in net.parameters()}}
-    print(held)
+    assert [*map(id, pipe.parameters())] == [*map(id, net.parameters())]
+    print(sum(x.numel() for x in pipe.local_state_dict().values()))
     """
     held = [int(text) for text in told(tmp_path, body, num_ranks)]
     assert sum(held) == 155
@@ -349,7 +331,7 @@ def test_a_model_on_meta_gets_memory_and_stays_the_model_that_is_trained(
     pipe = compiled(net).prepare(x, target=y)
     pipe.to_empty(device="cpu")
     pipe.load_state_dict(model().state_dict())
-    assert {id(p) for p in pipe.parameters()} <= {id(p) for p in net.parameters()}
+    assert [*map(id, pipe.parameters())] == [*map(id, net.parameters())]
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     losses = []
     for _ in range(3):

@@ -14,6 +14,7 @@ sys.path.insert(0, {tests!r})
 import torch, pipec
 from unsplit_reference import relative_error
 from optimizer_reference import *
+from pipec.runtime.absent_tensors import is_absent
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def bytes_of(tensors):
@@ -23,10 +24,10 @@ def held_bytes(pipe):
     "What is alive after a step: parameters, gradients, and the optimizer's state."
     shards = [s for u in pipe._context.updates._stages.values() for s in u.shards.values()]
     optimizers = [o for s in pipe.optimizer._stages for o, _ in s._optimizers]
-    whole = bytes_of(pipe.parameters())
     flats = {{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
              for s in shards for t in (s._own, s._flat) if t is not None}}
-    own = {{p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in pipe.parameters()}}
+    own = {{p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+           for p in pipe.parameters() if not is_absent(p)}}
     states = [t for o in optimizers for e in o.state.values() for t in e.values() if hasattr(t, "numel")]
     return {{
         "parameters": sum((flats | own).values()),
