@@ -48,7 +48,7 @@ class _Absent:
             refuse_wrappers()
             with plain_tensors():
                 return func(*args, **kwargs)
-        if func is _SET_DATA:
+        if func == _SET_DATA:
             return _set_data(*args)
         if func in _ELEMENTWISE:
             return _elementwise(func, args, kwargs)
@@ -280,7 +280,7 @@ _METADATA = (
     | _functions(torch, "is_floating_point is_complex is_signed numel is_conj is_neg is_inference")
     | {
         Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        vars(torch._C.TensorBase)["_backward_hooks"].__set__,
+        Tensor._backward_hooks.__set__,  # type: ignore[union-attr]
         torch._has_compatible_shallow_copy_type,
     }
 )

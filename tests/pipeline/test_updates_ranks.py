@@ -178,10 +178,8 @@ def test_processes_follow_what_a_script_changes_between_steps(tmp_path: Path) ->
         for task in (True, False):
             pair.step(task, update=not task)
         pair.step(True, update=False)
-        pair.own.zero_grad(set_to_none=False)
-        refused()
         for model in (pair.own, pair.plain):
-            model.zero_grad()
+            model.zero_grad(set_to_none=False)
         pair.step(True, update=False)
         for model in (pair.own, pair.plain):
             model.a.zero_grad()
@@ -192,9 +190,10 @@ def test_processes_follow_what_a_script_changes_between_steps(tmp_path: Path) ->
         pair.step(True, update=False)
         pair.pipe.gather_into(pair.own, all_ranks=True)
         pair.step(True)
-        nn.utils.vector_to_parameters(torch.ones(64, dtype=torch.float64), [weight])
+        weight.data = torch.ones(63, dtype=torch.float64)
         refused()
-        weight.data = weight.new_empty(0)
+        for model in (pair.own, pair.plain):
+            model.a[0].weight.data = whole.clone()
         weight.requires_grad_(rank == 0)
         refused()
         weight.requires_grad_(True)
@@ -206,7 +205,6 @@ def test_processes_follow_what_a_script_changes_between_steps(tmp_path: Path) ->
     assert first == second
     assert [line for line in first.splitlines() if not line.startswith("pipec: ")] == [
         "{'t': 3.0, 'a': 2.0, 'b': 1.0}",
-        "the gradient of trunk.0.weight is kept in sh",
         "a.0.weight.data is now of torch.float64 and ",
         "the ranks do not freeze the same parameters:   a.0.weight: trained on rank 0; frozen on rank 1",
         "same",
