@@ -85,6 +85,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
         "torch._C.DisableTorchFunctionSubclass",
         "torch._has_compatible_shallow_copy_type",  # which nn.Module.to asks
     ),
+    "pipec.runtime.local_gradients": ("torch.utils._pytree",),
     "pipec.runtime.total_norm": ("torch.nn.utils.clip_grad._get_total_norm",),
     "pipec.runtime.stages.gradients": ("torch._foreach_add_",),
     "pipec.runtime.stages.inductor": (

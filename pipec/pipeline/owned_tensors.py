@@ -78,7 +78,8 @@ class OwnedTensors:
         unique = self.tensors.unique()
         there, first = tensor_devices(plan, self._ranks.devices), not self._owners.ranks
         if self._context.is_distributed and (new := there.keys() - self._owners.ranks.keys()):
-            known = {fqn: x for fqn, x in unique.items() if first or fqn in new}
+            converted = self._keep_owners(sorted(new & unique.keys())) if not first else set[str]()
+            known = {fqn: x for fqn, x in unique.items() if first or fqn in new - converted}
             for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
                 log(f"pipec: {differed}, and start with rank 0's: {format_names(names)}")
@@ -97,6 +98,21 @@ class OwnedTensors:
                 continue
             if home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
+
+    def _keep_owners(self, names: Sequence[str]) -> set[str]:
+        """Those of these new tensors that are absent on some ranks: the others own them still.
+
+        The model has converted them itself, as ``model.double()`` does with buffers.
+        """
+        unique = self.tensors.unique()
+        every = self._ranks.agreement.all_gather_flags([is_absent(unique[fqn]) for fqn in names])
+        owners = {
+            fqn: tuple(rank for rank, gone in enumerate(absent) if not gone)
+            for fqn, *absent in zip(names, *every, strict=True)
+            if any(absent)
+        }
+        self._owners.ranks |= owners
+        return {*owners}
 
     def _replicate_read_only_buffers(self, plan: Plan) -> None:
         """Give buffers that no forward changes to ranks that read them in this plan, and did not before.

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.stream_training import StreamTraining
+from pipec.runtime.wrappers import refuse_wrappers
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace
 
@@ -111,6 +112,7 @@ class Pipeline(PipelineBase):
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
+        refuse_wrappers()
         collective_call = self._calls.agree(CallRequest("forward", Mode.FORWARD), args, kwargs)
         groups = self._calls.compiled(collective_call)
         compiled, _ = groups[0]
@@ -218,8 +220,8 @@ class Pipeline(PipelineBase):
         Under ``torchrun`` rank 0 gets it, and the others get an empty dict; with ``all_ranks``, all get it.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        names, tensors = self._state_names(), self._owned.tensors.unique()
-        whole = self._whole.gather("full_state_dict", tensors, set(names.values()), all_ranks)
+        names = self._state_names()
+        whole = self._gather("full_state_dict", set(names.values()), all_ranks)
         return {name: whole[first] for name, first in names.items() if whole}
 
     @exclusive_call
@@ -230,8 +232,7 @@ class Pipeline(PipelineBase):
         that was compiled has its memory until the next step, which empties it again.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        tensors = self._owned.tensors.unique()
-        whole = self._whole.gather("gather_into", tensors, tensors.keys(), all_ranks)
+        whole = self._gather("gather_into", self._owned.tensors.unique(), all_ranks)
         if whole:
             self._owned.needs_placement = True
             fill_tensors(model, {name: whole[first] for name, first in self._owned.canonical.items()})
@@ -258,8 +259,12 @@ class Pipeline(PipelineBase):
             self._owned.adopt_replaced()
         return result
 
-    def _state_variables(self) -> dict[str, Tensor]:
-        return self._compiler.model.state_dict(keep_vars=True)
+    def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+        return self._whole.gather(method, self._owned.tensors.unique(), names, all_ranks)
+
+    def _state_names(self) -> dict[str, str]:
+        names, canonical = self._compiler.model.state_dict(keep_vars=True), self._owned.canonical
+        return {name: canonical[name] for name in names if name in canonical}
 
     @exclusive_call
     def save_checkpoint(
@@ -381,8 +386,7 @@ class Pipeline(PipelineBase):
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        unique = self._owned.tensors.unique()
-        values = self._whole.gather("save", unique, unique.keys(), all_ranks=False) if tensors else None
+        values = self._gather("save", self._owned.tensors.unique(), all_ranks=False) if tensors else None
         if self._context.ranks.world.rank == 0:
             write_artifact(self._artifact, Path(directory), values)
 

@@ -289,7 +289,7 @@ _METADATA = (
 _ELEMENTWISE = (
     _functions(
         Tensor,
-        "to half float double bfloat16 cpu cuda type detach add sub mul div true_divide lerp rsub neg "
+        "to half float double bfloat16 cpu cuda detach add sub mul div true_divide lerp rsub neg "
         "__radd__ __rsub__ __rmul__ __rtruediv__",
     )
     | _functions(torch, "add sub mul div true_divide lerp rsub neg empty_like")

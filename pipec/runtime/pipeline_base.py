@@ -1,7 +1,7 @@
 """What compiled and loaded pipelines have in common: an ``nn.Module`` that trains on streams of batches."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -201,14 +201,15 @@ class PipelineBase(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the whole model, under the model's names.
 
-        Under ``torchrun`` every rank calls this. Rank 0 gets copies on the CPU, and the others get an empty
-        dict; ``local_state_dict`` has what a rank holds itself.
+        Under ``torchrun`` every rank calls this, unless each holds the whole model. Rank 0 gets copies on the
+        CPU, and the others get an empty dict; ``local_state_dict`` has what a rank holds itself.
 
         Raises:
             InputError: under ``torchrun``, not all ranks call it, or ``keep_vars`` asks for the tensors
                 themselves.
         """
-        if not self._context.is_distributed:
+        refuse_wrappers()
+        if not self._context.owners.are_spread:
             return self._state(*args, **kwargs)
         state = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars", False) or any(args[2:]):
@@ -219,8 +220,7 @@ class PipelineBase(nn.Module):
             )
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         names = self._state_names()
-        tensors = self._linked.all_tensors()
-        whole = self._whole.gather("state_dict", tensors, set(names.values()), all_ranks=False)
+        whole = self._gather("state_dict", set(names.values()), all_ranks=False)
         for name, first in names.items():
             if whole:
                 state[prefix + name] = whole[first]
@@ -228,15 +228,13 @@ class PipelineBase(nn.Module):
                 state.pop(prefix + name, None)
         return state
 
+    def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+        """Copies of the tensors of the whole model that have these first names."""
+        return self._whole.gather(method, self._linked.all_tensors(), names, all_ranks)
+
     def _state_names(self) -> dict[str, str]:
         """The names of a state dict, each with the first name of its tensor."""
-        first = {id(tensor): fqn for fqn, tensor in self._linked.all_tensors().items()}
-        return {name: first[id(x)] for name, x in self._state_variables().items() if id(x) in first}
-
-    def _state_variables(self) -> dict[str, Tensor]:
-        """The tensors of a state dict of the model, in its order."""
-        found: dict[str, Tensor] = super().state_dict(keep_vars=True)
-        return found
+        return {name: name for name in super().state_dict(keep_vars=True)}
 
     @exclusive_call
     def local_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -286,6 +284,18 @@ class PipelineBase(nn.Module):
         """As in torch."""
         refuse_wrappers()
         return super().named_modules(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: stages are compiled already."""
+        raise InputError(
+            "pipe.compile(...) would trace forward, which runs compiled stages on all ranks; leave it out: "
+            'pipec.compile(..., kernels="inductor") compiles the code of each stage'
+        )
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch."""
+        refuse_wrappers()
+        return super().register_forward_pre_hook(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         """Refuse: ``DataParallel`` calls this."""

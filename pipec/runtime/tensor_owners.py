@@ -30,6 +30,11 @@ class TensorOwners:
         """Whether this process holds a tensor: its stage owns it."""
         return not self.world.is_distributed or self.world.rank in self.ranks.get(fqn, (0,))
 
+    @property
+    def are_spread(self) -> bool:
+        """Whether some ranks lack some of the tensors. All ranks know."""
+        return any(len(ranks) < self.world.size for ranks in self.ranks.values())
+
     def is_elsewhere(self, fqn: str) -> bool:
         """Whether a stage of another process owns a tensor, and none of this one."""
         return fqn in self.ranks and not self.is_here(fqn)

@@ -1,5 +1,7 @@
 """What belongs to the whole model, put together of the processes: tensors, norms, optimizer state."""
 
+import functools
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.total_norm import replace_total_norm
+from pipec.runtime.wrappers import refuse_wrappers
 
 
 class WholeModel:
@@ -70,22 +73,27 @@ class WholeModel:
             context.require_same_call(call, {})
         chosen = None if gradients is None else set(map(id, gradients))
         table = torch.zeros(2, len(parameters), dtype=torch.float64)  # whether there is a gradient, its norm
-        for column, (fqn, parameter) in enumerate(parameters.items()):
-            gradient = parameter.grad if context.owners.is_source(fqn) else None
-            if gradient is not None and (chosen is None or id(gradient) in chosen):
-                norm = torch.linalg.vector_norm(gradient, norm_type)
-                table[:, column] = torch.stack([torch.ones_like(norm), norm])
+        with plain_tensors():
+            for column, (fqn, parameter) in enumerate(parameters.items()):
+                gradient = parameter.grad if context.owners.is_source(fqn) else None
+                if gradient is not None and (chosen is None or id(gradient) in chosen):
+                    norm = torch.linalg.vector_norm(gradient, norm_type)
+                    table[:, column] = torch.stack([torch.ones_like(norm), norm])
+            dtypes = [parameter.dtype.to_real() for parameter in parameters.values()]
         if context.is_distributed:
             table = torch.stack(context.ranks.agreement.all_gather(f"calling {call}", table)).sum(0)
-        with plain_tensors():
-            dtypes = [parameter.dtype.to_real() for parameter in parameters.values()]
         norms = [norm.to(dtype) for there, norm, dtype in zip(*table, dtypes, strict=True) if there]
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
-    def has_gradient(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether one of these is the gradient of a parameter."""
+    def num_gradients(self, gradients: Iterable[Tensor]) -> int:
+        """How many of these are gradients of parameters."""
         own = {id(each.grad) for each in self.parameters.values() if each.grad is not None}
-        return any(id(each) in own for each in gradients)
+        return sum(id(each) in own for each in gradients)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some ranks lack some of the parameters."""
+        return self._context.owners.are_spread
 
     def gather_optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """The state dict of a script's optimizer for the parameters of all ranks; ``own`` is this rank's."""
@@ -110,21 +118,33 @@ class WholeModel:
         return {**own, "state": dict(sorted(whole.items()))}
 
 
-_followed: "weakref.WeakSet[WholeModel]" = weakref.WeakSet()
-"""The pipelines of several processes whose scripts may have optimizers of their own."""
+_followed: "weakref.WeakValueDictionary[int, WholeModel]" = weakref.WeakValueDictionary()
+"""The pipelines of several processes whose scripts may have optimizers of their own, in the order made."""
 
-_optimizers: "weakref.WeakKeyDictionary[Optimizer, _WholeState | None]" = weakref.WeakKeyDictionary()
-"""The optimizers that have made an update, each with what makes its state whole, if it needs that."""
+_numbers = itertools.count()
+
+_states: "weakref.WeakKeyDictionary[Optimizer, _WholeState]" = weakref.WeakKeyDictionary()
+"""What makes the state of an optimizer whole that has updated parameters of a pipeline."""
+
+_unrelated: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+"""Optimizers of other parameters, each with the number of spread pipelines that there were."""
 
 
 def _follow(whole: WholeModel) -> None:
     """Let torch's norms and the state of optimizers be those of the whole model from now on."""
-    if not _followed:
-        replace_total_norm(_total_norm)
-        register_optimizer_step_pre_hook(_before_update)
-    _followed.add(whole)
-    for optimizer in [each for each, state in _optimizers.items() if state is None]:
-        del _optimizers[optimizer]
+    _watch_torch()
+    _followed[next(_numbers)] = whole
+
+
+@functools.cache
+def _watch_torch() -> None:
+    replace_total_norm(_total_norm)
+    register_optimizer_step_pre_hook(_before_update)
+
+
+def _spread() -> list[WholeModel]:
+    """The pipelines of which some ranks lack some parameters."""
+    return [whole for _, whole in sorted(_followed.items()) if whole.is_spread]
 
 
 def _total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
@@ -132,9 +152,14 @@ def _total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
 
     A rank that holds none of the parameters passes none: it takes part for the only pipeline that there is.
     """
-    pipelines = list(_followed)
+    pipelines = _spread()
     if gradients:
-        pipelines = [each for each in pipelines if each.has_gradient(gradients)]
+        pipelines = [each for each in pipelines if each.num_gradients(gradients)]
+        if pipelines and pipelines[0].num_gradients(gradients) < len(gradients):
+            raise InputError(
+                "the norm of gradients of a pipeline and of other tensors was asked for, but this rank has "
+                "those of its own stages alone; clip the parameters of each model by a call of its own"
+            )
     if len(pipelines) != 1:
         return None
     norm = pipelines[0].total_norm(f"get_total_norm(norm_type={norm_type})", gradients, norm_type)
@@ -143,31 +168,38 @@ def _total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
 
 def _before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Let the state of an optimizer of a pipeline's parameters be whole from its first update on."""
-    if optimizer in _optimizers:
+    spread = _spread()
+    if optimizer in _states or _unrelated.get(optimizer) == len(spread):
         return
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = [each for each in _followed if any(id(x) in own for x in each.parameters.values())]
-    if found and isinstance(optimizer, LBFGS):
+    found = [each for each in spread if any(id(x) in own for x in each.parameters.values())]
+    if not found:
+        _unrelated[optimizer] = len(spread)
+        return
+    refuse_wrappers()
+    if isinstance(optimizer, LBFGS):
         raise InputError(
             "LBFGS makes one vector of all gradients of the model, but each rank has those of its own stages "
             "alone. Use an optimizer that updates each parameter by itself, or train in one process"
         )
-    _optimizers[optimizer] = _WholeState(found[0], optimizer) if found else None
+    _states[optimizer] = _WholeState(found, optimizer)
 
 
 class _WholeState:
     """Makes the state dict of an optimizer that of all ranks, and drops what only other ranks need."""
 
-    def __init__(self, whole: WholeModel, optimizer: Optimizer) -> None:
-        self._whole = weakref.ref(whole)
+    def __init__(self, pipelines: Iterable[WholeModel], optimizer: Optimizer) -> None:
+        self._pipelines = [weakref.ref(each) for each in pipelines]
         self.is_whole = True
         self._drop_absent(optimizer)
         optimizer.register_state_dict_post_hook(self._gather)
         optimizer.register_load_state_dict_post_hook(self._drop_absent)
 
-    def _gather(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        whole = self._whole()
-        return whole.gather_optimizer_state(optimizer, state_dict) if whole and self.is_whole else None
+    def _gather(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for reference in self._pipelines if self.is_whole else ():
+            if (whole := reference()) is not None:
+                state_dict = whole.gather_optimizer_state(optimizer, state_dict)
+        return state_dict
 
     @staticmethod
     def _drop_absent(optimizer: Optimizer) -> None:
@@ -177,7 +209,7 @@ class _WholeState:
 
 def local_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """The state dict of a script's optimizer with the state of this rank's parameters alone."""
-    state = _optimizers.get(optimizer)
+    state = _states.get(optimizer)
     if state is None:
         return optimizer.state_dict()
     state.is_whole = False

@@ -1,4 +1,4 @@
-"""Refuses libraries that would wrap a pipeline, or a model whose tensors are on several processes."""
+"""Refuses what would take a pipeline, or a model whose tensors are on several processes, for a module."""
 
 import sys
 from collections.abc import Iterator
@@ -8,17 +8,27 @@ from torch import nn
 
 from pipec.errors import InputError
 
-_REPLICAS = "pipec.compile(model, devices=..., replicas=...) trains several replicas and sums their gradients"
-_SHARDS = (
-    'pipec.compile(model, devices=..., replicas=..., optimizer=..., shard="parameters") shards parameters, '
-    "gradients and optimizer state over replicas"
+_REPLICAS = (
+    "Leave it out: pipe.step(...) runs forward, backward and all communication, and "
+    "pipec.compile(..., replicas=...) trains replicas and sums their gradients"
 )
+_SHARDS = (
+    "Leave it out: pipe.step(...) runs forward, backward and all communication, and "
+    'pipec.compile(..., replicas=..., optimizer=..., shard="parameters") shards parameters, gradients and '
+    "optimizer state over replicas"
+)
+_STATE = (
+    "Save pipe.state_dict(), which is the whole model's on rank 0, by dcp.save or torch.save, and load the "
+    "whole by pipe.load_state_dict(...) on every rank; or call pipe.save_checkpoint(..., optimizer=...)"
+)
+_DCP = "torch.distributed.checkpoint.state_dict"
 
-WRAPPERS = {
+REFUSED = {
     ("deepspeed", "initialize"): ("deepspeed.initialize", _SHARDS),
     ("accelerate.accelerator", "Accelerator.prepare_model"): (
         "Accelerator.prepare",
-        "pipec places the stages and runs them on all ranks; prepare the DataLoader alone, or nothing",
+        "Leave it out: pipec has placed the stages on the devices of all ranks, and pipe.step(...) runs "
+        "forward, backward and all communication",
     ),
     ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): (
         "DistributedDataParallel",
@@ -26,33 +36,60 @@ WRAPPERS = {
     ),
     ("torch.distributed._composable.replicate", "replicate"): ("replicate", _REPLICAS),
     ("torch.distributed._composable.replicate_with_fsdp", "replicate"): ("replicate", _REPLICAS),
-    ("torch.nn.parallel.data_parallel", "DataParallel.__init__"): ("DataParallel", _REPLICAS),
     ("torch.nn.parallel.replicate", "replicate"): ("DataParallel", _REPLICAS),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): (
         "FullyShardedDataParallel",
         _SHARDS,
     ),
     ("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard"): ("fully_shard", _SHARDS),
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer.__init__"): (
+        "ZeroRedundancyOptimizer",
+        _SHARDS,
+    ),
     ("torch.distributed.tensor.parallel.api", "parallelize_module"): (
         "parallelize_module",
-        "pipec divides a model into stages and replicas; apply it to neither",
+        "Leave it out: pipec divides a model into stages and replicas alone",
     ),
+    ("torch.distributed.tensor._api", "distribute_module"): (
+        "distribute_module",
+        "Leave it out: pipec divides a model into stages and replicas alone",
+    ),
+    ("torch.amp.grad_scaler", "GradScaler.step"): (
+        "GradScaler",
+        'Leave it out: pipec.compile(..., precision="fp16-mixed") scales the loss, and all ranks skip a step',
+    ),
+    (_DCP, "get_model_state_dict"): ("get_model_state_dict", _STATE),
+    (_DCP, "set_model_state_dict"): ("set_model_state_dict", _STATE),
+    (_DCP, "get_optimizer_state_dict"): ("get_optimizer_state_dict", _STATE),
+    (_DCP, "set_optimizer_state_dict"): ("set_optimizer_state_dict", _STATE),
+    (_DCP, "get_state_dict"): ("get_state_dict", _STATE),
+    (_DCP, "set_state_dict"): ("set_state_dict", _STATE),
     ("torch._dynamo.eval_frame", "OptimizedModule.__init__"): (
         "torch.compile",
-        'pipec.compile(model, kernels="inductor") compiles the code of each stage',
+        'Leave it out: pipec.compile(..., kernels="inductor") compiles the code of each stage',
+    ),
+    ("torch.nn.utils.stateless", "_functional_call"): (
+        "functional_call",
+        "Call the model itself with other parameters before it is compiled, or write them into the pipeline "
+        "by pipe.load_state_dict(...)",
+    ),
+    ("torch.optim.swa_utils", "update_bn"): (
+        "update_bn",
+        "It looks for modules of batch norms, and would find none: every rank calls pipe.gather_into(model), "
+        "then rank 0 update_bn(loader, model), and every rank loads its state by pipe.load_state_dict(...)",
     ),
 }
-"""By module and function: the name of a wrapper, and what to do instead."""
+"""By module and function: the name that users know, and what to do instead."""
 
 
 def refuse_wrappers() -> None:
-    """Raise InputError if a wrapper looks at a pipeline or at a tensor of one."""
+    """Raise InputError if one of these functions looks at a pipeline or at a tensor of one."""
     calls = [(frame.f_globals.get("__name__", ""), frame.f_code.co_qualname) for frame in _frames()]
-    if found := [WRAPPERS[call] for call in calls if call in WRAPPERS]:
+    if found := [REFUSED[call] for call in calls if call in REFUSED]:
         name, instead = found[-1]
         raise InputError(
-            f"{name} cannot wrap a pipeline, nor the model of one: its stages are on several ranks, and "
-            f"pipe.step(...) runs forward, backward and all communication. Leave {name} out: {instead}"
+            f"{name} cannot take a pipeline, nor the model of one: it is no module of layers that this "
+            f"process holds. {instead}"
         )
 
 

@@ -202,10 +202,12 @@ def test_processes_follow_what_a_script_changes_between_steps(tmp_path: Path) ->
         """,
         num_ranks=2,
     )
-    assert first == second
-    assert [line for line in first.splitlines() if not line.startswith("pipec: ")] == [
+    lines = [[each for each in one.splitlines() if not each.startswith("pipec: ")] for one in (first, second)]
+    assert lines[0] == lines[1]
+    assert lines[0] == [
         "{'t': 3.0, 'a': 2.0, 'b': 1.0}",
-        "a.0.weight.data is now of torch.float64 and ",
+        "the model fails on these arguments   at test_tasks_in_turn.py:31: "
+        "return (self.a if task else self.b)(self.trunk(x)).square().mean()",
         "the ranks do not freeze the same parameters:   a.0.weight: trained on rank 0; frozen on rank 1",
         "same",
     ]
