@@ -248,9 +248,13 @@ class Pipeline(PipelineBase):
         check_arguments(METHOD_ARGUMENTS, locals())
         here, canonical = self._linked.tensors(every_name=True), self._owned.canonical
         own = {name: x for name, x in state_dict.items() if name in here or name not in canonical}
-        own |= {
-            name: x for name, x in self._state_variables().items() if name in canonical and name not in here
-        }
+        if not state_dict and self._context.owners.are_spread:
+            raise InputError(
+                "load_state_dict was given an empty dict, as state_dict() returns on all ranks but rank 0; let "
+                "every rank read the file, or take full_state_dict(all_ranks=True)"
+            )
+        every = self._linked.all_tensors(every_name=True)
+        own |= {name: every[name] for name in self._state_names() if name not in here and name in every}
         if assign:
             self._linked.unshard()
         with self._linked.unsharded():

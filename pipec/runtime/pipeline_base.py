@@ -275,7 +275,7 @@ class PipelineBase(nn.Module):
         self._linked.clear()
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         """As in torch. Wrappers look for attributes that they give to modules."""
         refuse_wrappers()
         return super().__getattr__(name)
@@ -288,7 +288,7 @@ class PipelineBase(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: stages are compiled already."""
         raise InputError(
-            "pipe.compile(...) would trace forward, which runs compiled stages on all ranks; leave it out: "
+            "pipe.compile(...) would trace forward, which runs compiled stages on all ranks. Leave it out: "
             'pipec.compile(..., kernels="inductor") compiles the code of each stage'
         )
 
