@@ -250,7 +250,7 @@ class Pipeline(PipelineBase):
         own = {name: x for name, x in state_dict.items() if name in here or name not in canonical}
         if not state_dict and self._context.owners.are_spread:
             raise InputError(
-                "load_state_dict was given an empty dict, as state_dict() returns on all ranks but rank 0; let "
+                "load_state_dict was given an empty dict, as state_dict() returns on other ranks than 0; let "
                 "every rank read the file, or take full_state_dict(all_ranks=True)"
             )
         every = self._linked.all_tensors(every_name=True)
