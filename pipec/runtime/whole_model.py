@@ -18,7 +18,7 @@ from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.total_norm import replace_total_norm
-from pipec.runtime.wrappers import refuse_wrappers
+from pipec.runtime.wrappers import refuse_scheduler_of_accelerate, refuse_wrappers
 
 
 class WholeModel:
@@ -177,6 +177,7 @@ def _before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _unrelated[optimizer] = len(spread)
         return
     refuse_wrappers()
+    refuse_scheduler_of_accelerate(optimizer)
     if isinstance(optimizer, LBFGS):
         raise InputError(
             "LBFGS makes one vector of all gradients of the model, but each rank has those of its own stages "

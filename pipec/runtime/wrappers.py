@@ -1,10 +1,12 @@
 """Refuses what would take a pipeline, or a model whose tensors are on several processes, for a module."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from types import FrameType
 
 from torch import nn
+from torch.optim import Optimizer
 
 from pipec.errors import InputError
 
@@ -91,6 +93,22 @@ def refuse_wrappers() -> None:
             f"{name} cannot take a pipeline, nor the model of one: it is no module of layers that this "
             f"process holds. {instead}"
         )
+
+
+def refuse_scheduler_of_accelerate(optimizer: Optimizer) -> None:
+    """Raise InputError if accelerate has prepared a learning rate scheduler of this optimizer.
+
+    Only the garbage collector knows who refers to an optimizer.
+    """
+    kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
+    for each in gc.get_objects() if kind is not None else ():
+        if type(each) is not kind or each.split_batches or not each.step_with_optimizer:
+            continue
+        if any(getattr(own, "optimizer", own) is optimizer for own in each.optimizers):
+            raise InputError(
+                "a scheduler of Accelerator.prepare steps the learning rate once for each process, but the "
+                "processes of a pipeline make one step together. Leave the scheduler out of prepare(...)"
+            )
 
 
 def calls_module() -> bool:
