@@ -395,3 +395,68 @@ def test_nothing_travels_on_the_users_own_group(tmp_path: Path) -> None:
         """,
     )
     assert texts == ["done\n"] * 2
+
+
+def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp_path: Path) -> None:
+    body = f"""
+    class Net(nn.Sequential):
+        def __init__(self):
+            super().__init__(*model())
+            self[1].register_buffer("passing", torch.ones(()), persistent=False)
+            self[3].register_buffer("kept", torch.ones(()))
+        def forward(self, x):
+            return super().forward(x * self[1].passing) * self[3].kept
+
+    pipe, plain = compiled(Net()), Net()
+    pipe.step(x, target=y)
+    whole, own, every = pipe.state_dict(), pipe.local_state_dict(), plain.state_dict()
+    assert whole.keys() == (set() if rank else every.keys())
+    assert all(torch.equal(value, every[name]) for name, value in (whole | own).items())
+    print(*own)
+    prefixed = {{"other": 1}}
+    pipe.state_dict(destination=prefixed, prefix="pipe.")
+    assert [*prefixed] == ["other", *(f"pipe.{{name}}" for name in whole)]
+    if rank:
+        attempt(lambda: pipe.load_state_dict(whole))
+    pipe.load_state_dict(every)
+    pipe.load_state_dict(own)
+    other = nn.ModuleDict({{"pipe": pipe}}).state_dict()
+    assert [*other] == [f"pipe.{{name}}" for name in whole]
+    pipe.save({str(tmp_path / "artifact")!r}, tensors=True)
+    loaded = pipec.load({str(tmp_path / "artifact")!r}, timeout=20.0)
+    whole = loaded.state_dict()
+    assert whole.keys() == (set() if rank else every.keys() | {{"1.passing"}})
+    assert all(torch.equal(value, every[name]) for name, value in whole.items() if name in every)
+    assert loaded.local_state_dict().keys() - {{"1.passing"}} == own.keys()
+    """
+    first, second = told(tmp_path, body)
+    names = [f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
+    said = [line for line in second.splitlines() if line.startswith("InputError")]
+    assert ["load_state_dict was given an empty dict" in line for line in said] == [True]
+    parts = first.splitlines()[-1].split() + second.splitlines()[0].split()
+    assert sorted(parts) == sorted([*names, "3.kept"])
+
+
+def test_where_every_rank_holds_the_model_none_waits_for_others(tmp_path: Path) -> None:
+    """Replicas of one stage: what a script of data parallelism does on rank 0 alone is right."""
+    body = """
+    net, plain = model(), model()
+    pipe = pipec.compile(net, devices=2, stages=1, loss_fn=mse, microbatches=2, timeout=20.0)
+    pipe.step(x, target=y)
+    mse(plain(x), y).backward()
+    gradients = [each.grad for each in net.parameters()]
+    norm = torch.stack([each.norm() for each in gradients]).norm()
+    made, expected = torch.optim.Adam(net.parameters()), torch.optim.Adam(plain.parameters())
+    if rank == 0:
+        found = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+        assert torch.allclose(found, norm) and torch.allclose(found, torch.nn.utils.get_total_norm(
+            [each.grad for each in plain.parameters()]))
+    made.step()
+    expected.step()
+    if rank == 0:
+        assert made.state_dict()["state"].keys() == expected.state_dict()["state"].keys()
+        assert pipe.state_dict().keys() == plain.state_dict().keys()
+    net(x)
+    print("right", float(pipe.step(x, target=y)) > 0)
+    """
+    assert [each.splitlines()[-1] for each in told(tmp_path, body)] == ["right True"] * 2

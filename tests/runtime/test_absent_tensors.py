@@ -206,3 +206,18 @@ def test_a_gradient_of_one_rank_is_a_gradient_to_all_else(gradients: list[Tensor
     assert torch.equal(torch.load(file), torch.ones(3))
     assert first.abs().mean().item() == 1
     assert first.numpy().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("deepspeed", "initialize", "deepspeed.initialize cannot take a pipeline"),
+        ("torch.nn.parallel.replicate", "replicate", "DataParallel cannot take a pipeline"),
+    ],
+)
+def test_a_wrapper_is_named_whatever_it_reads(model: nn.Module, module: str, name: str, said: str) -> None:
+    """The libraries themselves need GPUs; here they are functions of their names that read a device."""
+    scope: dict[str, Callable[..., object]] = {"__name__": module}  # type: ignore[dict-item]
+    exec(f"def {name}(model):\n    return [each.device for each in model.parameters()]", scope)
+    with pytest.raises(InputError, match=said):
+        scope[name](model)
