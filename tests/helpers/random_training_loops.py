@@ -38,7 +38,7 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
-from pipec.runtime.absent_tensors import is_absent
+from pipec.runtime.absent_tensors import hold, is_absent
 
 SAME = 1e-7
 """Relative: microbatches and replicas sum in another order than the whole batch, and training adds to it."""
@@ -288,7 +288,8 @@ def as_at_first(network: Network) -> Net:
     model.train()
     values = dict([*first.named_parameters(), *first.named_buffers()])
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        tensor.data, tensor.grad = values[name].data, None
+        hold(tensor, values[name].data)
+        tensor.grad = None
         tensor.requires_grad_(values[name].requires_grad)
     return model
 
