@@ -26,6 +26,7 @@ from pipec.ir.argument_checks import (
     short_repr,
 )
 from pipec.options import OPTIONS, Options
+from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.messages.call_description import (
     CallDescription,
     describe_argument,
@@ -86,8 +87,18 @@ def require_same_options(ranks: Ranks, model: nn.Module, options: Options) -> No
 
 
 def _model_facts(model: nn.Module) -> CallDescription:
-    """The tensors that a model has, without their values."""
+    """The tensors that a model has, without their values.
+
+    Raises:
+        InputError: some of the values are on other ranks, where another pipeline has left them.
+    """
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    if absent := [name for name, tensor in tensors if is_absent(tensor)]:
+        raise InputError(
+            f"{absent[0]} and {len(absent) - 1} other tensors of the model are on other ranks, for it is the "
+            "model of another pipeline; every rank calls gather_into(model, all_ranks=True) of that pipeline "
+            "first, or makes the model again"
+        )
     kinds = {name: f"{describe_tensor(x)}{', trained' * x.requires_grad}" for name, x in tensors}
     return {"model": type(model).__qualname__, **kinds}
 

@@ -66,6 +66,8 @@ RUNTIME = (
     "random_operators",
     "branches",
     "sparse_gradients",
+    "wrappers",
+    "absent_tensors",
     "processes",
     "memory",
     "messages",
@@ -81,6 +83,13 @@ OUTSIDE = ("examples", "tests", "benchmarks")
 PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.torch_compat": ("torch",),
     "pipec.capture.traced_step": ("torch._check",),  # documented, for all its underscore
+    "pipec.runtime.absent_tensors": (
+        "torch.utils._pytree",
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._has_compatible_shallow_copy_type",  # which nn.Module.to asks
+    ),
+    "pipec.runtime.local_gradients": ("torch.utils._pytree",),
+    "pipec.runtime.total_norm": ("torch.nn.utils.clip_grad._get_total_norm",),
     "pipec.runtime.stages.gradients": ("torch._foreach_add_",),
     "pipec.runtime.stages.inductor": (
         "torch._inductor.compile_fx.compile_fx",

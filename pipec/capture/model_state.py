@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,14 +36,12 @@ class ModelState:
     torch_modes: TorchModes
 
     @classmethod
-    def of(
-        cls, snapshot: ModelSnapshot, mode: Mode, shapes: Mapping[int, torch.Size], torch_modes: TorchModes
-    ) -> "ModelState":
-        """``shapes`` are those of tensors, by ``id``, that are empty here and live in other processes."""
+    def of(cls, snapshot: ModelSnapshot, mode: Mode, torch_modes: TorchModes) -> "ModelState":
+        """The state of the model and of torch for a call."""
         first: dict[int, int] = {}
         tensors = [
             (
-                shapes.get(id(x), shape),
+                shape,
                 dtype,
                 first.setdefault(id(x), place),
                 hooked,

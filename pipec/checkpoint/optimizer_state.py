@@ -15,6 +15,7 @@ from pipec.checkpoint.shards import TensorShard, unsharded
 from pipec.errors import CheckpointError, InputError
 from pipec.ir import ParameterShard
 from pipec.ir.json_form import read_plain
+from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.messages.call_description import format_names
 from pipec.runtime.optimizers import PipelineOptimizer, StateShard
 from pipec.runtime.optimizers.factory import hyperparameters
@@ -78,7 +79,7 @@ def state_shards(
     """This process's part of the state: a description, and its tensors."""
     made = OptimizerState(param_groups_of(optimizers, names))
     tensors: list[TensorShard] = []
-    for part in _state_parts(optimizers, names, shapes):
+    for part in _state_parts(optimizers, names):
         name, entries = part.piece.name, made.state.setdefault(part.piece.name, {})
         for key, value in part.entries.items():
             if type(key) is not str:
@@ -102,16 +103,14 @@ def _part(stored: str, value: Tensor, piece: ParameterShard, shape: torch.Size) 
     )
 
 
-def _state_parts(
-    optimizers: Optimizers, names: Mapping[int, str], shapes: Mapping[str, torch.Size]
-) -> list[StateShard]:
+def _state_parts(optimizers: Optimizers, names: Mapping[int, str]) -> list[StateShard]:
     if isinstance(optimizers, PipelineOptimizer):
         return optimizers.parts()
     return [
         StateShard(ParameterShard(names[id(parameter)], 0, parameter.numel()), entries)
         for each in optimizers
         for parameter, entries in each.state.items()
-        if parameter.shape == shapes[names[id(parameter)]]  # the parameters of other processes are empty here
+        if not is_absent(parameter)
     ]
 
 
@@ -213,14 +212,14 @@ def _load_one(
     tensors: Mapping[str, Tensor],
     names: Mapping[int, str],
 ) -> None:
-    """Load the state of this process's parameters; the empty parameters of others need none."""
+    """Load the state of this process's parameters; absent ones need none."""
     state: dict[int, ParameterState] = {}
     own = optimizer.state_dict()["param_groups"]
     optimizer.state.clear()  # first, since two states may not fit into memory
     for group, numbered in zip(optimizer.param_groups, own, strict=True):
         for parameter, number in zip(group["params"], numbered["params"], strict=True):
             name = names[id(parameter)]
-            if name in saved.state and parameter.numel():
+            if name in saved.state and not is_absent(parameter):
                 entries = _entries(saved, name, tensors).items()
                 state[number] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
     keys = ("params", "param_names")

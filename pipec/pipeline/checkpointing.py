@@ -26,6 +26,7 @@ from pipec.console import log
 from pipec.errors import InputError
 from pipec.pipeline.collective_calls import CallAgreement
 from pipec.pipeline.owned_tensors import OwnedTensors
+from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.messages.call_description import format_names
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.pipeline_context import PipelineContext
@@ -137,7 +138,7 @@ class Checkpoints:
         saved = self._owned.tensors.persistent | self._owned.tensors.parameters.keys()
         first = {name: self._owned.canonical[name] for name in self._owned.canonical if name in saved}
         once = frozenset(first.values())
-        shapes = {fqn: self._owned.emptied.shape(fqn, x) for fqn, x in unique.items() if fqn in once}
+        shapes = {fqn: x.shape for fqn, x in unique.items() if fqn in once}
         kinds = {fqn: tensor_spec(fqn, unique[fqn].dtype, shape) for fqn, shape in shapes.items()}
         updates = self._context.updates
         shares = updates.shards() if updates is not None else {}
@@ -147,7 +148,7 @@ class Checkpoints:
             for piece, x in shares.items()
         ]
         for fqn, kind in kinds.items():
-            here = self._context.owners.is_here(fqn) if only_owned else unique[fqn].shape == shapes[fqn]
+            here = self._context.owners.is_here(fqn) if only_owned else not is_absent(unique[fqn])
             if here and fqn not in sharded:
                 parts.append(unsharded(fqn, kind, unique[fqn].detach()))
         return TrainingState(

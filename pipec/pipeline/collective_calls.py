@@ -33,7 +33,6 @@ from pipec.runtime.messages.call_description import (
     describe_leaf,
     describe_tensor,
 )
-from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.random_seeds import peek_seed
 from pipec.runtime.stages.input_layout import as_contiguous
@@ -58,7 +57,6 @@ class CallRequest:
 class _KnownState:
     """A state, and what it was computed from."""
 
-    tensors: ModelTensors
     inputs: tuple[Any, ...]
     state: ModelState
 
@@ -270,12 +268,11 @@ class CallAgreement:
         """The state of the model and of torch; the same object as last time if it is equal."""
         with autocast(self._compiler.settings.precision, self._compiler.settings.device):
             modes = torch_modes()
-        tensors, layouts = self._owned.tensors, self._owned.emptied.layouts
         known = self._states.get(mode)
-        if known and known.tensors is tensors and known.inputs == (snapshot, modes, layouts):
+        if known and known.inputs == (snapshot, modes):
             return known.state
-        state = ModelState.of(snapshot, mode, self._owned.emptied.shapes(tensors.unique()), modes)
-        self._states[mode] = _KnownState(tensors, (snapshot, modes, dict(layouts)), state)
+        state = ModelState.of(snapshot, mode, modes)
+        self._states[mode] = _KnownState((snapshot, modes), state)
         return state
 
     def _describe_model(

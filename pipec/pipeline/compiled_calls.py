@@ -21,7 +21,9 @@ from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, v
 from pipec.pipeline.collective_calls import CallAgreement, CallRequest
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.plan.local_batch_check import check_local_batch
+from pipec.runtime.absent_tensors import materialized
 from pipec.runtime.linked_artifacts import LinkedArtifacts
+from pipec.runtime.local_gradients import mark_one, unmark
 from pipec.runtime.messages.call_description import CallDescription
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.random_seeds import advance_default_generator
@@ -112,7 +114,12 @@ class CompiledCalls:
 
     def train(self, collective_call: CollectiveCall, on_started: OnStarted = nothing) -> Any:
         """Make a step, and count it. Returns what ``loss`` does."""
+        leaves_gradients = self._context.updates is None and self._context.is_distributed
+        parameters = self._owned.tensors.parameters.values() if leaves_gradients else ()
+        unmark(parameters)
         loss = self.loss(collective_call, on_started)
+        if self._context.owners.are_spread:
+            mark_one(parameters)
         trained = self._context.artifact
         self._context.steps.count(self._linked.execution(trained).non_finite, trained)
         return loss
@@ -240,7 +247,7 @@ class CompiledCalls:
 
         def compiled() -> tuple[MicrobatchGroups, dict[ValuePath, Any]]:
             whole = call if len(collective_call.rows) == 1 else call.sample(rows, None)
-            with self._owned.emptied.materialized(self._owned.tensors.unique()):
+            with materialized(self._owned.tensors.unique().values()):
                 groups = self._compiler.compile(collective_call.signature, whole, change, refuses_mixed_rows)
                 return groups, self._compiler.read(collective_call.signature)
 

@@ -1,10 +1,9 @@
 """The tensors of a compiled model: which of them this process keeps, and how they are gathered."""
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from pipec.capture.model_snapshot import ModelSnapshot, SnapshotCache, modules_of, same_objects, tensors_of
@@ -12,6 +11,7 @@ from pipec.compiler.compiler import Compiler
 from pipec.console import log
 from pipec.errors import InputError, PlanError
 from pipec.ir import Plan
+from pipec.runtime.absent_tensors import hold, is_absent, release_elsewhere, release_sharded
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.messages.call_description import (
     CallDescription,
@@ -19,13 +19,7 @@ from pipec.runtime.messages.call_description import (
     format_names,
     format_ranks,
 )
-from pipec.runtime.model_tensors import (
-    EmptiedTensors,
-    ModelTensors,
-    register_tensors,
-    restore_tensors,
-    unregister_tensors,
-)
+from pipec.runtime.model_tensors import ModelTensors, register_tensors, restore_tensors, unregister_tensors
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.tensor_owners import owner_ranks, read_only_buffers, tensor_devices
 
@@ -33,8 +27,8 @@ from pipec.runtime.tensor_owners import owner_ranks, read_only_buffers, tensor_d
 class OwnedTensors:
     """The tensors of the compiler's model, registered in ``module`` under their names there.
 
-    It follows where the model is given others. Under ``torchrun`` it empties tensors that only other
-    processes need.
+    It follows where the model is given others. Under ``torchrun`` it frees the memory of tensors that only
+    other processes need.
     """
 
     def __init__(
@@ -48,7 +42,7 @@ class OwnedTensors:
         self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._compiler, self.tensors = compiler, tensors
         self._context, self._ranks, self._linked = context, context.ranks, linked
-        self._owners, self.emptied = context.owners, linked.emptied
+        self._owners = context.owners
         self._mutable_buffers: set[str] = set()
         self.needs_placement = False
         self._snapshots = SnapshotCache(compiler.model)
@@ -70,42 +64,55 @@ class OwnedTensors:
         """The model as it is now."""
         return self._snapshots.current()
 
-    def copy_to(self, other: "OwnedTensors", emptied: EmptiedTensors) -> None:
+    def copy_to(self, other: "OwnedTensors") -> None:
         """Let ``other``, which owns a copy of the model, know what this one knows of its tensors."""
         marked = self._linked.uninitialized.marked
         other._linked.uninitialized.marked = {
             fqn: (tensor, tensor._version) for fqn, tensor in other.tensors.unique().items() if fqn in marked
         }
         other._owners.ranks = dict(self._owners.ranks)
-        other.emptied.layouts = emptied.layouts
         other._mutable_buffers = set(self._mutable_buffers)
-        names = [fqn for fqn, first in self.canonical.items() if first in emptied.layouts]
-        unregister_tensors(other._module, names)
 
     def place(self, plan: Plan) -> None:
-        """Move each tensor to the device of the stage that owns it, and empty those of other processes."""
+        """Move each tensor to the device of the stage that owns it, and release those of other processes."""
         unique = self.tensors.unique()
         there, first = tensor_devices(plan, self._ranks.devices), not self._owners.ranks
         if self._context.is_distributed and (new := there.keys() - self._owners.ranks.keys()):
-            known = {fqn: x for fqn, x in unique.items() if first or fqn in new}
+            converted = self._keep_owners(sorted(new & unique.keys())) if not first else set[str]()
+            known = {fqn: x for fqn, x in unique.items() if first or fqn in new - converted}
             for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
                 log(f"pipec: {differed}, and start with rank 0's: {format_names(names)}")
         self._replicate_read_only_buffers(plan)
         self._owners.ranks = owner_ranks(plan) | self._owners.ranks
-        elsewhere = {fqn for fqn in unique if fqn in self._owners.ranks and not self._owners.is_here(fqn)}
-        if any(unique[fqn].numel() for fqn in elsewhere):
-            names = [fqn for fqn, first in self.canonical.items() if first in elsewhere]
-            unregister_tensors(self._module, names)
-            self._empty(elsewhere)
+        for fqn in filter(self._owners.is_elsewhere, unique):
+            release_elsewhere(fqn, unique[fqn], f"on {format_ranks(self._owners.ranks[fqn])}")
         if self._context.updates is not None:
             if not self.needs_placement:
                 self._context.updates.follow_script()
-            self._empty(self._context.updates.sharded_names)
+            for fqn in self._context.updates.sharded_names:
+                release_sharded(fqn, cast(nn.Parameter, unique[fqn]))
         for fqn, home in there.items():
             tensor = unique.get(fqn)
-            if tensor is not None and home is not None and tensor.device != home and not tensor.is_meta:
+            if tensor is None or is_absent(tensor):
+                continue
+            if home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
+
+    def _keep_owners(self, names: Sequence[str]) -> set[str]:
+        """Those of these new tensors that are absent on some ranks: the others own them still.
+
+        The model has converted them itself, as ``model.double()`` does with buffers.
+        """
+        unique = self.tensors.unique()
+        every = self._ranks.agreement.all_gather_flags([is_absent(unique[fqn]) for fqn in names])
+        owners = {
+            fqn: tuple(rank for rank, gone in enumerate(absent) if not gone)
+            for fqn, *absent in zip(names, *every, strict=True)
+            if any(absent)
+        }
+        self._owners.ranks |= owners
+        return {*owners}
 
     def _replicate_read_only_buffers(self, plan: Plan) -> None:
         """Give buffers that no forward changes to ranks that read them in this plan, and did not before.
@@ -135,43 +142,9 @@ class OwnedTensors:
 
     def _receive_buffer(self, fqn: str, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Send a buffer from the rank that holds it to ``ranks``, which hold it from now on."""
-        shape = self.emptied.shape(fqn, tensor)
-        given = tensor if self._owners.is_source(fqn) else torch.empty(shape, dtype=tensor.dtype)
-        found = self._ranks.agreement.broadcast_tensor(
-            self._owners.source_rank(fqn), f"taking over {fqn}", given, ranks
-        )
+        found = self._owners.broadcast(f"taking over {fqn}", fqn, tensor, self._ranks.agreement, ranks)
         if self._ranks.world.rank in ranks:
-            tensor.data = found
-            self.emptied.layouts.pop(fqn)
-            names = [name for name, first in self.canonical.items() if first == fqn]
-            register_tensors(self._module, self.tensors.select(names))
-
-    def _empty(self, fqns: Collection[str]) -> None:
-        unique = self.tensors.unique()
-        self.emptied.empty({fqn: unique[fqn] for fqn in fqns})
-
-    def gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
-        """Copies of the whole model's tensors on the CPU of rank 0 or of all ranks; {} on others."""
-        if self._context.is_distributed:
-            self._context.require_same_call(f"{method}(all_ranks={all_ranks})", {})
-        with self._linked.unsharded():
-            return self._gathered(names, all_ranks)
-
-    def _gathered(self, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
-        unique = {fqn: tensor.detach() for fqn, tensor in self.tensors.unique().items() if fqn in names}
-        if not self._context.is_distributed:
-            return {fqn: tensor.to("cpu", copy=True) for fqn, tensor in unique.items()}
-        readers = range(self._ranks.count) if all_ranks else [0]
-        reads, whole = self._ranks.world.rank in readers, {}
-        for fqn, tensor in unique.items():
-            owner = self._owners.source_rank(fqn)
-            shape = self.emptied.shape(fqn, tensor)
-            given = tensor if self._owners.is_source(fqn) else torch.empty(shape, dtype=tensor.dtype)
-            to = [rank for rank in readers if rank != owner]
-            found = self._ranks.agreement.broadcast_tensor(owner, f"gathering {fqn}", given, to)
-            if reads:
-                whole[fqn] = found.to("cpu", copy=True) if found is given else found
-        return whole
+            hold(tensor, found)
 
     def replaced_names(self, snapshot: ModelSnapshot) -> list[str]:
         """The names whose tensors the model has replaced, added or removed."""
@@ -195,7 +168,6 @@ class OwnedTensors:
             register_tensors(self._module, model.select(names))
             for fqn in names:
                 self._owners.ranks.pop(fqn, None)
-                self.emptied.layouts.pop(fqn, None)
             self._adopt(model)
             self._trainable = model.requires_grad_flags()
         return bool(names)
@@ -256,13 +228,8 @@ class OwnedTensors:
 
     def adopt_replaced(self) -> None:
         """Give tensors that were replaced in the module to the model too, and to all names of tied ones."""
-        registered = self._linked.tensors(every_name=True)
-        own = {fqn: registered[first] for fqn, first in self.canonical.items() if first in registered}
+        registered = self._linked.all_tensors(every_name=True)
+        own = {fqn: registered[first] for fqn, first in self.canonical.items()}
         for module in (self._module, self._compiler.model):
             restore_tensors(module, own)
         self._adopt(self.tensors.with_replaced(own))
-
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow ``nn.Module._apply``, which has replaced the module's tensors by ``fn`` of them."""
-        self.emptied.convert(self.tensors.unique(), fn)
-        self.adopt_replaced()

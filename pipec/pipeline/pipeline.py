@@ -2,13 +2,12 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,13 +27,15 @@ from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
+from pipec.runtime.absent_tensors import copies_of_absent, materialized
 from pipec.runtime.call_guard import exclusive_call
-from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, fill_tensors
+from pipec.runtime.model_tensors import ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.stream_training import StreamTraining
+from pipec.runtime.wrappers import refuse_wrappers
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace
 
@@ -42,10 +43,10 @@ from pipec.timeline.trace import Trace
 class Pipeline(PipelineBase):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
-    It holds the model's own parameters and buffers, under the model's own names. In one process these are all
-    of them. Under ``torchrun``, once it is compiled, they are those of this rank's stages; the model's other
-    tensors are emptied where they are, so that their memory is given back and an optimizer passes them over.
-    ``full_state_dict`` and ``gather_into`` bring the whole together again.
+    It has the model's own parameters and buffers, under the model's own names. Under ``torchrun``, once it is
+    compiled, a rank holds the values of its stages' alone. The others give their memory back and are absent:
+    they keep shape and type, an optimizer passes them over, and whatever reads them raises InputError.
+    ``state_dict`` and ``gather_into`` bring the whole together again.
 
     It makes one call at a time. A call on a second thread raises InputError meanwhile, and changes nothing.
     """
@@ -112,6 +113,7 @@ class Pipeline(PipelineBase):
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
+        refuse_wrappers()
         collective_call = self._calls.agree(CallRequest("forward", Mode.FORWARD), args, kwargs)
         groups = self._calls.compiled(collective_call)
         compiled, _ = groups[0]
@@ -188,11 +190,8 @@ class Pipeline(PipelineBase):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
         super()._apply(fn, recurse)
-        self._owned.convert(fn)
+        self._owned.adopt_replaced()
         return self
-
-    def _norm_dtypes(self) -> dict[str, torch.dtype]:
-        return {fqn: x.dtype.to_real() for fqn, x in self._owned.tensors.unique_parameters().items()}
 
     @exclusive_call
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
@@ -201,19 +200,16 @@ class Pipeline(PipelineBase):
         It has an optimizer of its own, with a copy of the state. Every rank makes the copy then.
         """
         with self._linked.unsharded():
+            memo.update(copies_of_absent(self._owned.tensors.unique().values()))
             model = copy.deepcopy(self._compiler.model, memo)
         tensors, updates = ModelTensors.of(model), self._context.updates
-        is_here = self._context.owners.is_here
-        emptied = EmptiedTensors(
-            {fqn: layout for fqn, layout in self._owned.emptied.layouts.items() if not is_here(fqn)}
-        )
         if updates is not None:
-            with emptied.materialized(tensors.unique()):
+            with materialized(tensors.unique().values()):
                 updates = updates.of(tensors.unique_parameters())
         agreement = self._agreement
         compiler, options = self._compiler.of(model), replace(self._options, batched=agreement.batched)
         copied = memo[id(self)] = Pipeline(compiler, tensors, self._context.ranks, updates, options)
-        self._owned.copy_to(copied._owned, emptied)
+        self._owned.copy_to(copied._owned)
         copied._agreement.known_splits = dict(agreement.known_splits)
         copied._agreement.variables = copy.deepcopy(agreement.variables)
         return copied
@@ -225,10 +221,9 @@ class Pipeline(PipelineBase):
         Under ``torchrun`` rank 0 gets it, and the others get an empty dict; with ``all_ranks``, all get it.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        canonical = self._owned.canonical
-        names = [name for name in self._compiler.model.state_dict(keep_vars=True) if name in canonical]
-        whole = self._owned.gather("full_state_dict", {canonical[name] for name in names}, all_ranks)
-        return {name: whole[canonical[name]] for name in names if whole}
+        names = self._state_names()
+        whole = self._gather("full_state_dict", set(names.values()), all_ranks)
+        return {name: whole[first] for name, first in names.items() if whole}
 
     @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
@@ -238,7 +233,7 @@ class Pipeline(PipelineBase):
         that was compiled has its memory until the next step, which empties it again.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        whole = self._owned.gather("gather_into", set(self._owned.tensors.unique()), all_ranks)
+        whole = self._gather("gather_into", self._owned.tensors.unique(), all_ranks)
         if whole:
             self._owned.needs_placement = True
             fill_tensors(model, {name: whole[first] for name, first in self._owned.canonical.items()})
@@ -252,8 +247,15 @@ class Pipeline(PipelineBase):
         What belongs to other ranks' stages is passed over, so every rank loads.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        here = self._linked.tensors(every_name=True)
-        own = {name: x for name, x in state_dict.items() if name in here or name not in self._owned.canonical}
+        here, canonical = self._linked.tensors(every_name=True), self._owned.canonical
+        own = {name: x for name, x in state_dict.items() if name in here or name not in canonical}
+        if not state_dict and self._context.owners.are_spread:
+            raise InputError(
+                "load_state_dict was given an empty dict, as state_dict() returns on other ranks than 0; let "
+                "every rank read the file, or take full_state_dict(all_ranks=True)"
+            )
+        every = self._linked.all_tensors(every_name=True)
+        own |= {name: every[name] for name in self._state_names() if name not in here and name in every}
         if assign:
             self._linked.unshard()
         with self._linked.unsharded():
@@ -262,18 +264,12 @@ class Pipeline(PipelineBase):
             self._owned.adopt_replaced()
         return result
 
-    @exclusive_call
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of this rank's stages, under the model's names.
+    def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+        return self._whole.gather(method, self._owned.tensors.unique(), names, all_ranks)
 
-        Where parameters are kept in shares, they are gathered and copied: every rank then calls this.
-        """
-        with self._linked.unsharded():
-            state = super().state_dict(*args, **kwargs)
-            updates = self._context.updates
-            if updates is None or not updates.sharded_names:
-                return state
-            return {name: x.detach().clone() for name, x in state.items()}
+    def _state_names(self) -> dict[str, str]:
+        names, canonical = self._compiler.model.state_dict(keep_vars=True), self._owned.canonical
+        return {name: canonical[name] for name in names if name in canonical}
 
     @exclusive_call
     def save_checkpoint(
@@ -395,8 +391,7 @@ class Pipeline(PipelineBase):
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        names = self._owned.tensors.unique().keys()
-        values = self._owned.gather("save", names, all_ranks=False) if tensors else None
+        values = self._gather("save", self._owned.tensors.unique(), all_ranks=False) if tensors else None
         if self._context.ranks.world.rank == 0:
             write_artifact(self._artifact, Path(directory), values)
 

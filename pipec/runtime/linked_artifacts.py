@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan
+from pipec.runtime.absent_tensors import release_sharded
 from pipec.runtime.messages.collective_group import CollectiveGroup
-from pipec.runtime.model_tensors import EmptiedTensors, UninitializedTensors
+from pipec.runtime.model_tensors import UninitializedTensors
 from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.step.execution import Execution
@@ -22,15 +23,14 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 class LinkedArtifacts:
     """Links an artifact at its first call, and again after tensors were replaced or sharded in another way.
 
-    The tensors are those of ``module``. ``emptied`` has the shapes of those that are sharded, or that other
-    processes hold; ``uninitialized`` those to which nothing was written yet.
+    The tensors are those of ``module`` that no other process holds. ``uninitialized`` has those to which
+    nothing was written yet.
     """
 
     def __init__(self, module: nn.Module, context: PipelineContext) -> None:
         self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._context = context
         self._executions: dict[tuple[Artifact, bool], Execution] = {}
-        self.emptied = EmptiedTensors()
         self.uninitialized = UninitializedTensors()
 
     def execution(self, artifact: Artifact) -> Execution:
@@ -56,6 +56,15 @@ class LinkedArtifacts:
 
     def tensors(self, every_name: bool = False) -> dict[str, Tensor]:
         """The tensors of this process under their first names, or under all names of tied ones."""
+        is_elsewhere = self._context.owners.is_elsewhere
+        own = {fqn: x for fqn, x in self.all_tensors().items() if not is_elsewhere(fqn)}
+        if not every_name:
+            return own
+        ids = set(map(id, own.values()))
+        return {fqn: x for fqn, x in self.all_tensors(every_name=True).items() if id(x) in ids}
+
+    def all_tensors(self, every_name: bool = False) -> dict[str, Tensor]:
+        """The same with those that are absent."""
         once = not every_name
         return {
             **dict(self._module.named_parameters(remove_duplicate=once)),
@@ -103,8 +112,9 @@ class LinkedArtifacts:
             self._executions.clear()
             own = dict(self._module.named_parameters())
             devices, owners = context.ranks.devices, context.owners.ranks
-            updates.bind(plan, own, devices, context.is_distributed, self._gather_states, owners)
-            self.emptied.empty({fqn: own[fqn] for fqn in updates.sharded_names})
+            updates.bind(plan, own, devices, context.is_distributed, self.gather_states, owners)
+            for fqn in updates.sharded_names:
+                release_sharded(fqn, own[fqn])
             updates.mark_gradients()
         return updates
 
@@ -112,7 +122,7 @@ class LinkedArtifacts:
         placement = self._context.artifact.plan.placement
         return self._context.ranks.transport(rank).group(placement[stage])
 
-    def _gather_states(self, own: list[StateShard]) -> list[list[StateShard]]:
+    def gather_states(self, own: list[StateShard]) -> list[list[StateShard]]:
         """The shards of the optimizer's state of every process, on every process."""
         context = self._context
         if not context.is_distributed:

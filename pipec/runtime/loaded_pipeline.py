@@ -29,10 +29,11 @@ from pipec.ir.argument_checks import (
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text_format import evaluate_dim, format_value, holds, names_in
+from pipec.runtime.absent_tensors import materialized, release_elsewhere
 from pipec.runtime.call_guard import LossIterator, exclusive_call
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.messages.agreement import RankReply
-from pipec.runtime.messages.call_description import CallDescription, describe_leaf
+from pipec.runtime.messages.call_description import CallDescription, describe_leaf, format_ranks
 from pipec.runtime.model_tensors import ModelTensors, register_tensors
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.pipeline_base import PipelineBase
@@ -119,10 +120,11 @@ class LoadedPipeline(PipelineBase):
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
         plan = artifact.plan
-        here = _tensors_of(plan, tensors, artifact.constants, ranks)
-        whole = {v.name: here.parameters.get(v.name, _elsewhere(v)) for v in plan.parameters}
-        loss_scale = LossScale() if plan.sync_spec.has_loss_scale else None
-        updates = None if optimizer is None else OptimizerUpdates(optimizer, max_norm, whole, loss_scale)
+        made = _tensors_of(plan, tensors, artifact.constants, ranks)
+        loss_scale, updates = LossScale() if plan.sync_spec.has_loss_scale else None, None
+        if optimizer is not None:
+            with materialized(made.unique().values()):
+                updates = OptimizerUpdates(optimizer, max_norm, made.parameters, loss_scale)
         if (plan.microbatch_weight == CUSTOM_WEIGHT) != callable(microbatch_weight):
             raise InputError(
                 "the artifact was compiled with a function as microbatch_weight; pass that to load"
@@ -133,7 +135,7 @@ class LoadedPipeline(PipelineBase):
         context.owners.ranks = owner_ranks(plan)
         super().__init__(context)
         self.training = plan.training
-        register_tensors(self, here)
+        register_tensors(self, made)
         self._calls = _ArtifactCalls(context, self._linked, microbatch_weight or plan.microbatch_weight)
         self._stream = StreamTraining(self._calls, context)
 
@@ -308,26 +310,22 @@ class _Batch:
 def _tensors_of(
     plan: Plan, saved: Mapping[str, Tensor], constants: Collection[str], ranks: Ranks
 ) -> ModelTensors:
-    """The tensors of this process's stages, on their devices. Those that were not saved are on meta."""
-    home_of = tensor_devices(plan, ranks.devices)
+    """The tensors of the plan, on their devices. Those that were not saved are on meta, or absent."""
+    owners, home_of = owner_ranks(plan), tensor_devices(plan, ranks.devices)
     made = {
-        value.name: _make(value, saved.get(value.name), home)
+        value.name: _make(value, saved.get(value.name), home_of[value.name])
         for value in plan.parameters + plan.buffers
-        if value.name not in constants and (home := home_of[value.name]) is not None
+        if value.name not in constants
     }
     parameters = {
-        v.name: nn.Parameter(made[v.name], made[v.name].is_floating_point())
-        for v in plan.parameters
-        if v.name in made
+        v.name: nn.Parameter(made[v.name], made[v.name].is_floating_point()) for v in plan.parameters
     }
     buffers = {v.name: made[v.name] for v in plan.buffers if v.name in made}
-    return ModelTensors(parameters, buffers, frozenset(buffers), {fqn: fqn for fqn in made})
-
-
-def _elsewhere(value: Value) -> nn.Parameter:
-    """A parameter that another process holds: its shape and type."""
-    made = _make(value, None, torch.device("meta"))
-    return nn.Parameter(made, made.is_floating_point())
+    tensors = ModelTensors(parameters, buffers, frozenset(buffers), {fqn: fqn for fqn in made})
+    for fqn, tensor in tensors.unique().items():
+        if home_of[fqn] is None:
+            release_elsewhere(fqn, tensor, f"on {format_ranks(owners[fqn])}")
+    return tensors
 
 
 def check_sync_spec(sync_spec: SyncSpec, optimizer: Factory | None, max_norm: float | None) -> None:
@@ -355,8 +353,8 @@ def check_sync_spec(sync_spec: SyncSpec, optimizer: Factory | None, max_norm: fl
         )
 
 
-def _make(value: Value, saved: Tensor | None, device: torch.device) -> Tensor:
-    if saved is not None:
+def _make(value: Value, saved: Tensor | None, device: torch.device | None) -> Tensor:
+    if saved is not None and device is not None:
         return saved.to(device)
     return torch.empty([int(d) for d in value.shape], dtype=getattr(torch, value.dtype), device="meta")
 

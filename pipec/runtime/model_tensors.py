@@ -1,7 +1,6 @@
 """The tensors of a model under their original names, in a tree of modules without its code."""
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from pipec.errors import InputError
 from pipec.ir import Plan
+from pipec.runtime.absent_tensors import hold, is_absent, plain_tensors
 from pipec.runtime.messages.call_description import format_names
 
 
@@ -70,7 +70,8 @@ class ModelTensors:
 
     def requires_grad_flags(self) -> tuple[bool, ...]:
         """The requires_grad flag of each parameter."""
-        return tuple([parameter.requires_grad for parameter in self.parameters.values()])
+        with plain_tensors():
+            return tuple([parameter.requires_grad for parameter in self.parameters.values()])
 
     def set_requires_grad(self, flags: Iterable[bool]) -> None:
         """Set requires_grad of the parameters."""
@@ -88,7 +89,7 @@ class ModelTensors:
 def _spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, str, bool]]:
     """First and last address of each tensor's elements, its name, and whether it is trained."""
     for fqn, tensor in tensors.items():
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+        if not is_absent(tensor) and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             length = 1 + sum((size - 1) * stride for size, stride in steps)
             start = tensor.data_ptr()
@@ -127,7 +128,7 @@ def restore_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def fill_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write values into the tensors of ``model``. Those that were emptied get memory again.
+    """Write values into the tensors of ``model``. Those that are absent get memory again.
 
     Raises:
         InputError: the model has no tensor of a name, or one of another shape, or on meta.
@@ -137,73 +138,16 @@ def fill_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for fqn, value in values.items():
         tensor = there.get(fqn)
         if tensor is not None and not tensor.is_meta and tensor.shape == value.shape:
-            tensor.copy_(value)
-        elif tensor is not None and not tensor.is_meta and tensor.shape == (0,):
-            tensor.data = value.to(tensor.device)
+            if is_absent(tensor):
+                hold(tensor, value.to(tensor.device, copy=True))
+            else:
+                tensor.copy_(value)
         else:
             found = "no such tensor" if tensor is None else f"{list(tensor.shape)} on {tensor.device}"
             raise InputError(
                 f"the model to gather into has {found} as {fqn}; expected {list(value.shape)} with memory: "
                 "pass the model that was compiled or one made as it was, after to_empty(...) if it is on meta"
             )
-
-
-@dataclass
-class EmptiedTensors:
-    """The shapes of the model's tensors that have no memory in this process between steps.
-
-    Other processes hold them, or they are sharded. Some may be gathered for a while.
-    """
-
-    layouts: dict[str, tuple[torch.Size, tuple[int, ...]]] = field(default_factory=dict)
-
-    def empty(self, tensors: Mapping[str, Tensor]) -> None:
-        """Free the memory of these tensors and of their gradients. They stay the same objects.
-
-        An empty gradient stays: it shows that there is a sharded one.
-        """
-        for fqn, tensor in tensors.items():
-            self.layouts.setdefault(fqn, (tensor.shape, tensor.stride()))
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            if tensor.grad is not None and tensor.grad.numel():
-                tensor.grad = None
-
-    def convert(self, tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Give the empty ones of ``tensors`` the dtype that ``function`` gives to tensors."""
-        for tensor in self._empty_now(tensors).values():
-            empty = function(tensor.data)
-            if empty.device == tensor.device:
-                tensor.data = empty
-
-    def shapes(self, tensors: Mapping[str, Tensor]) -> dict[int, torch.Size]:
-        """By ``id``, the shapes of the emptied ones of ``tensors`` in the whole model."""
-        return {id(tensors[fqn]): shape for fqn, (shape, _) in self.layouts.items()}
-
-    def shape(self, fqn: str, tensor: Tensor) -> torch.Size:
-        """The shape of a tensor in the whole model."""
-        return self.layouts[fqn][0] if fqn in self.layouts else tensor.shape
-
-    @contextlib.contextmanager
-    def materialized(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give empty tensors their shapes and undefined values inside a ``with``, to be captured.
-
-        They are on the CPU, where memory that nobody touches takes no room, or stay on meta.
-        """
-        gone = self._empty_now(tensors)
-        empty = {fqn: tensor.data for fqn, tensor in gone.items()}
-        for fqn, tensor in gone.items():
-            shape, stride = self.layouts[fqn]
-            device = tensor.device if tensor.is_meta else "cpu"
-            tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
-        try:
-            yield
-        finally:
-            for fqn, tensor in gone.items():
-                tensor.data = empty[fqn]
-
-    def _empty_now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        there = {fqn: tensor for fqn, tensor in tensors.items() if fqn in self.layouts}
-        return {fqn: tensor for fqn, tensor in there.items() if tensor.shape != self.layouts[fqn][0]}
 
 
 @dataclass

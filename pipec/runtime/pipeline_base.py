@@ -1,19 +1,18 @@
 """What compiled and loaded pipelines have in common: an ``nn.Module`` that trains on streams of batches."""
 
 import contextlib
-import sys
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
 from pipec.ir import Program
 from pipec.ir.argument_checks import FLAG, FUNCTION, NONE, NUMBER, check_arguments, instance
+from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.call_guard import CallGuard, LossIterator, exclusive_call
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.optimizers import PipelineOptimizer
@@ -21,6 +20,8 @@ from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.step.timestamps import RecordedStep
 from pipec.runtime.stream.call_arguments import ITERABLE
 from pipec.runtime.stream_training import StreamTraining
+from pipec.runtime.whole_model import WholeModel, local_optimizer_state
+from pipec.runtime.wrappers import refuse_wrappers
 
 
 class PipelineBase(nn.Module):
@@ -36,7 +37,7 @@ class PipelineBase(nn.Module):
         self._call_guard = CallGuard()
         self._context = context
         self._linked = LinkedArtifacts(self, context)
-        self._warned = False
+        self._whole = WholeModel(self, context, self._linked)
         if context.updates is not None:
             context.updates.optimizer.before_state_access = self.drain  # before its state is read or replaced
 
@@ -166,21 +167,6 @@ class PipelineBase(nn.Module):
         check_arguments(METHODS, locals())
         self._context.before_stop(call)
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        for parameter in super().parameters(recurse):
-            self._warn_if_clipping(sys._getframe(1).f_globals.get("__name__", ""))
-            yield parameter
-
-    def _warn_if_clipping(self, reader: str) -> None:
-        """Warn if torch's function, which knows this process's gradients alone, asks for the parameters."""
-        if self._context.is_distributed and not self._warned and reader == "torch.nn.utils.clip_grad":
-            self._warned = True
-            warnings.warn(
-                "torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...) clips by the norm of this rank's "
-                "stages alone; call pipe.clip_grad_norm_(...), which takes the norm of the whole model",
-                stacklevel=4,
-            )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, in less time."""
         if not set_to_none:
@@ -207,30 +193,68 @@ class PipelineBase(nn.Module):
                 "pipe.step(...) has already updated the parameters: the pipeline was compiled with "
                 "optimizer=...; pass clip_grad_norm=... to pipec.compile"
             )
-        if context.is_distributed:
-            context.require_same_call(f"clip_grad_norm_({max_norm}, {norm_type})", {})
-        own = dict(self.named_parameters())
-        dtypes = self._norm_dtypes()
-        table = torch.zeros(2, len(dtypes), dtype=torch.float64)  # whether there is a gradient, and its norm
-        norms_by_device: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
-        for column, fqn in enumerate(dtypes):
-            gradient = own[fqn].grad if fqn in own and context.owners.is_source(fqn) else None
-            if gradient is not None:
-                norms_by_device[gradient.device][column] = torch.linalg.vector_norm(gradient, norm_type)
-        for found in norms_by_device.values():  # one copy each: the host waits for it
-            table[0, [*found]] = 1
-            table[1, [*found]] = torch.stack([*found.values()]).to("cpu", torch.float64)
-        if context.is_distributed:
-            tables = context.ranks.agreement.all_gather("calling clip_grad_norm_", table)
-            table = torch.stack(tables).sum(0)
-        norms = [norm.to(dtype) for there, norm, dtype in zip(*table, dtypes.values(), strict=True) if there]
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
-        torch.nn.utils.clip_grads_with_norm_(list(own.values()), max_norm, total)
+        total = self._whole.total_norm(f"clip_grad_norm_({max_norm}, {norm_type})", None, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
         return total
 
-    def _norm_dtypes(self) -> dict[str, torch.dtype]:
-        """The type of the norm of each parameter of the whole model, in the model's order."""
-        return {value.name: getattr(torch, value.dtype) for value in self._artifact.plan.parameters}
+    @exclusive_call
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the whole model, under the model's names.
+
+        Under ``torchrun`` every rank calls this, unless each holds the whole model. Rank 0 gets copies on the
+        CPU, and the others get an empty dict; ``local_state_dict`` has what a rank holds itself.
+
+        Raises:
+            InputError: under ``torchrun``, not all ranks call it, or ``keep_vars`` asks for the tensors
+                themselves.
+        """
+        refuse_wrappers()
+        if not self._context.owners.are_spread:
+            return self._state(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        if kwargs.get("keep_vars", False) or any(args[2:]):
+            raise InputError(
+                "state_dict(keep_vars=True) asks for the tensors themselves, but the whole model's are on "
+                "several ranks; call state_dict() on every rank, or local_state_dict(), whose tensors share "
+                "memory with those of this rank"
+            )
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        names = self._state_names()
+        whole = self._gather("state_dict", set(names.values()), all_ranks=False)
+        for name, first in names.items():
+            if whole:
+                state[prefix + name] = whole[first]
+            else:
+                state.pop(prefix + name, None)
+        return state
+
+    def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+        """Copies of the tensors of the whole model that have these first names."""
+        return self._whole.gather(method, self._linked.all_tensors(), names, all_ranks)
+
+    def _state_names(self) -> dict[str, str]:
+        """The names of a state dict, each with the first name of its tensor."""
+        return {name: name for name in super().state_dict(keep_vars=True)}
+
+    @exclusive_call
+    def local_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """The state of this rank's stages, or with ``optimizer``, what this rank has of a script's optimizer.
+
+        In one process it is the whole. Where parameters are kept in shards, they are gathered and copied:
+        every rank then calls this.
+        """
+        if optimizer is not None:
+            return local_optimizer_state(optimizer)
+        return {name: x for name, x in self._state().items() if not is_absent(x)}
+
+    def _state(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of torch. What is kept in shards is gathered and copied."""
+        with self._linked.unsharded():
+            state = super().state_dict(*args, **kwargs)
+            updates = self._context.updates
+            if updates is None or not updates.sharded_names:
+                return state
+            return {name: x if is_absent(x) else x.detach().clone() for name, x in state.items()}
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Give the tensors on the meta device memory on ``device``. Others keep their values, and move there.
@@ -250,6 +274,33 @@ class PipelineBase(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._linked.clear()
         return self
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """As in torch. Wrappers look for attributes that they give to modules."""
+        refuse_wrappers()
+        return super().__getattr__(name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch."""
+        refuse_wrappers()
+        return super().named_modules(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: stages are compiled already."""
+        raise InputError(
+            "pipe.compile(...) would trace forward, which runs compiled stages on all ranks. Leave it out: "
+            'pipec.compile(..., kernels="inductor") compiles the code of each stage'
+        )
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch."""
+        refuse_wrappers()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        """Refuse: ``DataParallel`` calls this."""
+        refuse_wrappers()
+        raise InputError("a pipeline cannot be replicated; pass replicas=... to pipec.compile")
 
     def __reduce__(self) -> Any:
         raise InputError(

@@ -1,11 +1,13 @@
 """Which ranks hold each tensor of a model, and on which device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from pipec.ir import Plan
+from pipec.runtime.messages.agreement import Agreement
 from pipec.runtime.processes.launch import World
 
 
@@ -27,6 +29,24 @@ class TensorOwners:
     def is_here(self, fqn: str) -> bool:
         """Whether this process holds a tensor: its stage owns it."""
         return not self.world.is_distributed or self.world.rank in self.ranks.get(fqn, (0,))
+
+    @property
+    def are_spread(self) -> bool:
+        """Whether some ranks lack some of the tensors. All ranks know."""
+        return any(len(ranks) < self.world.size for ranks in self.ranks.values())
+
+    def is_elsewhere(self, fqn: str) -> bool:
+        """Whether a stage of another process owns a tensor, and none of this one."""
+        return fqn in self.ranks and not self.is_here(fqn)
+
+    def broadcast(
+        self, activity: str, fqn: str, tensor: Tensor, agreement: Agreement, ranks: Sequence[int]
+    ) -> Tensor:
+        """The values of a tensor, on the ranks that hold it and on ``ranks``. Every rank calls this."""
+        owner = self.source_rank(fqn)
+        given = tensor if self.is_source(fqn) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        others = [rank for rank in ranks if rank != owner]
+        return agreement.broadcast_tensor(owner, activity, given, others)
 
 
 def owner_ranks(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Floats, Ints
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
 from pipec.programs.message_readers import first_readers
 from pipec.programs.offload_intervals import copy_dependencies
 from pipec.timeline.events import Events, Timeline

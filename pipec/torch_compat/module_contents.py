@@ -70,9 +70,10 @@ class TensorMetadata(NamedTuple):
 
 def tensor_metadata(tensors: Sequence[Tensor]) -> TensorMetadata:
     """The current metadata of tensors."""
-    are_hooked = _any_in(map(_HOOKS, tensors))
-    hooked = [*map(has_gradient_hook, tensors)] if are_hooked else [False] * len(tensors)
-    return TensorMetadata([*map(_TENSOR_FIELDS, tensors)], hooked)
+    with torch._C.DisableTorchFunctionSubclass():  # a tenth of the time, for tensors of a subclass
+        are_hooked = _any_in(map(_HOOKS, tensors))
+        hooked = [*map(has_gradient_hook, tensors)] if are_hooked else [False] * len(tensors)
+        return TensorMetadata([*map(_TENSOR_FIELDS, tensors)], hooked)
 
 
 def _any_in(collections: Iterable[Iterable[object]]) -> bool:

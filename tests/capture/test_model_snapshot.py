@@ -113,11 +113,11 @@ def test_values_that_change_are_no_change() -> None:
 def test_states_of_equal_looks_are_equal() -> None:
     watched = model()
     snapshots = SnapshotCache(watched)
-    training = ModelState.of(snapshots.current(), Mode.TRAIN, {}, torch_modes())
+    training = ModelState.of(snapshots.current(), Mode.TRAIN, torch_modes())
     watched.eval()
-    evaluating = ModelState.of(snapshots.current(), Mode.TRAIN, {}, torch_modes())
+    evaluating = ModelState.of(snapshots.current(), Mode.TRAIN, torch_modes())
     watched.train()
-    again = ModelState.of(snapshots.current(), Mode.TRAIN, {}, torch_modes())
+    again = ModelState.of(snapshots.current(), Mode.TRAIN, torch_modes())
     assert training != evaluating
     assert training == again
     assert hash(training) == hash(again)

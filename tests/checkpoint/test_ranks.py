@@ -52,7 +52,7 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
             run.save(here / f"{layout}, before a step")
             losses[layout] = run.train(3, 6)
             if layout.endswith("parameters"):
-                shapes = {name: x.numel() for name, x in run.pipe.state_dict().items()}
+                shapes = {name: x.numel() for name, x in run.pipe.local_state_dict().items()}
                 assert any(piece.size < shapes[piece.name] for piece in run.pipe._context.updates.shards())
             run.save(here / layout, asynchronous=True)
             losses[layout] += run.train(6, 8)
@@ -130,9 +130,9 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         if rank == 1:
             (here / "saved" / "checkpoint.json").write_text("{}")
         torch.distributed.barrier()
-        before = {name: x.clone() for name, x in run.pipe.state_dict().items()}
+        before = {name: x.clone() for name, x in run.pipe.local_state_dict().items()}
         attempt("damaged", lambda: run.load(here / "saved"))
-        print(all(torch.equal(x, before[name]) for name, x in run.pipe.state_dict().items()))
+        print(all(torch.equal(x, before[name]) for name, x in run.pipe.local_state_dict().items()))
         print(run.train(3, 4) is not None)
         """,
     )

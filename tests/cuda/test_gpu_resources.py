@@ -14,7 +14,7 @@ import pipec
 from pipec.hardware.topology import Device, Level
 from pipec.ir import Mode
 from pipec.pipeline.collective_calls import CallRequest
-from pipec.runtime.model_tensors import EmptiedTensors
+from pipec.runtime.absent_tensors import is_absent, materialized, release_elsewhere
 
 GB = 1e9
 
@@ -136,10 +136,11 @@ def _resident() -> float:
 
 
 def test_what_other_ranks_hold_takes_no_memory_of_a_gpu_to_be_captured(gpu: torch.device) -> None:
-    weight, emptied = nn.Parameter(torch.ones(1024, 1024, device=gpu)), EmptiedTensors()
-    emptied.empty({"weight": weight})
+    weight = nn.Parameter(torch.ones(1024, 1024, device=gpu))
+    release_elsewhere("weight", weight, "on rank 1")
     before = torch.cuda.memory_allocated()
-    with emptied.materialized({"weight": weight}):
+    with materialized([weight]):
         assert weight.shape == (1024, 1024)
         assert torch.cuda.memory_allocated() == before
-    assert (weight.shape, weight.device) == ((0,), gpu)
+    assert is_absent(weight)
+    assert (weight.shape, weight.device) == ((1024, 1024), gpu)

@@ -38,6 +38,7 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
+from pipec.runtime.absent_tensors import hold, is_absent
 
 SAME = 1e-7
 """Relative: microbatches and replicas sum in another order than the whole batch, and training adds to it."""
@@ -287,7 +288,8 @@ def as_at_first(network: Network) -> Net:
     model.train()
     values = dict([*first.named_parameters(), *first.named_buffers()])
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        tensor.data, tensor.grad = values[name].data, None
+        hold(tensor, values[name].data)
+        tensor.grad = None
         tensor.requires_grad_(values[name].requires_grad)
     return model
 
@@ -481,8 +483,8 @@ class Loop:
     def value(self, name: str, how: str) -> None:
         """Change a parameter or a buffer."""
         tensor = dict([*self.model.named_parameters(), *self.model.named_buffers()])[name]
-        if tensor.numel() == 0:
-            return  # that of another process
+        if is_absent(tensor):
+            return
         if how == "in place":
             tensor.mul_(0.9)
         elif how == "copy":
@@ -502,7 +504,7 @@ class Loop:
     @torch.no_grad()
     def gradient(self, name: str, how: str) -> None:
         parameter = self.model.get_parameter(name)
-        if parameter.numel() == 0:
+        if is_absent(parameter):
             return
         if how == "set":
             parameter.grad = torch.full_like(parameter, 0.1)
@@ -715,7 +717,7 @@ class Piped(Loop):
         }
 
     def _is_held(self, name: str) -> bool:
-        return self.model.get_parameter(name).numel() > 0
+        return not is_absent(self.model.get_parameter(name))
 
 
 # what must be equal

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipec.runtime.absent_tensors import is_absent
+
 Inputs = Mapping[str, Any]
 
 
@@ -65,12 +67,12 @@ class StepResult:
 
     @classmethod
     def of(cls, loss: Tensor, model: nn.Module) -> "StepResult":
-        named = dict(model.named_parameters())
+        named = {fqn: x for fqn, x in model.named_parameters() if not is_absent(x)}
         return cls(
             loss,
             {fqn: parameter.grad.clone() for fqn, parameter in named.items() if parameter.grad is not None},
             {fqn: parameter.detach().clone() for fqn, parameter in named.items()},
-            {fqn: buffer.clone() for fqn, buffer in model.named_buffers()},
+            {fqn: buffer.clone() for fqn, buffer in model.named_buffers() if not is_absent(buffer)},
         )
 
 

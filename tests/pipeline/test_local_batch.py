@@ -142,7 +142,7 @@ def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path:
         rows = (5, 3)
         own = {name: part(pipe, rows, value) for name, value in whole.items()}
         loss, output = pipe.step(**own, outputs=True)
-        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
         worst = max(relative_error(g, plain.get_parameter(name).grad) for name, g in gradients.items())
         print(relative_error(loss, expected.loss.detach()) < 1e-6, worst < 1e-6)
         logits = part(pipe, rows, expected.logits.detach())

@@ -17,11 +17,11 @@ from torch import Tensor
 from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
 from pipec.runtime import InProcessTransport, Interpreter, World, resolve_devices, world
+from pipec.runtime.absent_tensors import is_absent, materialized, plain_tensors, release_elsewhere
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.distributed_transport import require_own_gpus
 from pipec.runtime.messages.message_buffers import ReceiveBuffer
 from pipec.runtime.model_tensors import (
-    EmptiedTensors,
     ModelTensors,
     fill_tensors,
     register_tensors,
@@ -63,21 +63,26 @@ def test_held_tensors_are_the_models_own() -> None:
     assert holder.kept is model.kept
 
 
-def test_emptied_tensors_hold_no_memory_and_get_their_shapes_for_a_while() -> None:
+def test_absent_tensors_hold_no_memory_and_get_some_for_a_while() -> None:
     model, holder = Tied(), torch.nn.Module()
-    tensors, emptied = ModelTensors.of(model), EmptiedTensors()
+    tensors = ModelTensors.of(model)
     register_tensors(holder, tensors)
-    unregister_tensors(holder, ["first.weight", "second.weight", "kept"])
-    emptied.empty({"first.weight": model.first.weight, "kept": model.kept})
-    assert holder.state_dict().keys() == {"first.bias", "second.bias"}
-    assert model.second.weight.untyped_storage().nbytes() == model.kept.untyped_storage().nbytes() == 0
-    with emptied.materialized(tensors.unique()):
-        assert model.first.weight.shape == (2, 2)
-        assert model.kept.shape == (1,)
-    assert model.first.weight.shape == model.kept.shape == (0,)
+    unregister_tensors(holder, ["first.bias"])
+    assert holder.state_dict().keys() == {"first.weight", "second.weight", "second.bias", "kept"}
+    release_elsewhere("first.weight", model.first.weight, "on rank 1")
+    release_elsewhere("kept", model.kept, "on rank 1")
+    with plain_tensors():
+        assert model.second.weight.untyped_storage().nbytes() == model.kept.untyped_storage().nbytes() == 4
+    with materialized(tensors.unique().values()):
+        assert not is_absent(model.first.weight)
+        assert model.first.weight.is_contiguous()
+    assert is_absent(model.first.weight)
+    assert is_absent(model.kept)
+    assert (model.first.weight.shape, model.kept.shape) == ((2, 2), (1,))
     fill_tensors(
         model, {"first.weight": torch.ones(2, 2), "second.weight": torch.ones(2, 2), "kept": torch.ones(1)}
     )
+    assert type(model.second.weight) is torch.nn.Parameter
     assert torch.equal(model.second.weight, torch.ones(2, 2))
     with pytest.raises(InputError, match=r"has \[2\] on cpu as first.bias; expected \[3\] with memory"):
         fill_tensors(model, {"first.bias": torch.ones(3)})

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipec.errors import InputError
 from pipec.ir import Bucket, ParameterShard
+from pipec.runtime.absent_tensors import hold, is_absent, release_sharded
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import StageOptimizer
 from pipec.runtime.stages.bucket_shard import BucketShard, flatten_parameters
@@ -88,15 +89,15 @@ class ShardedBucket:
         for rank, (shard, _) in self._members.items():
             shard.start_gather(group_of(rank, self._bucket.stage))
             for name, tensor in shard.finish_gather().items():
-                self._parameters[name].data = tensor
+                hold(self._parameters[name], tensor)
 
     def reshard(self) -> None:
         """Keep the shards of the current parameters, and free the rest."""
         if not self.keeps_parameters:
             for shard in self._shards:
                 shard.reshard_updated()
-            for parameter in self._parameters.values():
-                parameter.data = parameter.new_empty(0)
+            for name, parameter in self._parameters.items():
+                release_sharded(name, parameter)
 
     def release(self, group_of: GroupOf) -> None:
         """Gather parameters and gradients for good. All ranks call this."""
@@ -151,13 +152,13 @@ class ShardedBucket:
         """Take the shards of parameters that the script has given whole values."""
         dtype = self._shards[0].dtype
         for name, parameter in self._parameters.items():
-            if parameter.dtype == dtype and not parameter.untyped_storage().data_ptr():
+            if is_absent(parameter):
                 continue
             if parameter.dtype != dtype or parameter.numel() != self._size(name):
                 raise self._unlike(name)
             for shard in self._shards:
                 shard.set_parameter(name, parameter)
-            parameter.data = parameter.new_empty(0)
+            release_sharded(name, parameter)
 
     def _size(self, name: str) -> int:
         sharding = self._shards[0].sharding

@@ -1,0 +1,360 @@
+"""What utilities of torch do with a pipeline, and with its model, over two processes.
+
+``torch_utilities_script.py`` prints as JSON, for each utility, "right" if the result is the unsplit model's,
+or what the error says. A rank that goes on without either prints "silent".
+"""
+
+import contextlib
+import copy
+import io
+import json
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.utils as utils
+from torch import Tensor, nn, optim
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
+from torch.optim import swa_utils
+
+import pipec
+from pipec.runtime.absent_tensors import is_absent
+
+torch.manual_seed(0)
+X, Y = torch.randn(8, 6), torch.randn(8, 3)
+mse = nn.functional.mse_loss
+SCRATCH = Path(tempfile.gettempdir())
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+@dataclass
+class Trained:
+    """A pipeline and the unsplit model, after one step of each, and a file that every rank may read."""
+
+    net: nn.Module
+    pipe: Any
+    plain: nn.Module
+    file: Path
+
+    @classmethod
+    def after_a_step(cls, file: Path) -> "Trained":
+        return cls(model(), None, model(), file).compiled(steps=1)
+
+    def compiled(self, steps: int) -> "Trained":
+        self.net, self.plain = model(), model()
+        self.pipe = pipec.compile(self.net, devices=2, loss_fn=mse, microbatches=1, timeout=20.0)
+        for _ in range(steps):
+            self.pipe.step(X, target=Y)
+            mse(self.plain(X), Y).backward()
+        return self
+
+    def same(self, pipe: Any = None, plain: nn.Module | None = None) -> bool:
+        """Whether the whole state is the plain model's. Every rank calls this."""
+        found = (pipe or self.pipe).full_state_dict(all_ranks=True)
+        expected = (plain or self.plain).state_dict()
+        return all(torch.allclose(found[name], value) for name, value in expected.items())
+
+    def gradients(self) -> list[Tensor]:
+        return [each.grad for each in self.net.parameters() if each.grad is not None]
+
+    def absent(self) -> Tensor:
+        return next(filter(is_absent, self.net.parameters()))
+
+
+Case = Callable[[Trained], Any]
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected)
+
+
+def clipped(of: Callable[[Trained], Any], part: Callable[[nn.Module], nn.Module] = lambda x: x) -> Case:
+    """Clips by the norm of what ``of`` gives, as the plain model does by that of its ``part``."""
+
+    def case(t: Trained) -> bool:
+        expected = utils.clip_grad_norm_(part(t.plain).parameters(), 0.1)
+        found = utils.clip_grad_norm_(of(t), 0.1)
+        plain = dict(t.plain.named_parameters())
+        own = [(p.grad, plain[name].grad) for name, p in t.net.named_parameters() if p.grad is not None]
+        return close(found, expected) and all(close(*pair) for pair in own)
+
+    return case
+
+
+def averaged(**options: Any) -> Case:
+    """Averages three updates, of the pipeline and of the plain model."""
+
+    def case(t: Trained) -> bool:
+        found, expected = (swa_utils.AveragedModel(each, **options) for each in (t.pipe, t.plain))
+        for _ in range(3):
+            for average, source, owner in ((found, t.pipe, t.net), (expected, t.plain, t.plain)):
+                optim.SGD(owner.parameters(), 0.1).step()
+                average.update_parameters(source)
+        return t.same(found.module, expected.module)
+
+    return case
+
+
+def average_made_before(of: str) -> Case:
+    def case(t: Trained) -> None:
+        t.compiled(steps=0)
+        average = swa_utils.AveragedModel(getattr(t, of))
+        t.pipe.step(X, target=Y)
+        average.update_parameters(getattr(t, of))
+
+    return case
+
+
+def value_clipped(t: Trained) -> bool:
+    for each in (t.net, t.plain):
+        utils.clip_grad_value_(each.parameters(), 1e-3)
+        optim.SGD(each.parameters(), 0.1).step()
+    return t.same()
+
+
+def optimizer_state(t: Trained) -> bool:
+    own, plain = optim.Adam(t.pipe.parameters()), optim.Adam(t.plain.parameters())
+    own.step()
+    plain.step()
+    found, expected = own.state_dict(), plain.state_dict()
+    own.load_state_dict(found)
+    assert len(own.state) < len(plain.state)
+    pairs = [(found["state"][k], entries) for k, entries in expected["state"].items()]
+    return found["param_groups"] == expected["param_groups"] and all(
+        close(mine[key], theirs[key]) for mine, theirs in pairs for key in theirs
+    )
+
+
+def on_rank_0_alone(call: Callable[[Trained], object]) -> Case:
+    def case(t: Trained) -> None:
+        if dist.get_rank() == 0:
+            call(t)
+        t.pipe.step(X, target=Y)
+
+    return case
+
+
+def stepped(optimizer: Callable[..., optim.Optimizer]) -> Callable[[Trained], optim.Optimizer]:
+    def made(t: Trained) -> optim.Optimizer:
+        found = optimizer(t.pipe.parameters())
+        found.step()
+        return found
+
+    return made
+
+
+def copied(steps: int) -> Case:
+    def case(t: Trained) -> bool:
+        t.compiled(steps)
+        other = copy.deepcopy(t.pipe)
+        losses = [each.step(X, target=Y) for each in (t.pipe, other)]
+        plain = model()
+        plain.load_state_dict(t.pipe.full_state_dict(all_ranks=True))
+        return torch.equal(*losses) and t.same(other, plain)
+
+    return case
+
+
+def saved_whole(save: Callable[[Any, Path], object], load: Callable[[Path], Any]) -> Case:
+    def case(t: Trained) -> bool:
+        save(t.pipe, t.file.with_suffix(f".{dist.get_rank()}"))
+        dist.barrier()
+        whole = load(t.file.with_suffix(".0"))
+        t.pipe.load_state_dict({name: torch.zeros_like(value) for name, value in whole.items()})
+        t.pipe.load_state_dict(whole)
+        return t.same()
+
+    return case
+
+
+def dcp_saved(t: Trained) -> bool:
+    dcp.save(t.pipe.state_dict(), checkpoint_id=t.file.with_suffix(".dcp"))
+    whole = {name: torch.zeros_like(value) for name, value in t.plain.state_dict().items()}
+    dcp.load(whole, checkpoint_id=t.file.with_suffix(".dcp"))
+    t.pipe.load_state_dict(whole)
+    return t.same()
+
+
+def converted(of: str) -> Case:
+    def case(t: Trained) -> bool:
+        t.pipe.zero_grad()
+        getattr(t, of).double()
+        t.plain.double()
+        loss = t.pipe.step(X.double(), target=Y.double())
+        return close(loss, mse(t.plain(X.double()), Y.double())) and t.same()
+
+    return case
+
+
+def scaled(t: Trained) -> bool:
+    with torch.no_grad():
+        for each in (t.net, t.plain):
+            for parameter in each.parameters():
+                parameter.mul_(0.5).add_(0.1)
+    return t.same()
+
+
+def scaled_step(t: Trained) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optim.SGD(t.pipe.parameters(), 0.1))
+
+
+def sam_norm(gradients: list[Tensor]) -> Tensor:
+    """As the script of SAM that most copy."""
+    return torch.norm(torch.stack([(1.0 * each).norm(p=2) for each in gradients]), p=2)
+
+
+CASES: dict[str, Case] = {
+    "nn.utils.clip_grad_norm_(pipe.parameters())": clipped(lambda t: t.pipe.parameters()),
+    "nn.utils.clip_grad_norm_(model.parameters())": clipped(lambda t: list(t.net.parameters())),
+    "nn.utils.clip_grad_norm_ of one layer": clipped(lambda t: t.net[0].parameters(), lambda x: x[0]),
+    "nn.utils.get_total_norm": lambda t: close(
+        utils.get_total_norm(t.gradients(), float("inf")),
+        utils.get_total_norm([each.grad for each in t.plain.parameters()], float("inf")),
+    ),
+    "nn.utils.clip_grad_value_": value_clipped,
+    "torch._foreach_norm, put together": lambda t: torch.stack(torch._foreach_norm(t.gradients())).norm(),
+    "the norm of SAM": lambda t: sam_norm(t.gradients()),
+    "sum of squares of gradients": lambda t: sum(each.pow(2).sum() for each in t.gradients()),
+    "sum of squares of parameters": lambda t: sum(each.pow(2).sum() for each in t.pipe.parameters()),
+    "nn.utils.parameters_to_vector": lambda t: utils.parameters_to_vector(t.pipe.parameters()),
+    "nn.utils.vector_to_parameters": lambda t: utils.vector_to_parameters(
+        torch.zeros(1000), t.pipe.parameters()
+    ),
+    "nn.utils.parametrizations.weight_norm": lambda t: [
+        parametrizations.weight_norm(t.net[k]) for k in (0, 4)
+    ],
+    "nn.utils.parametrizations.spectral_norm": lambda t: [
+        parametrizations.spectral_norm(t.net[k]) for k in (0, 4)
+    ],
+    "nn.utils.prune.l1_unstructured": lambda t: [
+        prune.l1_unstructured(t.net[k], "weight", 0.5) for k in (0, 4)
+    ],
+    "nn.utils.fuse_linear_bn_eval": lambda t: utils.fuse_linear_bn_eval(t.net[2].eval(), t.net[3].eval()),
+    "nn.init.normal_": lambda t: [nn.init.normal_(each) for each in t.net.parameters()],
+    "in-place arithmetic with numbers": scaled,
+    "model.double()": converted("net"),
+    "pipe.double()": converted("pipe"),
+    "model.load_state_dict": lambda t: t.net.load_state_dict(t.plain.state_dict()),
+    "model(x)": lambda t: t.net(X),
+    "AveragedModel(pipe)": averaged(),
+    "AveragedModel(pipe), exponential, with buffers": averaged(
+        multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    ),
+    "AveragedModel(pipe) made before the first step": average_made_before("pipe"),
+    "AveragedModel(model)": lambda t: swa_utils.AveragedModel(t.net),
+    "AveragedModel(model) made before the first step": average_made_before("net"),
+    "swa_utils.update_bn(loader, pipe)": lambda t: swa_utils.update_bn([X], t.pipe),
+    "optimizer.state_dict()": optimizer_state,
+    "optimizer.state_dict() on rank 0 alone": on_rank_0_alone(lambda t: stepped(optim.Adam)(t).state_dict()),
+    "optim.LBFGS": lambda t: optim.LBFGS(t.pipe.parameters()).step(lambda: t.pipe.step(X, target=Y)),
+    "amp.GradScaler.step": scaled_step,
+    "func.functional_call(model, ...)": lambda t: torch.func.functional_call(
+        t.net, dict(t.net.named_parameters()), (X,)
+    ),
+    "func.functional_call(pipe, ...)": lambda t: torch.func.functional_call(
+        t.pipe, dict(t.plain.named_parameters()), (X,)
+    ),
+    "func.stack_module_state": lambda t: torch.func.stack_module_state([t.net, t.net]),
+    "copy.deepcopy(pipe)": copied(steps=1),
+    "copy.deepcopy(pipe) before the first step": copied(steps=0),
+    "copy.copy(pipe)": lambda t: copy.copy(t.pipe),
+    "copy.deepcopy(model)": lambda t: copy.deepcopy(t.net),
+    "pickle.dumps(pipe)": lambda t: pickle.dumps(t.pipe),
+    "pickle.dumps(model)": lambda t: pickle.dumps(t.net),
+    "torch.save(pipe.state_dict())": saved_whole(lambda p, f: torch.save(p.state_dict(), f), torch.load),
+    "torch.save(pipe.state_dict()) on rank 0 alone": on_rank_0_alone(lambda t: t.pipe.state_dict()),
+    "pipe.state_dict(keep_vars=True)": lambda t: t.pipe.state_dict(keep_vars=True),
+    "torch.save(model.state_dict())": lambda t: torch.save(t.net.state_dict(), io.BytesIO()),
+    "safetensors.torch.save_file(pipe.state_dict())": saved_whole(
+        lambda p, f: safetensors.torch.save_file(p.state_dict(), f), safetensors.torch.load_file
+    ),
+    "safetensors.torch.save_model(pipe)": saved_whole(
+        safetensors.torch.save_model, safetensors.torch.load_file
+    ),
+    "safetensors.torch.save_file(model.state_dict())": lambda t: safetensors.torch.save_file(
+        t.net.state_dict(), t.file
+    ),
+    "safetensors.torch.save_model(model)": lambda t: safetensors.torch.save_model(t.net, str(t.file)),
+    "tensor.numpy()": lambda t: t.absent().detach().numpy(),
+    "torch.from_dlpack": lambda t: torch.from_dlpack(t.absent().detach()),
+    "nn.parallel.DistributedDataParallel(pipe)": lambda t: DistributedDataParallel(t.pipe),
+    "nn.parallel.DistributedDataParallel(model)": lambda t: DistributedDataParallel(t.net),
+    "nn.DataParallel(pipe), on a CPU": lambda t: close(DataParallel(t.pipe)(X), t.plain(X)),
+    "nn.DataParallel(model)": lambda t: DataParallel(t.net)(X),
+    "distributed.fsdp.FullyShardedDataParallel(pipe)": lambda t: FullyShardedDataParallel(t.pipe),
+    "distributed.fsdp.FullyShardedDataParallel(model)": lambda t: FullyShardedDataParallel(t.net),
+    "distributed.fsdp.fully_shard(pipe)": lambda t: fully_shard(t.pipe),
+    "distributed.fsdp.fully_shard(model)": lambda t: fully_shard(t.net),
+    "distributed._composable.replicate(pipe)": lambda t: replicate(t.pipe),
+    "distributed.optim.ZeroRedundancyOptimizer": lambda t: ZeroRedundancyOptimizer(
+        t.pipe.parameters(), optim.SGD, lr=0.1
+    ),
+    "distributed.algorithms.model_averaging": lambda t: average_parameters(
+        iter([t.absent()]), dist.group.WORLD
+    ),
+    "distributed.checkpoint.save(pipe.state_dict())": dcp_saved,
+    "distributed.checkpoint.save(model.state_dict())": lambda t: dcp.save(
+        t.net.state_dict(), checkpoint_id=t.file.with_suffix(".refused")
+    ),
+    "distributed.checkpoint.state_dict.get_model_state_dict(pipe)": lambda t: get_model_state_dict(t.pipe),
+    "distributed.checkpoint.state_dict.get_state_dict(pipe)": lambda t: get_state_dict(
+        t.pipe, stepped(optim.Adam)(t)
+    ),
+    "distributed.broadcast(parameter)": lambda t: dist.broadcast(t.absent().data, 0),
+    "distributed.all_reduce(parameter)": lambda t: dist.all_reduce(t.absent().data),
+    "distributed.all_reduce(gradient)": lambda t: [dist.all_reduce(each) for each in t.gradients()],
+    "torch.compile(pipe)": lambda t: torch.compile(t.pipe, backend="eager"),
+    "pipe.compile()": lambda t: t.pipe.compile(),
+    "torch.compile(model)": lambda t: torch.compile(t.net, backend="eager")(X),
+    "torch.export.export(model)": lambda t: torch.export.export(t.net, (X,)),
+    "torch.jit.trace(model)": lambda t: torch.jit.trace(t.net, X),
+    "pipec.compile(model) once more": lambda t: pipec.compile(t.net, devices=2, loss_fn=mse, timeout=20.0),
+}
+"""By the utility as the table names it: what is done. True: the result is the unsplit model's."""
+
+
+def outcome(case: Case, trained: Trained) -> str:
+    try:
+        return "right" if case(trained) is True else "silent"
+    except pipec.InputError as error:
+        return " ".join(str(error).split())
+    except BaseException as error:  # torch wraps an error in one of its own, some of which are no Exception
+        said = " ".join(str(error).split())
+        return said if "this process has none of its values" in said else f"{type(error).__name__}: {said}"
+
+
+def outcomes(names: list[str]) -> Iterator[tuple[str, str]]:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
+        for number, name in enumerate(names):
+            shared: list[Any] = [folder]
+            dist.broadcast_object_list(shared)
+            file = Path(shared[0]) / f"case {number}"
+            yield name, outcome(CASES[name], Trained.after_a_step(file))
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    with contextlib.redirect_stdout(sys.stderr):
+        found = dict(outcomes(sys.argv[1:] or list(CASES)))
+    print(json.dumps(found))

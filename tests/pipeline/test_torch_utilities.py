@@ -1,0 +1,46 @@
+"""Torch's utilities over two processes: each is right or refuses, and the table of the docs says which."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from worker_processes import run_ranks
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "libraries.md"
+REMEDY = r"[Cc]all |[Ee]very rank calls|Leave it out|[Ll]eave out|Save |Use |clip_grad_norm_\("
+HEAD = "| torch, given a pipeline or its model | over several processes |\n| --- | --- |\n"
+
+
+def test_each_is_right_or_refuses_as_the_table_says(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    script = ROOT / "tests" / "helpers" / "torch_utilities_script.py"
+    ranks = [json.loads(printed) for printed in run_ranks(script, 2, tmp_path)]
+    lines = [line(name, [rank[name] for rank in ranks]) for name in ranks[0]]
+    before, found, after = re.split(rf"({re.escape(HEAD)}(?:\|.*\n)*)", PAGE.read_text())
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(before + HEAD + "".join(lines) + after)
+        return
+    assert found.splitlines() == (HEAD + "".join(lines)).splitlines()
+
+
+def line(name: str, ranks: list[str]) -> str:
+    """The row of a utility: what it does on both ranks."""
+    assert "silent" not in ranks, name
+    said = [short(each) for each in ranks]
+    assert len({each == "right" for each in said}) == 1, (name, ranks)
+    assert said[0] == "right" or all(re.search(REMEDY, each) for each in ranks), (name, ranks)
+    return f"| `{name}` | {said[0]} |\n"
+
+
+def short(said: str) -> str:
+    """The first words of an error, wherever torch has put it."""
+    if said == "right":
+        return said
+    if wrapped := re.search(r"(\w+ cannot use [\w.]+): it is on rank", said):
+        return f"InputError: {wrapped[1]}"
+    first = re.split(r"[:;,.] ", said.removeprefix("InputError: "))[0]
+    assert "Error" not in first, said
+    return f"InputError: {first}"

@@ -1,0 +1,223 @@
+"""What a process does not hold keeps shape and type, and refuses whatever would take it for values."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from pipec.errors import InputError
+from pipec.runtime.absent_tensors import (
+    copies_of_absent,
+    hold,
+    is_absent,
+    materialized,
+    release_elsewhere,
+    release_sharded,
+)
+from pipec.runtime.local_gradients import LocalGradient, mark_one, unmark
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A model whose first weight and whose buffers are on rank 1."""
+    made = network()
+    release_elsewhere("0.weight", made[0].weight, "on rank 1")
+    for name, buffer in made.named_buffers():
+        release_elsewhere(name, buffer, "on rank 1")
+    return made
+
+
+READS: dict[str, Callable[[nn.Module], object]] = {
+    "arithmetic with values": lambda m: m[0].weight + torch.ones(3, 4),
+    "a product": lambda m: m[0].weight @ torch.ones(4),
+    "a sum": lambda m: m[0].weight.sum(),
+    "a norm": lambda m: torch._foreach_norm([m[0].bias, m[0].weight]),
+    "a comparison": lambda m: m[0].weight == 0,
+    "a row": lambda m: m[0].weight[0],
+    "a loop": lambda m: list(m[0].weight),
+    "a number": lambda m: m[1].num_batches_tracked.item(),
+    "numpy": lambda m: np.asarray(m[1].running_mean),
+    "a clone": lambda m: m[0].weight.clone(),
+    "a copy": lambda m: torch.empty(3, 4).copy_(m[0].weight.detach()),
+    "copying values into it": lambda m: m[0].weight.data.copy_(torch.ones(3, 4)),
+    "new data": lambda m: setattr(m[0].weight, "data", torch.ones(3, 4)),
+    "memory": lambda m: m[0].weight.data_ptr(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "safetensors": lambda m: safetensors.torch.save(m.state_dict()),
+    "gradients by it": lambda m: torch.autograd.grad(m[0].bias.sum(), [m[0].weight]),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whoever_reads_what_is_not_there_learns_where_it_is(model: nn.Module, read: str) -> None:
+    with pytest.raises(InputError, match="on rank 1, and this process has none of its values"):
+        READS[read](model)
+
+
+def test_the_model_itself_is_not_called(model: nn.Module) -> None:
+    with pytest.raises(InputError, match=r"the model was called, not the pipeline: 0.weight is on rank 1"):
+        model(torch.ones(2, 4))
+
+
+def test_loading_into_it_says_so(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError, match=r"copy_ cannot use 0.weight: it is on rank 1"):
+        model.load_state_dict(network().state_dict())
+
+
+def test_shape_and_type_are_as_they_were(model: nn.Module) -> None:
+    for mine, plain in zip(model.state_dict().values(), network().state_dict().values(), strict=True):
+        assert (mine.shape, mine.dtype, mine.device) == (plain.shape, plain.dtype, plain.device)
+        assert mine.is_floating_point() == plain.is_floating_point()
+    weight = model[0].weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.requires_grad
+    assert weight.is_leaf
+    assert weight.grad is None
+    assert weight.numel() == 12
+    assert repr(weight) == "<0.weight: torch.float32, [3, 4], on rank 1>"
+    weight.requires_grad_(False)
+    assert not weight.requires_grad
+
+
+def test_types_follow_the_models(model: nn.Module) -> None:
+    weight = model[0].weight
+    model.double()
+    assert model[0].weight is weight
+    assert is_absent(weight)
+    assert weight.dtype == torch.float64
+    assert weight.shape == (3, 4)
+    assert all(map(is_absent, model.buffers()))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
+def test_an_optimizer_passes_it_over(
+    model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    plain = network()
+    made, expected = optimizer(model.parameters(), lr=0.1), optimizer(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for each in (model, plain):
+            for parameter in (each[0].bias, each[1].weight):
+                parameter.grad = torch.ones_like(parameter)
+        made.step()
+        expected.step()
+        made.zero_grad()
+    assert torch.equal(model[0].bias, plain[0].bias)
+    assert len(made.state) == len(expected.state)
+
+
+def test_arithmetic_of_numbers_and_absent_tensors_is_left_to_others(model: nn.Module) -> None:
+    weight, bias = model[0].weight, model[0].bias
+    with torch.no_grad():
+        assert weight.mul_(0.5).add_(1) is weight
+        assert is_absent(weight.detach() + (weight.double() - weight) / torch.tensor(3))
+        torch._foreach_lerp_([weight.data, bias], [weight.detach(), torch.ones(3)], 1.0)
+    assert torch.equal(bias, torch.ones(3))
+    with pytest.raises(InputError, match=r"_foreach_lerp_ cannot use 0.weight"):
+        torch._foreach_lerp_([weight.data], [torch.ones(3, 4)], 1.0)
+
+
+def test_shards_are_not_changed_by_what_no_rank_would_do() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = mark = torch.ones(2)
+    release_sharded("weight", parameter)
+    assert parameter.grad is mark
+    with pytest.raises(InputError, match="mul_ cannot use weight: it is kept in shards"):
+        parameter.data.mul_(2)
+    parameter.data = torch.zeros(2)
+    assert type(parameter) is nn.Parameter
+    assert parameter.grad is mark
+    assert torch.equal(parameter, torch.zeros(2))
+
+
+def test_values_come_back_to_the_same_object(model: nn.Module) -> None:
+    weight = model[0].weight
+    with materialized(model.parameters()):
+        assert type(weight) is nn.Parameter
+        assert weight.stride() == (4, 1)
+    assert is_absent(weight)
+    hold(weight, torch.ones(3, 4))
+    assert type(weight) is nn.Parameter
+    assert torch.equal(weight, torch.ones(3, 4))
+    assert not vars(weight)
+
+
+def test_a_copy_of_the_model_lacks_the_same(model: nn.Module) -> None:
+    copied = copy.deepcopy(model, copies_of_absent([*model.parameters(), *model.buffers()]))
+    assert [*map(is_absent, copied.parameters())] == [*map(is_absent, model.parameters())]
+    assert copied[0].weight is not model[0].weight
+
+
+# gradients of one rank
+
+
+@pytest.fixture
+def gradients(model: nn.Module) -> Iterator[list[Tensor]]:
+    for parameter in (model[0].bias, model[1].weight):
+        parameter.grad = torch.ones_like(parameter)
+    mark_one(model.parameters())
+    yield [each.grad for each in model.parameters() if each.grad is not None]
+    unmark(model.parameters())
+    assert [type(each.grad) for each in model.parameters() if each.grad is not None] == [Tensor, Tensor]
+
+
+TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
+    "of norms": lambda g: torch.stack([each.norm() for each in g]).norm(),
+    "as SAM's": lambda g: torch.norm(torch.stack([(1.0 * each).norm(p=2).to("cpu") for each in g]), p=2),
+    "of lists": lambda g: torch.stack(torch._foreach_norm(g)),
+    "of squares": lambda g: sum((each**2).sum() for each in g),
+    "of data": lambda g: sum(each.data.norm(2) ** 2 for each in g),
+    "of maxima": lambda g: max(each.norm(float("inf")) for each in g),
+    "of one vector": lambda g: torch.cat([each.flatten() for each in g]).norm(),
+}
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_totals_of_one_ranks_gradients_are_refused(gradients: list[Tensor], total: str) -> None:
+    with pytest.raises(InputError, match="of this rank's stages alone"):
+        TOTALS[total](gradients)
+
+
+def test_numbers_of_one_gradient_are_said_to_be_that(gradients: list[Tensor]) -> None:
+    with pytest.warns(UserWarning, match="the norm of one parameter's gradient on this rank"):
+        assert gradients[0].norm().item() == pytest.approx(3**0.5)
+
+
+def test_a_gradient_of_one_rank_is_a_gradient_to_all_else(gradients: list[Tensor]) -> None:
+    first = gradients[0]
+    assert isinstance(first, LocalGradient)
+    assert type(first.clone()) is type(copy.deepcopy(first)) is type(first + 1) is Tensor
+    file = io.BytesIO()
+    torch.save(first, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), torch.ones(3))
+    assert first.abs().mean().item() == 1
+    assert first.numpy().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("deepspeed", "initialize", "deepspeed.initialize cannot take a pipeline"),
+        ("torch.nn.parallel.replicate", "replicate", "DataParallel cannot take a pipeline"),
+    ],
+)
+def test_a_wrapper_is_named_whatever_it_reads(model: nn.Module, module: str, name: str, said: str) -> None:
+    """The libraries themselves need GPUs; here they are functions of their names that read a device."""
+    scope: dict[str, Callable[..., object]] = {"__name__": module}  # type: ignore[dict-item]
+    exec(f"def {name}(model):\n    return [each.device for each in model.parameters()]", scope)
+    with pytest.raises(InputError, match=said):
+        scope[name](model)
