@@ -94,7 +94,8 @@ def capture(
     """
     refuse_kv_cache(call)
     if mode is Mode.TRAIN:
-        _check_gradients(model, call)
+        refuse_input_gradients(call)
+        _refuse_gradient_hooks(model)
     step = make_traced_step(model, loss_fn, mode, call, outputs, variables)
     rewrite_loss = rewrite_loss or mode is Mode.FORWARD
     with ExitStack() as stack:
@@ -174,14 +175,18 @@ def _first_success(
     raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
 
 
-def _check_gradients(model: nn.Module, call: ModelCall) -> None:
-    """Refuse uses of gradients that a pipeline would not reproduce."""
+def refuse_input_gradients(call: ModelCall) -> None:
+    """Raise InputError if an argument requires a gradient, which no step computes."""
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise InputError(
                 f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
                 f"pass it detached, or make it a parameter of the model"
             )
+
+
+def _refuse_gradient_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients that a pipeline would not call."""
     for path, module in model.named_modules():
         if torch_compat.has_partial_backward_hook(module):
             raise CaptureError(

@@ -19,6 +19,7 @@ from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_snapshot import ModelSnapshot, same_objects
 from pipec.capture.model_state import ModelState, torch_modes
+from pipec.capture.tracer import refuse_input_gradients
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature, CollectiveCall
 from pipec.compiler.compiler import Compiler
@@ -293,6 +294,8 @@ class CallAgreement:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
         check_autocast(self._compiler.settings.precision, self._compiler.settings.device, mode)
         key, leaves = CallKey.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
+        if mode is Mode.TRAIN and (key is None or any(map(_requires_grad, leaves))):
+            refuse_input_gradients(ModelCall(args, kwargs, target))
         cached = self.checked_calls.get(key) if key else None
         if cached is None:
             cached = self._checked(mode, args, kwargs, target)
@@ -316,6 +319,10 @@ class CallAgreement:
 
     def _divided(self, call: ModelCall) -> ModelCall:
         return with_batch_axes(call, self.batched, positional_names(self._compiler.model), self.known_splits)
+
+
+def _requires_grad(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 _TRAINED, _ROWS = 2, 3

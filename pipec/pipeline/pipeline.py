@@ -24,10 +24,12 @@ from pipec.pipeline.compiled_calls import CompiledCalls, output_of
 from pipec.pipeline.inspection import add_recorded_steps, draw_timelines, predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.pipeline.owned_tensors import OwnedTensors
+from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.call_guard import exclusive_call
+from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, StepLoss
 from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
@@ -97,7 +99,7 @@ class Pipeline(PipelineBase):
         request = CallRequest("step", Mode.TRAIN, outputs)
         collective_call = self._calls.agree(request, args, kwargs, target)
         self._stream.leave_last()
-        return self._calls.train(collective_call)
+        return _explaining(self._calls.train(collective_call), STEP_LOSS)
 
     @exclusive_call
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
@@ -106,7 +108,7 @@ class Pipeline(PipelineBase):
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
         request = CallRequest("eval_step", Mode.LOSS, outputs)
-        return self._calls.loss(self._calls.agree(request, args, kwargs, target))
+        return _explaining(self._calls.loss(self._calls.agree(request, args, kwargs, target)), EVAL_LOSS)
 
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +125,50 @@ class Pipeline(PipelineBase):
         request = CallRequest("prepare", Mode.TRAIN, outputs)
         self._calls.compiled(self._calls.agree(request, args, kwargs, target))
         return self
+
+    def as_module(self, outputs: bool = False) -> PipelineModule:
+        """A module that a loop takes for the model, since its loss has a ``backward``.
+
+        In training mode and with gradients enabled, ``loss = module(...)`` runs one step, whose gradients are
+        kept apart; ``loss.backward()``, or that of what is computed of the loss, adds them to ``.grad``,
+        times the gradient of the loss. Every rank calls it, and with the same factor. A loss computed outside
+        of other outputs has no gradients. In evaluation mode, or under ``torch.no_grad()``, a call returns
+        the model's output with its loss. The target of a ``loss_fn`` is passed as ``target=...``.
+
+        Args:
+            outputs: in training, return the output of the model, with its loss; or with ``loss_fn``, a tuple
+                of loss and output. All ranks then receive the output of the whole batch. Otherwise the module
+                returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``.
+
+        Raises:
+            InputError: the pipeline was compiled with ``optimizer``, so that a step updates the parameters.
+        """
+        check_arguments(METHOD_ARGUMENTS, locals())
+        if self._context.updates is not None:
+            raise InputError(
+                "the pipeline was compiled with optimizer=..., so its steps update the parameters, and leave "
+                "nothing for backward() to do; call pipe.step(...), or compile it without optimizer and use "
+                "your own"
+            )
+        return PipelineModule(self, self._compiler.model, outputs)
+
+    @property
+    def has_loss_fn(self) -> bool:
+        """Whether the loss is that of a ``loss_fn``, which takes a target, and not the model's own."""
+        return self._compiler.settings.loss_fn is not None
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes hold the parameters."""
+        return self._context.ranks.count if self._context.is_distributed else 1
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Each parameter of the model once, among them those that other processes hold."""
+        return list(self._owned.tensors.unique_parameters().values())
+
+    def report_backward(self, step: int, factor: Tensor) -> None:
+        """Let the next call compare with the other ranks that ``backward`` of a step was called."""
+        self._context.report_backward(step, factor)
 
     @exclusive_call
     def join(self, after_update: Callable[[], object] | None = None) -> int:
@@ -445,3 +491,11 @@ class Pipeline(PipelineBase):
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.stopwatch.seconds)
+
+
+def _explaining(result: Any, explanation: str) -> Any:
+    """What a step returns, a loss or a tuple of loss and output, with a loss that explains its backward."""
+    if isinstance(result, tuple):
+        loss, output = result
+        return StepLoss.of(loss, explanation), output
+    return StepLoss.of(result, explanation)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from pipec.errors import InputError
+from pipec.runtime.loss_tensors import STEP_LOSS, StepLoss
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -72,7 +73,7 @@ class LossIterator(Iterator[Tensor]):
     def __next__(self) -> Tensor:
         self._call_guard.begin("stream")
         try:
-            return next(self._losses)
+            return StepLoss.of(next(self._losses), STEP_LOSS)
         finally:
             self._call_guard.end()
 

@@ -53,6 +53,7 @@ class PipelineContext:
         self.stream_session: StreamSession | None = None
         self.undelivered: Sequence[BatchResult] = ()
         self._batch_advice = batch_advice
+        self._backward_factors: dict[int, Tensor] = {}
         self._before_stop: list[Callable[[], object]] = []
         self._process = os.getpid()
 
@@ -102,11 +103,20 @@ class PipelineContext:
         call = f"{kind}, after {self.steps.num_steps} steps"
         return self.ranks.agreement.require_same_call(
             f"calling {call}",
-            {"call": call, **call_description},
+            {"call": call, **self._backward_since_last_call(), **call_description},
             functools.partial(_mismatch_message, advice=self._batch_advice),
             reply_values,
             call_role,
         )
+
+    def report_backward(self, step: int, factor: Tensor) -> None:
+        """Note that the gradients of a step were added to ``.grad``, times ``factor``."""
+        if self.is_distributed:
+            self._backward_factors[step] = factor
+
+    def _backward_since_last_call(self) -> CallDescription:
+        factors, self._backward_factors = sorted(self._backward_factors.items()), {}
+        return {f"backward of step {step}": f"times {factor.item():.9g}" for step, factor in factors}
 
     def describe_updates(self) -> CallDescription:
         """The settings of the optimizer that must be equal on all ranks."""
@@ -162,6 +172,17 @@ def _mismatch_message(every: Sequence[CallDescription], advice: str) -> str:
         )
     if failed := [rank for rank, description in enumerate(every) if "refused" in description]:
         return f"{kind} cannot use the arguments of {format_ranks(failed)}:\n{every[failed[0]]['refused']}"
+    backwards = [
+        {name: value for name, value in description.items() if name.startswith("backward of ")}
+        for description in every
+    ]
+    if any(each != backwards[0] for each in backwards):
+        return (
+            "the ranks did not call backward alike on the losses of pipe.as_module():\n"
+            f"{describe_differences(backwards)}\nEvery rank calls it on the loss of the same steps, times "
+            "the same factor, since each adds the gradients of its own stages; see that no `if rank == ...` "
+            "keeps one away, and that the factor does not depend on the rank"
+        )
     settings = [
         {name: value for name, value in description.items() if _is_of_optimizer(name)}
         for description in every
