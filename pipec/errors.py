@@ -11,6 +11,10 @@ class PipecError(Exception):
     """Any error of pipec's own."""
 
 
+class PipecWarning(UserWarning):
+    """Results may differ from what the script expects. ``-W error::pipec.errors.PipecWarning`` stops there."""
+
+
 class CaptureError(PipecError):
     """The model cannot be captured as one graph."""
 

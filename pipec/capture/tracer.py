@@ -162,7 +162,7 @@ def _first_success(
         except PipecError:
             raise
         except Exception as error:
-            log.info(
+            log.debug(
                 "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", error_summary(error)
             )
             errors.append(error)
@@ -350,7 +350,7 @@ class _Tracer:
             with self._branches.deciding(sample, symbolic=True):
                 captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
-            log.info("nothing shows which tensors are split: %s", error_summary(error))
+            log.debug("nothing shows which tensors are split: %s", error_summary(error))
             return None
         return captured if all_share_batch_symbol(captured.module, self._call) else None
 
@@ -365,7 +365,7 @@ class _Tracer:
             with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
                 module = front_end(self._step, sample.tree, []).module
         except Exception as error:
-            log.info("the whole batch cannot be captured: %s", error_summary(error))
+            log.debug("the whole batch cannot be captured: %s", error_summary(error))
             return WholeBatchCapture(None, rows, batch_size)
         split_recurrent_layers(module)
         describe_branches(module)

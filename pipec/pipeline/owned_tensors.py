@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipec.capture.model_snapshot import ModelSnapshot, SnapshotCache, modules_of, same_objects, tensors_of
 from pipec.compiler.compiler import Compiler
-from pipec.console import log
+from pipec.console import notice
 from pipec.errors import InputError, PlanError
 from pipec.ir import Plan
 from pipec.runtime.linked_artifacts import LinkedArtifacts
@@ -90,7 +90,7 @@ class OwnedTensors:
             known = {fqn: x for fqn, x in unique.items() if first or fqn in new}
             for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
-                log(f"pipec: {differed}, and start with rank 0's: {format_names(names)}")
+                notice(f"{differed}, and start with rank 0's: {format_names(names)}")
         self._replicate_read_only_buffers(plan)
         self._owners.ranks = owner_ranks(plan) | self._owners.ranks
         elsewhere = {fqn for fqn in unique if fqn in self._owners.ranks and not self._owners.is_here(fqn)}
@@ -187,10 +187,7 @@ class OwnedTensors:
             model.refuse_shared_memory()
             self._require_optimized(model, names)
             self._linked.unshard()
-            log(
-                "pipec: the model has other tensors than before, which are trained now: "
-                f"{format_names(names)}"
-            )
+            notice(f"the model has other tensors than before, which are trained now: {format_names(names)}")
             unregister_tensors(self._module, names)
             register_tensors(self._module, model.select(names))
             for fqn in names:

@@ -8,14 +8,13 @@ The step computes the gradients, and ``backward`` commits them::
 
 import functools
 import inspect
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.loss_tensors import ModuleLoss
 from pipec.torch_compat import pytree
@@ -205,13 +204,9 @@ class _DroppedSteps:
         if self.count < 2 or self._has_warned:
             return
         self._has_warned = True
-        depth, frame = 1, sys._getframe()
-        while frame.f_back and frame.f_globals.get("__name__", "").startswith(("pipec.", "torch.")):
-            depth, frame = depth + 1, frame.f_back
-        warnings.warn(
+        warn(
             f"backward() was not called on the losses of {self.count} steps of pipe.as_module(), whose "
-            "gradients were dropped; call it, or compute losses that train nothing under torch.no_grad()",
-            stacklevel=depth,
+            "gradients were dropped; call it, or compute losses that train nothing under torch.no_grad()"
         )
 
 

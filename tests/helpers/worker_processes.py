@@ -1,6 +1,7 @@
 """Processes that run as ranks over gloo: forks of one that has imported torch, pipec and a model."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import random
@@ -176,8 +177,11 @@ def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
 
 
 def printing(printed: Path, task: Callable[..., None], *arguments: Any) -> None:
-    """``task`` prints into a file."""
+    """``task`` prints into a file, with what pipec logs."""
     with printed.open("w") as file, contextlib.redirect_stdout(file):
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("pipec: %(message)s"))
+        logging.getLogger("pipec").addHandler(handler)
         task(*arguments)
 
 

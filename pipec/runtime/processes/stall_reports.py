@@ -1,10 +1,11 @@
 """Reports of long waits on the console, and descriptions of waiting ranks for messages."""
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from pipec.console import logger
 
 STALL_SECONDS = 10.0
 """A wait of so many seconds, or a quarter of the timeout, is reported, and again each time it doubles."""
@@ -80,7 +81,7 @@ class StallReporter:
 
 
 def _report(text: str) -> None:
-    print(f"pipec: {text}", file=sys.stderr, flush=True)
+    logger.warning("%s", text)
 
 
 def describe_absent_rank(rank: int, last_activity: str, is_silent: bool) -> str:
