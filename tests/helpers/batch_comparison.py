@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.errors import ExecutionError, PipecError
+from pipec.errors import ExecutionError, PipecError, PipecWarning
 from pipec.torch_compat import pytree
 
 TOLERANCE = 1e-9
@@ -242,7 +242,7 @@ def logged_batch_warnings() -> Iterator[list[str]]:
             told.messages += [
                 str(each.message)
                 for each in caught
-                if re.search(r"\bpipec\b|\bmicrobatch", str(each.message))
+                if each.category is PipecWarning or re.search(r"\bmicrobatch", str(each.message))
             ]
     finally:
         log.removeHandler(told)

@@ -137,7 +137,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "assigned": (lambda net, _: net.load_state_dict(assigned(net), assign=True), "first.weight"),
     "parameter": (lambda net, _: setattr(net.first, "bias", nn.Parameter(torch.ones(8))), "first.bias"),
-    "mode": (lambda net, _: net.eval(), "training or evaluation mode of the model and"),
+    "mode": (lambda net, _: net.eval(), "recompiling: the model was switched to eval mode"),
 }
 
 
