@@ -19,7 +19,7 @@ from pipec.ir import Mode, Plan, RankMemory
 from pipec.ir.argument_checks import check_arguments
 from pipec.options import Options
 from pipec.pipeline.checkpointing import Checkpoints
-from pipec.pipeline.collective_calls import LOCAL_BATCH_ADVICE, CallAgreement, CallRequest
+from pipec.pipeline.collective_calls import CallAgreement, CallRequest, local_batch_advice
 from pipec.pipeline.compiled_calls import CompiledCalls, output_of
 from pipec.pipeline.inspection import add_recorded_steps, draw_timelines, predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
@@ -32,7 +32,8 @@ from pipec.runtime.call_guard import exclusive_call
 from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, StepLoss
 from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
-from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
+from pipec.runtime.pipeline_context import PipelineContext
+from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.stream_training import StreamTraining
@@ -59,7 +60,7 @@ class Pipeline(PipelineBase):
         updates: OptimizerUpdates | None,
         options: Options,
     ) -> None:
-        advice = LOCAL_BATCH_ADVICE if options.batch == "local" else SAME_BATCH_ADVICE
+        advice = local_batch_advice if options.batch == "local" else same_batch_advice
         context = PipelineContext(ranks, updates, batch_advice=advice)
         super().__init__(context)
         self.training = compiler.model.training

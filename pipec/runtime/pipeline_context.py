@@ -12,6 +12,7 @@ from pipec.runtime.messages.agreement import CallRole, RankReply
 from pipec.runtime.messages.call_description import CallDescription, describe_differences, format_ranks
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS, exit_all_ranks
+from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -20,14 +21,6 @@ from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.stream_session import StreamSession
 from pipec.runtime.tensor_owners import TensorOwners
 
-SAME_BATCH_ADVICE = (
-    "Every rank passes the same whole mini-batch, which pipec splits into microbatches. Leave out what "
-    "gives each rank a part or an order of its own, such as a DistributedSampler or a seed by rank; or "
-    'pass batch="rank0" to pipec.compile, and every rank uses rank 0\'s, or batch="local", and replicas '
-    "pass their own parts. If the batches should be the same, one rank made a call that others did not"
-)
-"""What to do if the ranks passed different batches, and all should pass the same."""
-
 
 class PipelineContext:
     """The state of a pipeline between its calls.
@@ -35,7 +28,7 @@ class PipelineContext:
     ``trained`` is the artifact that ``step`` runs, None until it is compiled. ``stream_session`` runs the
     mini-batches of an asynchronous stream; the results of those that it has completed, and whose losses the
     loop is still to be given, are ``undelivered``. ``logs`` has by name what the loss function of the last
-    step returned besides the loss. ``batch_advice`` tells ranks that passed different batches what to do.
+    step returned besides the loss. ``batch_advice`` says to ranks that passed different batches what to do.
     """
 
     def __init__(
@@ -43,7 +36,7 @@ class PipelineContext:
         ranks: Ranks,
         updates: OptimizerUpdates | None,
         trained: Artifact | None = None,
-        batch_advice: str = SAME_BATCH_ADVICE,
+        batch_advice: Callable[[], str] = same_batch_advice,
     ) -> None:
         self.ranks, self.updates, self.trained = ranks, updates, trained
         self.is_distributed = ranks.world.is_distributed
@@ -153,7 +146,7 @@ class PipelineContext:
             exit_all_ranks(signals, self.steps.num_steps, self._before_stop)
 
 
-def _mismatch_message(every: Sequence[CallDescription], advice: str) -> str:
+def _mismatch_message(every: Sequence[CallDescription], advice: Callable[[], str]) -> str:
     """How the ranks' descriptions of a call differ. ``advice`` is for batches that differ."""
     kind = every[0]["call"].partition(",")[0]
     if len({description["call"] for description in every}) > 1:
@@ -167,8 +160,7 @@ def _mismatch_message(every: Sequence[CallDescription], advice: str) -> str:
         batches = [{"batches": description.get("batches", "another one")} for description in every]
         return (
             f"the ranks' streams do not have the same batches:\n{describe_differences(batches)}\nEvery rank "
-            "iterates over the same batches, and as many; leave out what gives each rank a part, such as a "
-            "DistributedSampler"
+            f"iterates over the same batches, and as many. {advice()}"
         )
     if failed := [rank for rank, description in enumerate(every) if "refused" in description]:
         return f"{kind} cannot use the arguments of {format_ranks(failed)}:\n{every[failed[0]]['refused']}"
@@ -193,7 +185,7 @@ def _mismatch_message(every: Sequence[CallDescription], advice: str) -> str:
             "rank makes the same changes to pipe.optimizer, and the same schedulers step on all of them; "
             "where ranks join, pipe.join(scheduler.step) does so"
         )
-    return f"the ranks passed different batches to {kind}:\n{describe_differences(every)}\n{advice}"
+    return f"the ranks passed different batches to {kind}:\n{describe_differences(every)}\n{advice()}"
 
 
 def _is_of_optimizer(name: str) -> bool:

@@ -67,8 +67,8 @@ def test_other_batches_are_refused_on_every_rank_before_anything_changes(tmp_pat
     ].split("loss ")
     assert values.startswith("the ranks passed different batches to step:\n  args[0]: float32[8, 6], values ")
     assert " on rank 0; float32[8, 6], values " in values
-    assert 'batch="rank0"' in values
-    assert "DistributedSampler" in values
+    assert 'batch="rank0" uses what rank 0 passes and drops the rest' in values
+    assert "DistributedSampler(num_replicas=pipe.num_replicas" in values
     assert "target" not in values
     assert "  rows: 8 on rank 0; 4 on rank 1\n" in rows
     assert "float64[8, 6]" in kind
@@ -77,6 +77,27 @@ def test_other_batches_are_refused_on_every_rank_before_anything_changes(tmp_pat
         "the ranks do not make the same calls:\n  call: eval_step, after 1 steps on rank 0"
     )
     assert fine.strip() == "True"
+
+
+def test_a_loader_that_shards_the_data_is_named_and_not_silenced(tmp_path: Path) -> None:
+    """The error names the sampler, and never recommends ``batch="rank0"``, which warns of it too."""
+    body = """
+        import warnings
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+        warnings.showwarning = lambda message, *given: print("warned:", message)
+        data = TensorDataset(x, y)
+        loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, rank))
+        for batch in ("same", "rank0"):
+            pipe = compiled(model(), batch=batch)
+            for rows, target in loader:
+                attempt(lambda: pipe.step(rows, target=target))
+    """
+    for printed in told(tmp_path, body):
+        refused, warned = printed.split("warned:")
+        assert "DistributedSampler(num_replicas=2) gives each rank a part of the data of its own" in refused
+        assert 'batch="rank0" would drop the other ranks\' parts' in refused
+        assert "the other parts train nothing" in warned
+        assert "InputError" not in warned
 
 
 def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
