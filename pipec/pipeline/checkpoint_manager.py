@@ -5,6 +5,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class CheckpointManager:
         newest = self._directory / names[-1]
         extra = pipe.load_checkpoint(newest, optimizer=optimizer, scheduler=scheduler)
         self._saved = pipe.num_steps
-        notice(f"goes on after step {pipe.num_steps}, from {newest}")
+        written = datetime.fromtimestamp(newest.stat().st_mtime)
+        notice(f"goes on after step {pipe.num_steps}, from {newest}, written on {written:%Y-%m-%d at %H:%M}")
         return extra
 
     def step(
