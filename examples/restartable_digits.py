@@ -61,8 +61,8 @@ def main() -> None:
     checkpoints.resume(pipe, scheduler=scheduler)
     if pipe.num_steps >= args.steps:
         pipec.log(
-            f"the run in {args.directory} has made its {pipe.num_steps} steps: pass another --directory for a "
-            "new one, or more --steps"
+            f"the run in {args.directory} has made its {pipe.num_steps} steps: pass another --directory for "
+            "a new one, or more --steps"
         )
 
     while pipe.num_steps < args.steps:
