@@ -30,7 +30,7 @@ from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
 from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall
 from pipec.capture.normalize import TracedCall, training_graph
-from pipec.capture.number_operators import checkpoints, number_operators
+from pipec.capture.number_operators import number_operators
 from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.split_recurrent import split_recurrent_layers
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names
@@ -283,7 +283,6 @@ class _Tracer:
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
         _warn_of_changed_state(self._step.model, captured.changed_state)
-        _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
         first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
         if first_collective and self.has_traced_backward:
             raise CaptureError(
@@ -418,13 +417,4 @@ def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
             "them alone. State that changes from step to step belongs into a registered buffer.",
             path,
             type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
-        )
-
-
-def _warn_of_checkpoints(calls: Sequence[str]) -> None:
-    """Say that pipec decides what is computed again, and not the model."""
-    if calls:
-        log.warning(
-            "torch.utils.checkpoint at %s is not followed: memory_limit=... and recompute=... decide instead",
-            ", ".join(dict.fromkeys(calls)),
         )

@@ -29,7 +29,7 @@ from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.call_guard import exclusive_call
-from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, StepLoss
+from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, ForwardOutput, StepLoss
 from pipec.runtime.model_tensors import EmptiedTensors, ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.pipeline_context import PipelineContext
@@ -39,6 +39,7 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.stream_training import StreamTraining
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace
+from pipec.torch_compat import pytree
 
 
 class Pipeline(PipelineBase):
@@ -118,7 +119,10 @@ class Pipeline(PipelineBase):
         groups = self._calls.compiled(collective_call)
         compiled, _ = groups[0]
         results = self._calls.run(collective_call, groups)
-        return output_of(compiled, results, compiled.artifact.plan.outputs)
+        output = output_of(compiled, results, compiled.artifact.plan.outputs)
+        if not self._compiler.model.training or not torch.is_grad_enabled():
+            return output
+        return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
     @exclusive_call
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
@@ -492,6 +496,10 @@ class Pipeline(PipelineBase):
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.stopwatch.seconds)
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _explaining(result: Any, explanation: str) -> Any:

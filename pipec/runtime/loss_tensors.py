@@ -14,6 +14,13 @@ STEP_LOSS = (
 )
 EVAL_LOSS = "pipe.eval_step(...) computes no gradients; call pipe.step(...) for a loss with gradients"
 
+FORWARD_OUTPUT = (
+    "pipe(...) computes no gradients, so that what is computed of its output has no backward. Call "
+    "pipe.step(inputs, target=...) with loss_fn=... in pipec.compile, or with a model that returns its loss: "
+    "it computes the loss and its gradients. For a loop that calls backward(), module = pipe.as_module() "
+    "makes module(inputs, target=...) return a loss that has one"
+)
+
 _SCALED = (
     "GradScaler cannot scale the loss of a pipeline, whose gradients are computed before: leave the scaler "
     'out, and pass precision="fp16-mixed" with optimizer=... to pipec.compile, which scales and skips steps'
@@ -65,6 +72,13 @@ class StepLoss(_Loss):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.plain().clone()
+
+
+class ForwardOutput(_Loss):
+    """An output of a pipeline in training mode: ``backward`` of what is computed of it explains itself."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        raise InputError(FORWARD_OUTPUT)
 
 
 class ModuleLoss(_Loss):
