@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +26,7 @@ from pipec.pipeline.compiled_calls import CompiledCalls, output_of
 from pipec.pipeline.inspection import add_recorded_steps, draw_timelines, predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.pipeline.owned_tensors import OwnedTensors
-from pipec.pipeline.pipeline_module import PipelineModule
+from pipec.pipeline.pipeline_module import PipelineModule, make_module
 from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
@@ -40,6 +42,21 @@ from pipec.runtime.stream_training import StreamTraining
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace
 from pipec.torch_compat import pytree
+
+
+class _with_signature_of_model:
+    """A method with the model's own signature, off which loops read what columns of a batch to pass."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, pipe: "Pipeline | None", owner: type) -> Callable[..., Any]:
+        if pipe is None:
+            return self._method
+        bound = functools.partial(self._method, pipe)
+        bound.__signature__ = pipe.forward_signature  # type: ignore[attr-defined]
+        return bound
 
 
 class Pipeline(PipelineBase):
@@ -72,6 +89,7 @@ class Pipeline(PipelineBase):
             compiler, context, self._linked, self._owned, self._agreement, options.microbatch_weight
         )
         self._stream = StreamTraining(self._calls, context)
+        self.forward_signature = inspect.signature(compiler.model.forward)
         self._checkpoints = Checkpoints(compiler, context, self._owned, self._agreement, self._stream)
 
     @exclusive_call
@@ -112,6 +130,7 @@ class Pipeline(PipelineBase):
         request = CallRequest("eval_step", Mode.LOSS, outputs)
         return _explaining(self._calls.loss(self._calls.agree(request, args, kwargs, target)), EVAL_LOSS)
 
+    @_with_signature_of_model
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
@@ -155,7 +174,7 @@ class Pipeline(PipelineBase):
                 "nothing for backward() to do; call pipe.step(...), or compile it without optimizer and use "
                 "your own"
             )
-        return PipelineModule(self, self._compiler.model, outputs)
+        return make_module(self, self._compiler.model, outputs)
 
     @property
     def has_loss_fn(self) -> bool:

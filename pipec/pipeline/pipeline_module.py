@@ -42,15 +42,8 @@ class PipelineModule(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
 
-    @property
-    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """As the model's, whose arguments loops read off the signature. With ``loss_fn``, and a target."""
-        call = functools.partial(self._call)
-        if not self._pipe.has_loss_fn:
-            call.__signature__ = inspect.signature(self._model.forward)  # type: ignore[attr-defined]
-        return call
-
-    def _call(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
         self.training = self._model.training
         if not self.training or not torch.is_grad_enabled():
             return self._evaluated(args, kwargs, target)
@@ -148,6 +141,22 @@ class PipelineModule(nn.Module):
 
     def __reduce__(self) -> Any:
         return self._pipe.__reduce__()
+
+
+def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineModule:
+    '""The module of a pipeline. Its class has the name and the signature of the model\'s, which loops look'
+    'up.""'
+    if pipe.has_loss_fn:
+        return PipelineModule(pipe, model, outputs)
+
+    def forward(self: PipelineModule, /, *args: Any, **kwargs: Any) -> Any:
+        return PipelineModule.forward(self, *args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(model.forward)
+    forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    like_model = type(f"PipelineOf{type(model).__name__}", (PipelineModule,), {"forward": forward})
+    return cast(PipelineModule, like_model(pipe, model, outputs))
 
 
 class StepGradients:

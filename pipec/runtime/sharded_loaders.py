@@ -2,6 +2,8 @@
 
 import gc
 
+_OF_ACCELERATE = ("BatchSamplerShard", "IterableDatasetShard")
+
 _SHARDING = {
     "BatchSamplerShard": "num_processes",
     "DistributedBucketSampler": "num_replicas",
@@ -26,9 +28,15 @@ def find_sharded_loader() -> str:
 def same_batch_advice() -> str:
     """What to do if the ranks passed different batches, and all should pass the same."""
     if found := find_sharded_loader():
+        leave_out = "Leave it out"
+        if found.startswith(_OF_ACCELERATE):
+            leave_out = (
+                "Keep the loader out of accelerator.prepare(...), which puts it there, as a Trainer does "
+                "unless its get_train_dataloader() returns a DataLoader of your own"
+            )
         return (
             f"{found} gives each rank a part of the data of its own, but the ranks of a pipeline train on "
-            "the same rows. Leave it out, and every rank passes the whole mini-batch; or for replicas with "
+            f"the same rows. {leave_out}, and every rank passes the whole mini-batch; or for replicas with "
             "parts of their own, make it with num_replicas=pipe.num_replicas and rank=pipe.replica, and pass "
             'batch="local" and replicas=... to pipec.compile. batch="rank0" would drop the other ranks\' '
             "parts"
