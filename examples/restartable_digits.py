@@ -59,6 +59,11 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(pipe.optimizer, args.steps)
     checkpoints = pipec.CheckpointManager(args.directory, every=args.every, keep=2)
     checkpoints.resume(pipe, scheduler=scheduler)
+    if pipe.num_steps >= args.steps:
+        pipec.log(
+            f"the run in {args.directory} has made its {pipe.num_steps} steps: pass another --directory for "
+            "a new one, or more --steps"
+        )
 
     while pipe.num_steps < args.steps:
         rows = rows_of_step(pipe.num_steps)

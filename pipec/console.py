@@ -1,14 +1,18 @@
-"""Output of a script, printed once, however many processes run the script.
+"""What pipec says, and helpers for what a script says, once however many processes run the script.
 
-``torchrun`` starts the same script on every rank. These helpers act on rank 0 and are silent on the
-others, so that a training script needs no rank branches.
+pipec speaks through ``logging.getLogger("pipec")``, and through ``warnings`` where results may not be what
+the script expects. Records go to the handlers of the script; if it has none, to stderr, behind "pipec: ".
+``torchrun`` starts the same script on every rank: these helpers act on rank 0 and are silent on the others.
 """
 
 import functools
+import logging
+import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from rich.console import Console
@@ -17,8 +21,34 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.text import Text
 
+from pipec.errors import PipecWarning
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+logger = logging.getLogger("pipec")
+"""Everything that pipec says. It begins with level INFO."""
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to stderr if neither this logger nor the root logger has a handler of the script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("pipec: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or logger.handlers != [self]:
+            return
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+if not logger.handlers:
+    logger.addHandler(_StderrHandler())
+    logger.setLevel(logging.INFO)
 
 
 def is_rank_zero() -> bool:
@@ -36,27 +66,43 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     return wrapper
 
 
+@rank_zero_only
+def notice(message: str, *args: object) -> None:
+    """Log what all ranks have to say, once."""
+    logger.info(message, *args)
+
+
+def warn(message: str) -> None:
+    """Issue a warning at the line of the script, which ``-W error`` makes an error."""
+    depth, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("pipec", "torch"):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, PipecWarning, stacklevel=depth)
+
+
+@rank_zero_only
+def log(*objects: object) -> None:
+    """``print`` on rank 0, beside a running ``progress`` bar too."""
+    print(*objects, flush=True)
+
+
 @functools.cache
 def terminal() -> Console:
-    """The console that ``log`` and ``progress`` share, so that lines appear above a moving bar."""
-    return Console(quiet=not is_rank_zero(), highlight=False, emoji=False, soft_wrap=True)
-
-
-def log(*objects: object) -> None:
-    """``print`` on rank 0, as plain text and safe beside a running ``progress`` bar."""
-    terminal().print(*map(str, objects), markup=False)  # rich would print a dataclass by its fields
+    """The console of progress bars and activities: stderr, since stdout is the script's."""
+    return Console(stderr=True, quiet=not is_rank_zero(), highlight=False, emoji=False, soft_wrap=True)
 
 
 class progress(Generic[T]):
     """Iterate over ``items`` behind a progress bar; ``show`` puts text at its end.
 
-    The bar appears on rank 0 and only in a terminal: a log file gets no bar.
+    The bar appears on rank 0 and only in a terminal: a log file gets no bar. The number of items is shown if
+    they know it, as a list or a DataLoader does.
 
-    >>> for step in (bar := progress(range(100), "training")):
+    >>> for step, batch in (bar := progress(enumerate(loader), "training")):
     ...     bar.show(f"step {step}")
     """
 
-    def __init__(self, items: Sequence[T], description: str = "") -> None:
+    def __init__(self, items: Iterable[T], description: str = "") -> None:
         self.items = items
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -65,9 +111,10 @@ class progress(Generic[T]):
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
             console=terminal(),
+            redirect_stdout=sys.stdout.isatty(),
             disable=not terminal().is_terminal,
         )
-        self._task = self._bar.add_task(description, total=len(items), text="")
+        self._task = self._bar.add_task(description, total=operator.length_hint(items) or None, text="")
 
     def __iter__(self) -> Iterator[T]:
         with self._bar:
@@ -81,16 +128,15 @@ class progress(Generic[T]):
 
 
 STATUS_DELAY_SECONDS = 2.0
-"""Blocks that take no longer than this print nothing."""
+"""Blocks that take no longer than this say nothing."""
 
 
 class delayed_status:
-    """Prints what a ``with`` block does, and why, if it takes more than ``STATUS_DELAY_SECONDS``.
+    """Says what a ``with`` block does, and why, if it takes more than ``STATUS_DELAY_SECONDS``.
 
-    In a terminal, a line shows the current activity and disappears at the end. Elsewhere, stderr gets one
-    line.
+    In a terminal, a line shows the current activity and disappears at the end. Elsewhere it is logged once.
 
-    >>> with delayed_status("pipec: compiling, for the first time") as status:
+    >>> with delayed_status("compiling, for the first time") as status:
     ...     status.now("search")
     """
 
@@ -107,7 +153,7 @@ class delayed_status:
         with self._changes:
             self._now = activity
             if self._status is not None:
-                self._status.update(self._text())
+                self._status.update(Text(f"pipec: {self._text()}"))
 
     def __enter__(self) -> Self:
         self._timer.start()
@@ -120,16 +166,18 @@ class delayed_status:
                 self._status.stop()
 
     def _appear(self) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
         with self._changes:
             if not terminal().is_terminal:
-                rank_zero_only(print)(self._text(), file=sys.stderr, flush=True)
+                notice("%s", self._text())
                 return
-            self._status = Status(self._text(), console=terminal())
+            self._status = Status(Text(f"pipec: {self._text()}"), console=terminal())
             try:
                 self._status.start()
             except LiveError:  # the script shows a bar of its own
                 self._status = None
-                log(self._text())
+                notice("%s", self._text())
 
-    def _text(self) -> Text:
-        return Text(f"{self._what}: {self._now}" if self._now else self._what)
+    def _text(self) -> str:
+        return f"{self._what}: {self._now}" if self._now else self._what

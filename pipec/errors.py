@@ -1,5 +1,7 @@
 """Everything pipec raises on purpose: what was wrong, where, what was expected and what to do."""
 
+from types import TracebackType
+
 DAMAGED_DATA_ERRORS = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
     *(RecursionError, MemoryError),
@@ -9,6 +11,10 @@ DAMAGED_DATA_ERRORS = (
 
 class PipecError(Exception):
     """Any error of pipec's own."""
+
+
+class PipecWarning(UserWarning):
+    """Results may differ from what a script expects; ``-W error::pipec.errors.PipecWarning`` stops there."""
 
 
 class CaptureError(PipecError):
@@ -61,3 +67,34 @@ class NonFiniteError(ExecutionError):
 
 class TransportError(PipecError):
     """A message could not be delivered: a peer failed, hung or holds another plan."""
+
+
+def trim_traceback(error: BaseException | None) -> None:
+    """Leave in the traceback of an error, and of its causes, the frames of scripts and models alone.
+
+    Errors of Dynamo among the causes are left out: ours say what is to be known of them.
+    """
+    while error is not None:
+        error.__traceback__ = _of_scripts(error.__traceback__)
+        cause = _cause(error)
+        while cause is not None and type(cause).__module__.startswith("torch._dynamo"):
+            cause = _cause(cause)
+        error.__cause__ = cause
+        error = cause
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _of_scripts(traceback: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in ("pipec", "torch", "contextlib"):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    trimmed = None
+    for each in reversed(frames):
+        trimmed = TracebackType(trimmed, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trimmed

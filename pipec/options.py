@@ -205,7 +205,8 @@ class Options:
         one_of("same", "rank0", "local"),
         """what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
         which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
-        ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes. ``"local"``: the
+        ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes, and the rest is
+        dropped: not for loaders that give each rank a part. ``"local"``: the
         part of the batch of its replica, ``pipe.replica`` of ``pipe.num_replicas``, with any number of
         rows; see docs/replicas.md.""",
     )

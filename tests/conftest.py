@@ -1,11 +1,14 @@
 """What every test shares: a thread per rank, captured graphs, reproducible hypothesis runs, golden files."""
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -14,6 +17,7 @@ from golden_files import compare_golden
 
 from pipec import console
 from pipec.compiler.calibration_cache import store_calibration
+from pipec.errors import PipecWarning
 from pipec.hardware.devices import DEVICES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -26,6 +30,26 @@ torch.set_num_threads(1)  # a sum over threads would depend on how many there ar
 console.STATUS_DELAY_SECONDS = 3600.0  # what is printed would depend on how fast the machine is
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # empties caches, 20 ms for each capture
 gc.set_threshold(50_000)  # what tracing makes lives short, and a look at all objects takes half a second
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> Iterator[list[str]]:
+    """What pipec logs and warns of, in order."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    warned = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *given: Any, **more: Any) -> None:
+        if category is PipecWarning:
+            messages.append(str(message))
+        warned(message, category, *given, **more)
+
+    warnings.simplefilter("always", PipecWarning)
+    monkeypatch.setattr(warnings, "showwarning", show)
+    console.logger.addHandler(handler)
+    yield messages
+    console.logger.removeHandler(handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -109,3 +109,10 @@ def test_the_recipes_start_a_script_that_goes_on_by_itself(
     monkeypatch.setattr(pipec, "log", printed.append)
     train("stopped")
     assert printed == [*whole, accuracy]
+    printed.clear()
+    train("stopped")
+    complete, again = printed
+    assert complete.startswith(
+        f"the run in {tmp_path / 'stopped'} has made its 6 steps: pass another --directory"
+    )
+    assert again == accuracy

@@ -1,8 +1,10 @@
 """The console helpers speak on rank 0 and are silent on every other rank."""
 
+import contextlib
 import io
-import sys
+import logging
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,31 +58,99 @@ def test_progress_yields_every_item_and_leaves_no_bar_in_a_file(
     assert capsys.readouterr().out == ""
 
 
+def test_progress_takes_what_does_not_know_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(console, "terminal", lambda: Console(file=out, force_terminal=True, width=80))
+    assert list(console.progress(enumerate("ab"), "training")) == [(0, "a"), (1, "b")]
+    assert "training" in out.getvalue()
+    assert [*console.progress(x for x in "ab")] == ["a", "b"]
+
+
+@contextlib.contextmanager
+def without_handlers() -> Iterator[None]:
+    """As in a script that has configured no logging."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+
+
+def test_words_go_to_stderr_behind_one_prefix(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with without_handlers():
+        console.notice("recompiling: %s", "100% new")
+        logging.getLogger("pipec").warning("of any rank")
+        logging.getLogger("pipec").debug("of no interest")
+    expected = "pipec: recompiling: 100% new\n" * (rank == "0") + "pipec: of any rank\n"
+    assert capsys.readouterr() == ("", expected)
+
+
+def test_a_level_silences_as_of_any_logger(capsys: pytest.CaptureFixture[str]) -> None:
+    console.logger.setLevel(logging.ERROR)
+    try:
+        with without_handlers():
+            console.notice("recompiling")
+            console.logger.warning("of any rank")
+    finally:
+        console.logger.setLevel(logging.INFO)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", [None, "pipec"])
+def test_a_handler_of_the_script_takes_the_words(
+    name: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = io.StringIO()
+    handler = logging.StreamHandler(taken)
+    with without_handlers():
+        logging.getLogger(name).addHandler(handler)
+        console.logger.warning("once")
+        logging.getLogger(name).removeHandler(handler)
+    assert (taken.getvalue(), capsys.readouterr().err) == ("once\n", "")
+
+
+def test_a_warning_is_at_the_line_of_the_script_and_may_be_an_error() -> None:
+    with pytest.warns(UserWarning, match="not proved") as caught:
+        console.warn("not proved")
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="not proved"):
+            console.warn("not proved")
+
+
 def test_a_process_started_alone_is_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert console.is_rank_zero()
 
 
 @pytest.mark.parametrize("in_terminal", [False, True])
-def test_a_notice_appears_once_patience_is_over(in_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_appears_once_patience_is_over(
+    in_terminal: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", out)
     screen = Console(file=out, force_terminal=in_terminal, width=80)
     monkeypatch.setattr(console, "terminal", lambda: screen)
     monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.05)
+
+    def told_of(words: str) -> bool:
+        return words in (out.getvalue() if in_terminal else "".join(said))
+
     with console.delayed_status("compiles, for a reason"):
         pass
     time.sleep(0.1)
-    assert out.getvalue() == ""
+    assert not out.getvalue()
+    assert not said
     with console.delayed_status("compiles, for a reason") as told:
         told.now("search")
         deadline = time.monotonic() + 20
-        while "search" not in out.getvalue() and time.monotonic() < deadline:
+        while not told_of("search") and time.monotonic() < deadline:
             time.sleep(0.01)
         told.now("generate code")
         time.sleep(0.2)
-    assert "compiles, for a reason: search" in out.getvalue()
-    assert ("generate code" in out.getvalue()) == in_terminal
+    assert told_of("compiles, for a reason: search")
+    assert told_of("generate code") == in_terminal
 
 
 def test_a_notice_beside_a_bar_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class ModelState:
         }
 
     def changes_since(self, before: "ModelState", model: nn.Module) -> str:
-        """The differences from ``before``, in words."""
+        """The differences from ``before``, in words, the most telling first."""
         if len(before.modules) != len(self.modules) or len(before.tensors) != len(self.tensors):
             return "modules or tensors were added or removed"
         named = [*_named(model)]
@@ -86,17 +86,44 @@ class ModelState:
         kinds = [[tensor[:-1] for tensor in state.tensors] for state in (before, self)]
         trained = [[tensor[-1] for tensor in state.tensors] for state in (before, self)]
         changes = {
-            "training or evaluation mode": _other(paths, before.training, self.training),
             "the class or the hooks": _other(paths, before.modules, self.modules),
             "the shape, the type, the names or the hooks": _other(fqns, *kinds),
             "requires_grad": _other(fqns, *trained),
         }
-        found = [f"{what} of {_listed(names)} changed" for what, names in changes.items() if names]
+        switched = zip(named, before.training, self.training, strict=True)
+        found = _mode_switches([(path, module, now) for (path, module), was, now in switched if was != now])
+        found += [f"{what} of {_listed(names)} changed" for what, names in changes.items() if names]
         if before.torch_modes.modes != self.torch_modes.modes:
             found.append(f"{', '.join(before.torch_modes.modes)} became {', '.join(self.torch_modes.modes)}")
         were = zip(SETTINGS, before.torch_modes.settings, self.torch_modes.settings, strict=True)
         found += [f"torch's {name} changed from {was} to {now}" for name, was, now in were if was != now]
         return "; ".join(found)
+
+
+def _mode_switches(switched: Sequence[tuple[str, nn.Module, bool]]) -> list[str]:
+    """Which modules went to training or evaluation mode, and what that turns on or off."""
+    found = []
+    for training, mode, state in ((False, "eval", "off"), (True, "training", "on")):
+        modules = {path or "the model": module for path, module, now in switched if now is training}
+        if not modules:
+            continue
+        names = "the model" if "the model" in modules else _listed([*modules])
+        effects = [f"dropout is {state}"] if any(map(_drops, modules.values())) else []
+        if any(isinstance(each, _BATCH_NORMS) for each in modules.values()):
+            effects.append(f"batch norms use {'batch' if training else 'running'} statistics")
+        verb = "were" if " and " in names else "was"
+        found.append(f"{names} {verb} switched to {mode} mode{': ' * bool(effects)}{' and '.join(effects)}")
+    return found
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops values in training: it has a probability to do so."""
+    is_dropout = "Dropout" in type(module).__name__
+    values = [x for name, x in vars(module).items() if "drop" in name or (is_dropout and name == "p")]
+    return any(isinstance(x, int | float) and x > 0 for x in values)
 
 
 def torch_modes() -> TorchModes:

@@ -1,5 +1,6 @@
 """Numbers the operators of a captured forward graph. Its joint graph inherits the numbers."""
 
+import itertools
 import operator
 from collections.abc import Iterator
 
@@ -26,18 +27,14 @@ def number_operators(captured: fx.GraphModule) -> tuple[Operator, ...]:
     A call of a graph, such as a custom autograd function, is one operator.
     """
     operators: list[Operator] = []
-    _number(captured, operators, None)
+    _number(captured, operators, None, 0)
     return tuple(operators)
 
 
-def checkpoints(captured: fx.GraphModule) -> Iterator[str]:
-    """Where the model calls ``torch.utils.checkpoint``, in the file and line of each call."""
-    for node in captured.graph.nodes:
-        if node.target in INLINED:
-            yield _operator(node).source
-
-
-def _number(module: fx.GraphModule, operators: list[Operator], enclosing: int | None) -> None:
+def _number(
+    module: fx.GraphModule, operators: list[Operator], enclosing: int | None, checkpoint: int
+) -> None:
+    checkpoints = itertools.count(1)
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or _computes_sizes(node):
             continue
@@ -49,11 +46,12 @@ def _number(module: fx.GraphModule, operators: list[Operator], enclosing: int | 
         number = enclosing
         if enclosing is None and node.target not in INLINED:
             number = len(operators)
-            operators.append(_operator(node))
+            operators.append(_operator(node, checkpoint))
         if number is not None:
             node.meta["custom"] = {OPERATOR_ID: number}
+        within = checkpoint or (next(checkpoints) if node.target in INLINED else 0)
         for called in _called_graphs(module, node):
-            _number(called, operators, number)
+            _number(called, operators, number, within)
 
 
 def _called_graphs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
@@ -64,10 +62,10 @@ def _called_graphs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphMo
                 yield held
 
 
-def _operator(node: fx.Node) -> Operator:
+def _operator(node: fx.Node, checkpoint: int) -> Operator:
     module, module_type = module_of(node)
     line = innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
-    return Operator(node.name, module, module_type, line.place if line else "")
+    return Operator(node.name, module, module_type, line.place if line else "", checkpoint)
 
 
 def _computes_sizes(node: fx.Node) -> bool:

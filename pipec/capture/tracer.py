@@ -31,7 +31,7 @@ from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
 from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall
 from pipec.capture.normalize import TracedCall, training_graph
-from pipec.capture.number_operators import checkpoints, number_operators
+from pipec.capture.number_operators import number_operators
 from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
 from pipec.capture.split_recurrent import split_recurrent_layers
@@ -101,7 +101,8 @@ def capture(
     """
     refuse_kv_cache(call)
     if mode is Mode.TRAIN:
-        _check_gradients(model, call)
+        refuse_input_gradients(call)
+        _refuse_gradient_hooks(model)
     step = make_traced_step(model, loss_fn, mode, call, outputs, variables)
     rewrite_loss = rewrite_loss or mode is Mode.FORWARD
     with ExitStack() as stack:
@@ -171,7 +172,7 @@ def _first_success(
         except PipecError:
             raise
         except Exception as error:
-            log.info(
+            log.debug(
                 "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", error_summary(error)
             )
             errors.append(error)
@@ -184,14 +185,18 @@ def _first_success(
     raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
 
 
-def _check_gradients(model: nn.Module, call: ModelCall) -> None:
-    """Refuse uses of gradients that a pipeline would not reproduce."""
+def refuse_input_gradients(call: ModelCall) -> None:
+    """Raise InputError if an argument requires a gradient, which no step computes."""
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise InputError(
                 f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
                 f"pass it detached, or make it a parameter of the model"
             )
+
+
+def _refuse_gradient_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients that a pipeline would not call."""
     for path, module in model.named_modules():
         if torch_compat.has_partial_backward_hook(module):
             raise CaptureError(
@@ -290,7 +295,6 @@ class _Tracer:
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
         _warn_of_changed_state(self._step.model, captured.changed_state)
-        _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
         first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
         if first_collective and self.has_traced_backward:
             raise CaptureError(
@@ -388,7 +392,7 @@ class _Tracer:
             with self._branches.deciding(sample, symbolic=True):
                 captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
-            log.info("nothing shows which tensors are split: %s", error_summary(error))
+            log.debug("nothing shows which tensors are split: %s", error_summary(error))
             return None
         return captured if all_share_batch_symbol(captured.module, self._call) else None
 
@@ -403,7 +407,7 @@ class _Tracer:
             with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
                 module = front_end(self._step, sample.tree, []).module
         except Exception as error:
-            log.info("the whole batch cannot be captured: %s", error_summary(error))
+            log.debug("the whole batch cannot be captured: %s", error_summary(error))
             return WholeBatchCapture(None, rows, batch_size)
         split_recurrent_layers(module)
         describe_branches(module)
@@ -456,13 +460,4 @@ def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
             "them alone. State that changes from step to step belongs into a registered buffer.",
             path,
             type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
-        )
-
-
-def _warn_of_checkpoints(calls: Sequence[str]) -> None:
-    """Say that pipec decides what is computed again, and not the model."""
-    if calls:
-        log.warning(
-            "torch.utils.checkpoint at %s is not followed: memory_limit=... and recompute=... decide instead",
-            ", ".join(dict.fromkeys(calls)),
         )

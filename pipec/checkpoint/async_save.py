@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from pipec.console import logger
+
 
 class AsyncSave(Future[None]):
     """A checkpoint that is being written: ``result()`` waits until it is complete.
 
     ``result()`` raises the error, if there was one. If it is not called, the next save or load of the
-    pipeline raises the error. If there is none, the process waits for the checkpoint before it ends, prints
+    pipeline raises the error. If there is none, the process waits for the checkpoint before it ends, logs
     the error, and exits with 1.
     """
 
@@ -49,7 +51,7 @@ class AsyncSave(Future[None]):
     def _before_exit(self) -> None:
         """Wait, since other processes depend on this one. Raising here would not change the exit status."""
         if (error := self.exception()) is not None:
-            print(f"pipec: {error}", file=sys.stderr, flush=True)
+            logger.error("%s", error)
             multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=_AFTER_OTHERS)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipec.checkpoint.json_values import decode_value, encode_value
 from pipec.checkpoint.optimizer_state import OptimizerState
 from pipec.checkpoint.stream_positions import decode_position
-from pipec.console import log
+from pipec.console import notice
 from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError
 from pipec.ir.json_form import read_plain
 from pipec.runtime.step.loss_scale import LossScale
@@ -64,11 +64,11 @@ class RandomStates:
     def restore(self, rank: int, num_ranks: int) -> None:
         """Set the state of torch's generator for a rank. Ranks that did not exist then get rank 0's state."""
         if not self.states:
-            log("pipec: the checkpoint has no random state: torch's generator stays as it is")
+            notice("the checkpoint has no random state: torch's generator stays as it is")
             return
         if len(self.states) > 1 and num_ranks != len(self.of_rank):
-            log(
-                f"pipec: the {len(self.of_rank)} ranks that wrote the checkpoint each had a random state, "
+            notice(
+                f"the {len(self.of_rank)} ranks that wrote the checkpoint each had a random state, "
                 f"and there are {num_ranks} now: new ranks get the state of rank 0"
             )
         torch.set_rng_state(_state(self.states[self.of_rank[rank if rank < len(self.of_rank) else 0]]))

@@ -25,7 +25,7 @@ from pipec.checkpoint.optimizer_state import (
 from pipec.checkpoint.safetensors_files import TensorFiles, TensorSpec
 from pipec.checkpoint.staging_directory import find_checkpoint
 from pipec.checkpoint.training_state import PROFILE, TrainingState
-from pipec.console import log
+from pipec.console import notice
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.messages.call_description import format_names
@@ -270,7 +270,7 @@ def _log_frozen_changes(metadata: CheckpointMetadata, training: TrainingState) -
         (sorted({*training.frozen} - {*metadata.frozen}), "was trained when it was saved, and is frozen now"),
     ):
         if names:
-            log(f"pipec: in the checkpoint, {format_names(names)} {now}")
+            notice(f"in the checkpoint, {format_names(names)} {now}")
 
 
 @torch.no_grad()

@@ -93,9 +93,9 @@ def batch_warnings(findings: BatchFindings) -> list[str]:
     ]
     if findings.num_batch_norms:
         warnings.append(
-            f"{findings.num_batch_norms} batch norms take their statistics of each microbatch, not of the "
-            "whole batch, so that losses differ from those of the unsplit model; in eval() mode, or with "
-            "GroupNorm or LayerNorm, they do not"
+            f"batch norms ({findings.num_batch_norms} of them) take their statistics of each microbatch, not "
+            "of the whole batch, so that losses differ from those of the unsplit model; in eval() mode, or "
+            "with GroupNorm or LayerNorm, they do not"
         )
     return warnings
 

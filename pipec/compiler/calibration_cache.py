@@ -8,11 +8,9 @@ if it is empty, every process measures. The figures decide which plan is chosen,
 import functools
 import hashlib
 import json
-import logging
 import math
 import os
 import platform
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +18,9 @@ from typing import Any
 
 import torch
 
-from pipec.console import rank_zero_only
+from pipec.console import logger, notice
 from pipec.hardware.calibration import calibrate
 from pipec.hardware.devices import DEVICES, DeviceModel
-
-log = logging.getLogger("pipec")
 
 CACHE_DIR = "PIPEC_CACHE_DIR"
 
@@ -60,7 +56,7 @@ def store_calibration(model: DeviceModel) -> None:
             json.dump({"flops_per_second": dict(model.flops_per_second), **figures}, file)
         os.replace(file.name, path)
     except OSError as error:
-        log.warning("cannot write the calibration of this processor to %s: %s", path, error)
+        logger.warning("cannot write the calibration of this processor to %s: %s", path, error)
 
 
 def _path(key: str) -> Path | None:
@@ -78,8 +74,7 @@ def _measured(key: str) -> DeviceModel:
     model = calibrate("cpu")
     rate, bandwidth = model.flops_per_second["float32"] / 1e9, model.memory_bytes_per_second / 1e9
     figures = f"{rate:.3g} GFLOP/s, {bandwidth:.3g} GB/s, {1e6 * model.launch_seconds:.3g} us a launch"
-    line = f"pipec: calibrated this CPU, for schedule='auto': {figures}"
-    rank_zero_only(print)(line, file=sys.stderr, flush=True)
+    notice("calibrated this CPU, for schedule='auto': %s", figures)
     return _model({"flops_per_second": model.flops_per_second, **{n: getattr(model, n) for n in _FIGURES}})
 
 
@@ -90,7 +85,7 @@ def _load(path: Path) -> DeviceModel | None:
     try:
         return _read(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("cannot read the calibration in %s, measuring again: %s", path, error)
+        logger.warning("cannot read the calibration in %s, measuring again: %s", path, error)
         return None
 
 

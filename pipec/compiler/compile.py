@@ -70,7 +70,7 @@ class CompileRequest:
     """A call to compile, and the model in its present state.
 
     With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
-    microbatch. ``warn`` logs each warning once.
+    microbatch. ``warn`` issues each warning once.
     """
 
     settings: CompileSettings

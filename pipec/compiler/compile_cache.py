@@ -17,7 +17,7 @@ from pipec.compiler.capture_key import CaptureKey, CaptureSignature
 from pipec.compiler.compile import CompiledGraphs
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.console import log
+from pipec.console import notice
 from pipec.ir import Sizes
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
@@ -174,7 +174,7 @@ class CompileCache:
             failure = _guard_failure(versions[max(versions)].compiled.graphs, key, call)
             reason = f"{failure}{_OFTEN * (number >= 3)}"
         if reason:
-            log(f"pipec: recompiling: {reason}")
+            notice("recompiling: %s", reason)
         return reason or f"for the first call like this ({key.mode})"
 
     def _last_similar(self, key: CaptureKey) -> CaptureKey | None:

@@ -1,6 +1,5 @@
 """The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +14,9 @@ from pipec.compiler.compile import CompileRequest, CompileSettings, compile_call
 from pipec.compiler.compile_cache import CompileCache
 from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
 from pipec.compiler.stopwatch import Stopwatch
+from pipec.console import warn
 from pipec.ir import Mode, Sizes
 from pipec.torch_compat import ValuePath
-
-log = logging.getLogger("pipec")
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Compiler:
             refuses_mixed_rows=refuses_mixed_rows,
         )
         reason = self.cache.recompile_reason(signature, call, self.model, change)
-        with self.stopwatch.reporting(f"pipec: compiling, {reason}"):
+        with self.stopwatch.reporting(f"compiling, {reason}"):
             compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided
         self.cache.put(signature, compiled.cached)
@@ -100,4 +98,4 @@ class Compiler:
     def _warn_once(self, warning: str) -> None:
         if warning and warning not in self._warned:
             self._warned.add(warning)
-            log.warning("%s", warning)
+            warn(warning)

@@ -27,6 +27,7 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.choose_replicas import ChooseReplicas
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
+from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
 
 _MEMORY_ATTEMPTS = 4
@@ -333,8 +334,17 @@ class _Search:
 
 
 def _evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
-    """A schedule on these stages; ranks that lack memory recompute or offload, if the options allow it."""
+    """A schedule on these stages; ranks that lack memory recompute or offload, if the options allow it.
+
+    What the model asks ``torch.utils.checkpoint`` to compute again is computed again, unless that does not
+    fit, and another choice is to be found.
+    """
     evaluated, options = staged.evaluate(schedule, size), staged.options
+    if options.recompute == "auto" and (again := checkpointed_values(staged.graph)):
+        every = frozenset(range(staged.graph.num_stages))
+        following = staged.with_recompute(MarkRecompute(again, every)).evaluate(schedule, size)
+        if not any(following.excess_bytes):
+            return following
     may_fit = options.recompute == "auto" or options.may_offload
     return fit_into_memory(evaluated) if may_fit and any(evaluated.excess_bytes) else evaluated
 

@@ -23,12 +23,16 @@ from pipec.torch_compat import lazy_graph_module, pytree
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One torch-level call of the model's forward, in program order: the unit in which stages are cut."""
+    """One torch-level call of the model's forward, in program order: the unit in which stages are cut.
+
+    ``checkpoint`` numbers the call of ``torch.utils.checkpoint`` around it, from 1; 0 if there is none.
+    """
 
     name: str
     module: str
     module_type: str
     source: str
+    checkpoint: int = field(default=0, compare=False)
 
 
 class LoweringLevel(IntEnum):

@@ -56,7 +56,8 @@ class StageMemory:
     values depend on weights and fixed buffers alone and are made once for each version of weights; where
     weights are gathered for use, they are freed with them. ``state`` is the optimizer state, if the program
     updates. ``offloaded`` is the part of ``saved`` that waits in host memory if the program has offloads;
-    ``host`` is in host memory during the whole step. ``versions`` are the older versions of weights that
+    ``host`` is in host memory during the whole step. ``unsaved`` would be ``saved``, too, if nothing were
+    computed again. ``versions`` are the older versions of weights that
     microbatches in flight still read, in an asynchronous schedule. ``in_transit`` is the peak of gradients in
     transit and gathered parameters. Where replicas shard a stage, these figures are for the replica with the
     most.
@@ -68,6 +69,7 @@ class StageMemory:
     weight_gradient_saved: float = 0
     transient: Mapping[Phase, float] = field(default_factory=dict)
     recomputed: float = 0
+    unsaved: float = 0
     offloaded: float = 0
     host: float = 0
     state: float = 0

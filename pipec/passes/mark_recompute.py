@@ -7,6 +7,7 @@
     dg = gelu_back(d, h)   stage 1 BACKWARD           dg = gelu_back(d, h)   stage 1 BACKWARD
 """
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +60,32 @@ class MarkRecompute:
 def is_recomputable(node: fx.Node) -> bool:
     """Whether the stage can compute the forward value again by itself."""
     return node.op == "call_function" and node.target not in (send, recv) and not is_collective(node)
+
+
+def checkpointed_values(graph: TrainingGraph) -> frozenset[str]:
+    """The values that ``torch.utils.checkpoint`` in the model computes again.
+
+    A region keeps what it is given and what others read of it; its other values are of it alone.
+    """
+
+    def region(node: fx.Node) -> int:
+        return graph.operators[node.meta["operator"]].checkpoint if "operator" in node.meta else 0
+
+    def leaves(node: fx.Node, inside: int) -> bool:
+        readers = [user for user in node.users if user.op == "output" or is_forward(user)]
+        return any(region(each) != inside or (_passes_on(each) and leaves(each, inside)) for each in readers)
+
+    values = (node for node in graph.module.graph.nodes if _owns_memory(node) and node.op == "call_function")
+    return frozenset(
+        node.name
+        for node in values
+        if is_recomputable(node) and (inside := region(node)) and not leaves(node, inside)
+    )
+
+
+def _passes_on(node: fx.Node) -> bool:
+    """Whether a node hands on the memory of its input."""
+    return node.target is operator.getitem or is_view(node)
 
 
 def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, ForwardValue]:

@@ -5,6 +5,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from pipec.checkpoint import load_saved_profile
 from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.checkpoint.staging_directory import clean_up, remove
-from pipec.console import log
+from pipec.console import notice
 from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
 from pipec.ir.argument_checks import FLAG, NONE, PATH, check_arguments, instance, integer_between
@@ -94,7 +95,8 @@ class CheckpointManager:
         newest = self._directory / names[-1]
         extra = pipe.load_checkpoint(newest, optimizer=optimizer, scheduler=scheduler)
         self._saved = pipe.num_steps
-        log(f"pipec: goes on after step {pipe.num_steps}, from {newest}")
+        written = datetime.fromtimestamp(newest.stat().st_mtime)
+        notice(f"goes on after step {pipe.num_steps}, from {newest}, written on {written:%Y-%m-%d at %H:%M}")
         return extra
 
     def step(
@@ -146,15 +148,15 @@ class CheckpointManager:
             return
         if pipe.num_steps != self._saved:
             if latest is None or latest.number != pipe.num_steps - pipe.num_undelivered:
-                log(
-                    f"pipec: step {pipe.num_steps} is not saved, because the script has not come to "
+                notice(
+                    f"step {pipe.num_steps} is not saved, because the script has not come to "
                     f"checkpoints.step(...) after it; there is step {self._saved}"
                 )
                 return
             pipe.keep_last_position()  # for so says the script's extra
             self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
         pipe.finish_saving()
-        log(f"pipec: step {pipe.num_steps} is saved to {self._directory}")
+        notice(f"step {pipe.num_steps} is saved to {self._directory}")
 
     def _names(self) -> list[str]:
         """The names of the checkpoints, the oldest first."""

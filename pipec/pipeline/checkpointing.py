@@ -22,7 +22,7 @@ from pipec.checkpoint import (
     unsharded,
 )
 from pipec.compiler.compiler import Compiler
-from pipec.console import log
+from pipec.console import notice
 from pipec.errors import InputError
 from pipec.pipeline.collective_calls import CallAgreement
 from pipec.pipeline.owned_tensors import OwnedTensors
@@ -70,8 +70,8 @@ class Checkpoints:
                 "after a step outside of accumulate()"
             )
         if lost := _with_extra_state(self._compiler.model):
-            log(
-                "pipec: the checkpoint is without the extra state (get_extra_state) of "
+            notice(
+                "the checkpoint is without the extra state (get_extra_state) of "
                 f"{format_names(lost)}; pass it as extra=..., and set it after load_checkpoint"
             )
         write = begin_checkpoint(path, training, training_state["extra"], self._own, asynchronous, then)
@@ -117,7 +117,7 @@ class Checkpoints:
         if updates is None or updates.loss_scale is None:
             return
         if saved is None:
-            log(f"pipec: the checkpoint has no loss scale, which begins with {LossScale().scale:.0f}")
+            notice(f"the checkpoint has no loss scale, which begins with {LossScale().scale:.0f}")
         updates.loss_scale = copy.copy(saved) or LossScale()
 
     def _agreed_path(self, method: str, directory: str | Path, asynchronous: bool = False) -> Path:

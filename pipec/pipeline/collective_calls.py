@@ -19,9 +19,11 @@ from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_snapshot import ModelSnapshot, same_objects
 from pipec.capture.model_state import ModelState, torch_modes
+from pipec.capture.tracer import refuse_input_gradients
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature, CollectiveCall
 from pipec.compiler.compiler import Compiler
+from pipec.console import warn
 from pipec.errors import InputError, PipecError
 from pipec.graph import TracedConstants
 from pipec.ir import Mode
@@ -35,6 +37,7 @@ from pipec.runtime.messages.call_description import (
 )
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.random_seeds import peek_seed
+from pipec.runtime.sharded_loaders import dropped_parts_warning
 from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.torch_compat import pytree
@@ -84,6 +87,7 @@ class CallAgreement:
         self.traced_constants: dict[Mode, TracedConstants] = {}
         self.checked_calls = CallCache()
         self._states: dict[Mode, _KnownState] = {}
+        self._has_looked_for_parts = False
 
     @property
     def num_replicas(self) -> int:
@@ -175,6 +179,7 @@ class CallAgreement:
         if self._changes_model(replies, snapshot):
             return self._agree_across_ranks(request, call, None)
         if self.batch == "rank0":
+            self._warn_of_dropped_parts()
             call = self._sent(request, call)
             key = self._capture_key(request, call, state)
         assert key is not None, "a rank whose arguments count, and are right, knows the key of its call"
@@ -249,6 +254,12 @@ class CallAgreement:
             raise InputError("no replica passed any rows; leave the call out on all ranks")
         return rows
 
+    def _warn_of_dropped_parts(self) -> None:
+        """Warn once if a loader of this process takes a part of the data, and only rank 0's is used."""
+        if not self._has_looked_for_parts and (warning := dropped_parts_warning()):
+            warn(warning)
+        self._has_looked_for_parts = True
+
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
         given = call.tree, call.split, call.ambiguous_leaves
@@ -290,6 +301,8 @@ class CallAgreement:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
         check_autocast(self._compiler.settings.precision, self._compiler.settings.device, mode)
         key, leaves = CallKey.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
+        if mode is Mode.TRAIN and (key is None or any(map(_requires_grad, leaves))):
+            refuse_input_gradients(ModelCall(args, kwargs, target))
         cached = self.checked_calls.get(key) if key else None
         if cached is None:
             cached = self._checked(mode, args, kwargs, target)
@@ -313,6 +326,10 @@ class CallAgreement:
 
     def _divided(self, call: ModelCall) -> ModelCall:
         return with_batch_axes(call, self.batched, positional_names(self._compiler.model), self.known_splits)
+
+
+def _requires_grad(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 _TRAINED, _ROWS = 2, 3
@@ -376,8 +393,10 @@ def _replica_mismatch(every: Sequence[CallDescription], count: int) -> str:
     )
 
 
-LOCAL_BATCH_ADVICE = (
-    'With batch="local" the parts of all replicas have the same structure, types and sizes but for their '
-    "rows, and what is not split is the same. See that every rank makes its part in the same way; say what "
-    "is split with batched=... if the sizes do not tell it apart"
-)
+def local_batch_advice() -> str:
+    """What to do if the parts of a batch do not fit together."""
+    return (
+        'With batch="local" the parts of all replicas have the same structure, types and sizes but for their '
+        "rows, and what is not split is the same. See that every rank makes its part in the same way; say "
+        "what is split with batched=... if the sizes do not tell it apart"
+    )

@@ -1,7 +1,6 @@
 """Compiles and runs the calls on which all ranks agreed."""
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from pipec.capture.sequence_first import sequence_first_spec
 from pipec.compiler.capture_key import CollectiveCall
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
+from pipec.console import logger
 from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
 from pipec.graph import TracedConstants
 from pipec.ir import Mode
@@ -35,8 +35,6 @@ from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_session import CompiledStream
 from pipec.runtime.stream_training import OnStarted, nothing
 from pipec.torch_compat import ValuePath, pytree
-
-logger = logging.getLogger("pipec")
 
 
 class CompiledCalls:

@@ -28,6 +28,7 @@ METHOD_ARGUMENTS = {
     "asynchronous": FLAG,
     "directory": PATH,
     "mode": FLAG,
+    "outputs": FLAG,
     "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
     | NONE,
     "scheduler": ArgumentRule("an LR scheduler, or a list of them", _are_schedulers) | NONE,

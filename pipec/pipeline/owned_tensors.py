@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipec.capture.model_snapshot import ModelSnapshot, SnapshotCache, modules_of, same_objects, tensors_of
 from pipec.compiler.compiler import Compiler
-from pipec.console import log
+from pipec.console import notice
 from pipec.errors import InputError, PlanError
 from pipec.ir import Plan
 from pipec.runtime.absent_tensors import hold, is_absent, release_elsewhere, release_sharded
@@ -82,7 +82,7 @@ class OwnedTensors:
             known = {fqn: x for fqn, x in unique.items() if first or fqn in new - converted}
             for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
-                log(f"pipec: {differed}, and start with rank 0's: {format_names(names)}")
+                notice(f"{differed}, and start with rank 0's: {format_names(names)}")
         self._replicate_read_only_buffers(plan)
         self._owners.ranks = owner_ranks(plan) | self._owners.ranks
         for fqn in filter(self._owners.is_elsewhere, unique):
@@ -160,10 +160,7 @@ class OwnedTensors:
             model.refuse_shared_memory()
             self._require_optimized(model, names)
             self._linked.unshard()
-            log(
-                "pipec: the model has other tensors than before, which are trained now: "
-                f"{format_names(names)}"
-            )
+            notice(f"the model has other tensors than before, which are trained now: {format_names(names)}")
             unregister_tensors(self._module, names)
             register_tensors(self._module, model.select(names))
             for fqn in names:

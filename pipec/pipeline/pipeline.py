@@ -2,12 +2,15 @@
 
 import contextlib
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,25 +22,44 @@ from pipec.ir import Mode, Plan, RankMemory
 from pipec.ir.argument_checks import check_arguments
 from pipec.options import Options
 from pipec.pipeline.checkpointing import Checkpoints
-from pipec.pipeline.collective_calls import LOCAL_BATCH_ADVICE, CallAgreement, CallRequest
+from pipec.pipeline.collective_calls import CallAgreement, CallRequest, local_batch_advice
 from pipec.pipeline.compiled_calls import CompiledCalls, output_of
 from pipec.pipeline.inspection import predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.pipeline.owned_tensors import OwnedTensors
+from pipec.pipeline.pipeline_module import PipelineModule, make_module
 from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.absent_tensors import copies_of_absent, materialized
 from pipec.runtime.call_guard import exclusive_call
+from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, ForwardOutput, StepLoss
 from pipec.runtime.model_tensors import ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
-from pipec.runtime.pipeline_context import SAME_BATCH_ADVICE, PipelineContext
+from pipec.runtime.pipeline_context import PipelineContext
+from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.wrappers import refuse_wrappers
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace
+from pipec.torch_compat import pytree
+
+
+class _with_signature_of_model:
+    """A method with the model's own signature, off which loops read what columns of a batch to pass."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, pipe: "Pipeline | None", owner: type) -> Callable[..., Any]:
+        if pipe is None:
+            return self._method
+        bound = functools.partial(self._method, pipe)
+        bound.__signature__ = pipe.forward_signature  # type: ignore[attr-defined]
+        return bound
 
 
 class Pipeline(PipelineBase):
@@ -59,7 +81,7 @@ class Pipeline(PipelineBase):
         updates: OptimizerUpdates | None,
         options: Options,
     ) -> None:
-        advice = LOCAL_BATCH_ADVICE if options.batch == "local" else SAME_BATCH_ADVICE
+        advice = local_batch_advice if options.batch == "local" else same_batch_advice
         context = PipelineContext(ranks, updates, batch_advice=advice)
         super().__init__(context)
         self.training = compiler.model.training
@@ -70,6 +92,7 @@ class Pipeline(PipelineBase):
             compiler, context, self._linked, self._owned, self._agreement, options.microbatch_weight
         )
         self._stream = StreamTraining(self._calls, context)
+        self.forward_signature = inspect.signature(compiler.model.forward)
         self._checkpoints = Checkpoints(compiler, context, self._owned, self._agreement, self._stream)
 
     @exclusive_call
@@ -99,7 +122,7 @@ class Pipeline(PipelineBase):
         request = CallRequest("step", Mode.TRAIN, outputs)
         collective_call = self._calls.agree(request, args, kwargs, target)
         self._stream.leave_last()
-        return self._calls.train(collective_call)
+        return _explaining(self._calls.train(collective_call), STEP_LOSS)
 
     @exclusive_call
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
@@ -108,8 +131,9 @@ class Pipeline(PipelineBase):
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
         request = CallRequest("eval_step", Mode.LOSS, outputs)
-        return self._calls.loss(self._calls.agree(request, args, kwargs, target))
+        return _explaining(self._calls.loss(self._calls.agree(request, args, kwargs, target)), EVAL_LOSS)
 
+    @_with_signature_of_model
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
@@ -118,7 +142,10 @@ class Pipeline(PipelineBase):
         groups = self._calls.compiled(collective_call)
         compiled, _ = groups[0]
         results = self._calls.run(collective_call, groups)
-        return output_of(compiled, results, compiled.artifact.plan.outputs)
+        output = output_of(compiled, results, compiled.artifact.plan.outputs)
+        if not self._compiler.model.training or not torch.is_grad_enabled():
+            return output
+        return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
     @exclusive_call
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
@@ -126,6 +153,50 @@ class Pipeline(PipelineBase):
         request = CallRequest("prepare", Mode.TRAIN, outputs)
         self._calls.compiled(self._calls.agree(request, args, kwargs, target))
         return self
+
+    def as_module(self, outputs: bool = False) -> PipelineModule:
+        """A module that a loop takes for the model, since its loss has a ``backward``.
+
+        In training mode and with gradients enabled, ``loss = module(...)`` runs one step, whose gradients are
+        kept apart; ``loss.backward()``, or that of what is computed of the loss, adds them to ``.grad``,
+        times the gradient of the loss. Every rank calls it, and with the same factor. A loss computed outside
+        of other outputs has no gradients. In evaluation mode, or under ``torch.no_grad()``, a call returns
+        the model's output with its loss. The target of a ``loss_fn`` is passed as ``target=...``.
+
+        Args:
+            outputs: in training, return the output of the model, with its loss; or with ``loss_fn``, a tuple
+                of loss and output. All ranks then receive the output of the whole batch. Otherwise the module
+                returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``.
+
+        Raises:
+            InputError: the pipeline was compiled with ``optimizer``, so that a step updates the parameters.
+        """
+        check_arguments(METHOD_ARGUMENTS, locals())
+        if self._context.updates is not None:
+            raise InputError(
+                "the pipeline was compiled with optimizer=..., so its steps update the parameters, and leave "
+                "nothing for backward() to do; call pipe.step(...), or compile it without optimizer and use "
+                "your own"
+            )
+        return make_module(self, self._compiler.model, outputs)
+
+    @property
+    def has_loss_fn(self) -> bool:
+        """Whether the loss is that of a ``loss_fn``, which takes a target, and not the model's own."""
+        return self._compiler.settings.loss_fn is not None
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes hold the parameters."""
+        return self._context.ranks.count if self._context.is_distributed else 1
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Each parameter of the model once, among them those that other processes hold."""
+        return list(self._owned.tensors.unique_parameters().values())
+
+    def report_backward(self, step: int, factor: Tensor) -> None:
+        """Let the next call compare with the other ranks that ``backward`` of a step was called."""
+        self._context.report_backward(step, factor)
 
     @exclusive_call
     def join(self, after_update: Callable[[], object] | None = None) -> int:
@@ -448,3 +519,15 @@ class Pipeline(PipelineBase):
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.stopwatch.seconds)
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _explaining(result: Any, explanation: str) -> Any:
+    """What a step returns, a loss or a tuple of loss and output, with a loss that explains its backward."""
+    if isinstance(result, tuple):
+        loss, output = result
+        return StepLoss.of(loss, explanation), output
+    return StepLoss.of(result, explanation)

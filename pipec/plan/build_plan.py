@@ -1,6 +1,7 @@
 """Builds the Plan of a classified graph: stages with costs, links between them, inputs and outputs."""
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -227,6 +228,21 @@ def _stage(
     )
 
 
+def _unsaved(stage: StageFunctions) -> Iterator[fx.Node]:
+    """The values that backwards read and that are computed again for them."""
+    for function in stage.phase_functions(Phase.FORWARD):
+        for made in function.body:
+            items = (user for user in made.users if user.target is operator.getitem)
+            if made.meta.get("recompute"):
+                yield from (node for node in (made, *items) if any(map(_is_of_backward, node.users)))
+
+
+def _is_of_backward(node: fx.Node) -> bool:
+    if node.op == "output":
+        return False
+    return not is_forward(node) or (is_view(node) and any(map(_is_of_backward, node.users)))
+
+
 def _segment_fractions(stage: StageFunctions, size: int) -> dict[Phase, tuple[float, ...]]:
     """The phases with several segments, and the fraction of the phase's time that each takes."""
     found = {}
@@ -296,6 +312,7 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
         weight_gradient_saved=kept + buffers * (Phase.BACKWARD_INPUT in peaks),
         transient={phase: peak - floors.get(phase, full) for phase, peak in peaks.items()},
         recomputed=full - saved,
+        unsaved=storage_bytes(_unsaved(stage), bytes_of),
         offloaded=storage_bytes((n for n in forwards[-1].saved_out if n.meta.get("offload")), bytes_of),
     )
     sizes = {node.meta["role"].fqn: bytes_of(node) for node in stage.parameters}

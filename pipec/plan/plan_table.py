@@ -126,7 +126,9 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if any(need.host_bytes for need in needs):
         lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
     if any(stage.has_recompute for stage in plan.stages):
-        lines.append("* computes the rest again")
+        memories = (stage.cost.memory for stage in plan.stages)
+        without = ", ".join(format_bytes(memory.saved + memory.unsaved) for memory in memories)
+        lines.append(f"* computes the rest again; saved without that: {without}")
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines

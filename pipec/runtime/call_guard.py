@@ -12,7 +12,9 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from pipec.errors import InputError
+from pipec.console import logger
+from pipec.errors import InputError, PipecError, trim_traceback
+from pipec.runtime.loss_tensors import STEP_LOSS, StepLoss
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -57,10 +59,19 @@ def exclusive_call(method: Method) -> Method:
         self._call_guard.begin(name)
         try:
             return method(self, *args, **kwargs)
+        except PipecError as error:
+            log_and_trim(error)
+            raise
         finally:
             self._call_guard.end()
 
     return cast(Method, call)
+
+
+def log_and_trim(error: PipecError) -> None:
+    """Leave the frames of the script in an error that says by itself what was wrong; log all, to debug."""
+    logger.debug("%s", error, exc_info=error)
+    trim_traceback(error)
 
 
 class LossIterator(Iterator[Tensor]):
@@ -72,7 +83,10 @@ class LossIterator(Iterator[Tensor]):
     def __next__(self) -> Tensor:
         self._call_guard.begin("stream")
         try:
-            return next(self._losses)
+            return StepLoss.of(next(self._losses), STEP_LOSS)
+        except PipecError as error:
+            log_and_trim(error)
+            raise
         finally:
             self._call_guard.end()
 

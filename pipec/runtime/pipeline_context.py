@@ -12,6 +12,7 @@ from pipec.runtime.messages.agreement import CallRole, RankReply
 from pipec.runtime.messages.call_description import CallDescription, describe_differences, format_ranks
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS, exit_all_ranks
+from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
@@ -20,14 +21,6 @@ from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.stream_session import StreamSession
 from pipec.runtime.tensor_owners import TensorOwners
 
-SAME_BATCH_ADVICE = (
-    "Every rank passes the same whole mini-batch, which pipec splits into microbatches. Leave out what "
-    "gives each rank a part or an order of its own, such as a DistributedSampler or a seed by rank; or "
-    'pass batch="rank0" to pipec.compile, and every rank uses rank 0\'s, or batch="local", and replicas '
-    "pass their own parts. If the batches should be the same, one rank made a call that others did not"
-)
-"""What to do if the ranks passed different batches, and all should pass the same."""
-
 
 class PipelineContext:
     """The state of a pipeline between its calls.
@@ -35,7 +28,7 @@ class PipelineContext:
     ``trained`` is the artifact that ``step`` runs, None until it is compiled. ``stream_session`` runs the
     mini-batches of an asynchronous stream; the results of those that it has completed, and whose losses the
     loop is still to be given, are ``undelivered``. ``logs`` has by name what the loss function of the last
-    step returned besides the loss. ``batch_advice`` tells ranks that passed different batches what to do.
+    step returned besides the loss. ``batch_advice`` says to ranks that passed different batches what to do.
     """
 
     def __init__(
@@ -43,7 +36,7 @@ class PipelineContext:
         ranks: Ranks,
         updates: OptimizerUpdates | None,
         trained: Artifact | None = None,
-        batch_advice: str = SAME_BATCH_ADVICE,
+        batch_advice: Callable[[], str] = same_batch_advice,
     ) -> None:
         self.ranks, self.updates, self.trained = ranks, updates, trained
         self.is_distributed = ranks.world.is_distributed
@@ -53,6 +46,7 @@ class PipelineContext:
         self.stream_session: StreamSession | None = None
         self.undelivered: Sequence[BatchResult] = ()
         self._batch_advice = batch_advice
+        self._backward_factors: dict[int, Tensor] = {}
         self._before_stop: list[Callable[[], object]] = []
         self._process = os.getpid()
 
@@ -102,11 +96,20 @@ class PipelineContext:
         call = f"{kind}, after {self.steps.num_steps} steps"
         return self.ranks.agreement.require_same_call(
             f"calling {call}",
-            {"call": call, **call_description},
+            {"call": call, **self._backward_since_last_call(), **call_description},
             functools.partial(_mismatch_message, advice=self._batch_advice),
             reply_values,
             call_role,
         )
+
+    def report_backward(self, step: int, factor: Tensor) -> None:
+        """Note that the gradients of a step were added to ``.grad``, times ``factor``."""
+        if self.is_distributed:
+            self._backward_factors[step] = factor
+
+    def _backward_since_last_call(self) -> CallDescription:
+        factors, self._backward_factors = sorted(self._backward_factors.items()), {}
+        return {f"backward of step {step}": f"times {factor.item():.9g}" for step, factor in factors}
 
     def describe_updates(self) -> CallDescription:
         """The settings of the optimizer that must be equal on all ranks."""
@@ -143,7 +146,7 @@ class PipelineContext:
             exit_all_ranks(signals, self.steps.num_steps, self._before_stop)
 
 
-def _mismatch_message(every: Sequence[CallDescription], advice: str) -> str:
+def _mismatch_message(every: Sequence[CallDescription], advice: Callable[[], str]) -> str:
     """How the ranks' descriptions of a call differ. ``advice`` is for batches that differ."""
     kind = every[0]["call"].partition(",")[0]
     if len({description["call"] for description in every}) > 1:
@@ -157,11 +160,21 @@ def _mismatch_message(every: Sequence[CallDescription], advice: str) -> str:
         batches = [{"batches": description.get("batches", "another one")} for description in every]
         return (
             f"the ranks' streams do not have the same batches:\n{describe_differences(batches)}\nEvery rank "
-            "iterates over the same batches, and as many; leave out what gives each rank a part, such as a "
-            "DistributedSampler"
+            f"iterates over the same batches, and as many. {advice()}"
         )
     if failed := [rank for rank, description in enumerate(every) if "refused" in description]:
         return f"{kind} cannot use the arguments of {format_ranks(failed)}:\n{every[failed[0]]['refused']}"
+    backwards = [
+        {name: value for name, value in description.items() if name.startswith("backward of ")}
+        for description in every
+    ]
+    if any(each != backwards[0] for each in backwards):
+        return (
+            "the ranks did not call backward alike on the losses of pipe.as_module():\n"
+            f"{describe_differences(backwards)}\nEvery rank calls it on the loss of the same steps, times "
+            "the same factor, since each adds the gradients of its own stages; see that no `if rank == ...` "
+            "keeps one away, and that the factor does not depend on the rank"
+        )
     settings = [
         {name: value for name, value in description.items() if _is_of_optimizer(name)}
         for description in every
@@ -172,7 +185,7 @@ def _mismatch_message(every: Sequence[CallDescription], advice: str) -> str:
             "rank makes the same changes to pipe.optimizer, and the same schedulers step on all of them; "
             "where ranks join, pipe.join(scheduler.step) does so"
         )
-    return f"the ranks passed different batches to {kind}:\n{describe_differences(every)}\n{advice}"
+    return f"the ranks passed different batches to {kind}:\n{describe_differences(every)}\n{advice()}"
 
 
 def _is_of_optimizer(name: str) -> bool:

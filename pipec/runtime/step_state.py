@@ -1,7 +1,7 @@
 """The steps of a pipeline so far, and how the next one runs."""
 
 from pipec.artifact.artifact import Artifact
-from pipec.console import log
+from pipec.console import notice
 from pipec.errors import NonFiniteError
 from pipec.ir import NonFiniteAction, RankMemory
 from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite_message, skip_notice
@@ -43,7 +43,7 @@ class StepState:
         if found is not None:
             self.num_skipped += 1
             if self.num_skipped == 1:
-                log(skip_notice(found, self.num_steps - 1, sync_spec))
+                notice(skip_notice(found, self.num_steps - 1, sync_spec))
         elif updates is not None:
             updates.optimizer.count_step()
         if updates is not None and updates.loss_scale is not None and (overflowed or found is None):

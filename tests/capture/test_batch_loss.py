@@ -93,9 +93,9 @@ def check(loss_fn: Loss, microbatches: int, **options: Any) -> pipec.Pipeline:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_that_of_the_batch(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_is_that_of_the_batch(name: str, said: list[str]) -> None:
     check(LOSSES[name], 4)
-    assert not caplog.messages
+    assert not said
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
@@ -158,7 +158,7 @@ MIXING: dict[str, Loss] = {
 
 @pytest.mark.parametrize("call", MIXING)
 def test_a_loss_that_mixes_rows_is_refused_by_its_line_and_the_remedies_help(
-    call: str, caplog: pytest.LogCaptureFixture
+    call: str, said: list[str]
 ) -> None:
     (x, y), loss_fn = batch(), MIXING[call]
     with pytest.raises(MixedRowsError, match=f"{call} at test_batch_loss.py:") as refused:
@@ -166,7 +166,7 @@ def test_a_loss_that_mixes_rows_is_refused_by_its_line_and_the_remedies_help(
     assert "microbatch_weight=" in str(refused.value)
     for options in ({"microbatches": 1}, {"microbatches": 2, "microbatch_weight": "rows"}):
         pipec.compile(model(), devices=2, loss_fn=loss_fn, **options).step(x, target=y)  # type: ignore[arg-type]
-    assert not caplog.messages
+    assert not said
 
 
 def test_a_count_that_is_drawn_at_random_is_refused() -> None:

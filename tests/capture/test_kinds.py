@@ -535,22 +535,22 @@ class Counting(nn.Module):
         return self.linear(self.norm(x)) - self.mean
 
 
-def test_buffers_that_change_with_each_microbatch_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_buffers_that_change_with_each_microbatch_are_said_once(said: list[str]) -> None:
     inputs = {"x": torch.randn(6, WIDTH), "target": torch.randn(6, WIDTH)}
 
-    def said(microbatches: int) -> list[str]:
-        caplog.clear()
+    def messages(microbatches: int) -> list[str]:
+        said.clear()
         pipe = pipec.compile(Counting(), devices=1, loss_fn=mse, microbatches=microbatches)
         for _ in range(2):
             pipe.step(inputs["x"], target=inputs["target"])
         assert pipe.get_buffer("num_calls") == 2 * microbatches
-        return [record.message for record in caplog.records if "forward() changes" in record.message]
+        return [message for message in said if "forward() changes" in message]
 
-    (warning,) = said(3)
+    (warning,) = messages(3)
     for words in ("num_calls", "mean", "_u", "once for each of the 3 microbatches"):
         assert words in warning
     assert "norm.running" not in warning
-    assert said(1) == []
+    assert messages(1) == []
 
 
 # dimensions of one element
@@ -583,12 +583,12 @@ def test_a_microbatch_of_one_row_is_squeezed_as_the_batch_is() -> None:
     torch.testing.assert_close(pipe(x), unsplit(x))
 
 
-def test_a_batch_of_one_row_keeps_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_of_one_row_keeps_it_and_says_so(said: list[str]) -> None:
     pipe = pipec.compile(Squeezed(), devices=1, loss_fn=mse, microbatches=1)
     x = torch.randn(2, WIDTH)
     whole = pipe(x)
-    assert not caplog.records
+    assert not said
     torch.testing.assert_close(pipe(x[:1]), whole[:1])
-    (said,) = [record.message for record in caplog.records]
-    assert "the batch has one row: eager torch would squeeze this dimension" in said
-    assert "hidden = self.first(x).tanh().squeeze(0)" in said
+    (warning,) = said
+    assert "the batch has one row: eager torch would squeeze this dimension" in warning
+    assert "hidden = self.first(x).tanh().squeeze(0)" in warning

@@ -120,25 +120,51 @@ def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
 class Checkpointed(nn.Module):
     """What a user writes who saves memory by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool) -> None:
         super().__init__()
-        self.layers = wide_mlp()
+        self.saves, self.layers = saves, wide_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+            x = checkpoint(layer, x, use_reentrant=False) if self.saves else layer(x)
         return x
 
 
-def test_a_checkpoint_in_the_model_is_overruled_and_the_user_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def checkpointed(model: nn.Module, **options: object) -> Pipeline:
     x, y = batch()
-    pipe = pipec.compile(Checkpointed(), 1, loss_fn=nn.functional.mse_loss, microbatches=4, dynamic=False)
-    pipe.prepare(x, target=y)
-    assert not any(stage.has_recompute for stage in pipe.plan.stages)
-    assert "torch.utils.checkpoint at test_memory.py:" in caplog.text
-    assert "is not followed" in caplog.text
+    options = {"microbatches": 4, "loss_fn": nn.functional.mse_loss, "dynamic": False} | options
+    return pipec.compile(model, **{"devices": 2, **options}).prepare(x, target=y)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_in_the_model_is_followed_and_the_plan_shows_what_it_saves() -> None:
+    """Between regions their ends are saved, and inside nothing; the bits stay."""
+    plain, pipe = Checkpointed(False), Checkpointed(True)
+    saving, following = checkpointed(plain), checkpointed(pipe)
+    every = [[stage.cost.memory for stage in each.plan.stages] for each in (saving, following)]
+    width = 64 * 8 * 4
+    for whole, part in zip(*every, strict=True):
+        assert part.saved + part.unsaved == whole.saved
+        assert part.saved <= 4 * width < whole.saved / 8
+    assert max(peaks(following)) < max(peaks(saving)) / 2
+    x, y = batch()
+    assert torch.equal(following.step(x, target=y), saving.step(x, target=y))
+    for one, other in zip(plain.parameters(), pipe.parameters(), strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert "* computes the rest again; saved without that: " in str(following.plan)
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", False), ("full", True)])
+def test_an_explicit_choice_overrules_checkpoints(recompute: str, again: bool) -> None:
+    pipe = checkpointed(Checkpointed(True), recompute=recompute)
+    assert {stage.has_recompute for stage in pipe.plan.stages} == {again}
+
+
+@pytest.mark.slow
+def test_less_memory_than_checkpoints_take_is_found_all_the_same() -> None:
+    limit = max(peaks(checkpointed(Checkpointed(True), recompute="full")))
+    pipe = checkpointed(Checkpointed(True), memory_limit=limit)
+    assert max(peaks(pipe)) <= limit
 
 
 @pytest.mark.parametrize("text", ["lots", "16 apples", ""])

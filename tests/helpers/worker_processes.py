@@ -1,6 +1,7 @@
 """Processes that run as ranks over gloo: forks of one that has imported torch, pipec and a model."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import random
@@ -175,9 +176,17 @@ def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
     safetensors.torch.save_file({"loss": outcome.loss, **held}, file)
 
 
+def _does_not_depend_on_time(record: logging.LogRecord) -> bool:
+    return record.levelno == logging.INFO and not record.getMessage().startswith("compiling")
+
+
 def printing(printed: Path, task: Callable[..., None], *arguments: Any) -> None:
-    """``task`` prints into a file."""
+    """``task`` prints into a file, with what pipec logs."""
     with printed.open("w") as file, contextlib.redirect_stdout(file):
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("pipec: %(message)s"))
+        handler.addFilter(_does_not_depend_on_time)
+        logging.getLogger("pipec").addHandler(handler)
         task(*arguments)
 
 

@@ -68,8 +68,8 @@ def test_other_batches_are_refused_on_every_rank_before_anything_changes(tmp_pat
     ].split("loss ")
     assert values.startswith("the ranks passed different batches to step:\n  args[0]: float32[8, 6], values ")
     assert " on rank 0; float32[8, 6], values " in values
-    assert 'batch="rank0"' in values
-    assert "DistributedSampler" in values
+    assert 'batch="rank0" uses what rank 0 passes and drops the rest' in values
+    assert "DistributedSampler(num_replicas=pipe.num_replicas" in values
     assert "target" not in values
     assert "  rows: 8 on rank 0; 4 on rank 1\n" in rows
     assert "float64[8, 6]" in kind
@@ -78,6 +78,84 @@ def test_other_batches_are_refused_on_every_rank_before_anything_changes(tmp_pat
         "the ranks do not make the same calls:\n  call: eval_step, after 1 steps on rank 0"
     )
     assert fine.strip() == "True"
+
+
+def test_a_loader_that_shards_the_data_is_named_and_not_silenced(tmp_path: Path) -> None:
+    """The error names the sampler, and never recommends ``batch="rank0"``, which warns of it too."""
+    body = """
+        import warnings
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+        warnings.showwarning = lambda message, *given: print("warned:", message)
+        data = TensorDataset(x, y)
+        loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, rank))
+        for batch in ("same", "rank0"):
+            pipe = compiled(model(), batch=batch)
+            for rows, target in loader:
+                attempt(lambda: pipe.step(rows, target=target))
+    """
+    for printed in told(tmp_path, body):
+        refused, warned = printed.split("warned:")
+        assert "DistributedSampler(num_replicas=2) gives each rank a part of the data of its own" in refused
+        assert 'batch="rank0" would drop the other ranks\' parts' in refused
+        assert "the other parts train nothing" in warned
+        assert "InputError" not in warned
+
+
+WAITING = """
+import logging, time
+reported = []
+handler = logging.Handler()
+handler.emit = lambda record: reported.append(record.getMessage())
+logging.getLogger("pipec").addHandler(handler)
+pipe = compiled(model(), timeout=2.0)
+
+def save():
+    time.sleep(4)
+
+def train(fails):
+    for i in range(3):
+        pipe.step(x, target=y)
+        if rank == 1 and i == 1:
+            if fails:
+                raise OSError("the disk is full")
+            try:
+                int("x")
+            except ValueError:
+                save()
+"""
+
+
+def test_a_rank_that_saves_is_named_and_waited_for_beyond_the_timeout(tmp_path: Path) -> None:
+    """It handles an exception meanwhile, which did not lead out of its loop."""
+    body = WAITING + "train(fails=False)\nprint(pipe.num_steps)\nprint(*reported, sep='\\n')"
+    first, second = told(tmp_path, body)
+    assert first.startswith("3\n")
+    assert second.startswith("3\n")
+    assert "rank 1 has not arrived: it is alive and elsewhere in its script, at script.py:" in first
+    assert "in save: time.sleep(4), where it handles ValueError: invalid literal" in first
+
+
+def test_a_rank_that_left_its_loop_by_an_exception_ends_the_wait(tmp_path: Path) -> None:
+    body = """
+    started = time.monotonic()
+    try:
+        train(fails=True)
+    except pipec.PipecError as error:
+        print(type(error).__name__, error)
+    except OSError:
+        time.sleep(6)
+        attempt(lambda: pipe.step(x, target=y))
+    print("after", time.monotonic() - started < 8)
+    """
+    first, second = told(tmp_path, WAITING + textwrap.dedent(body))
+    left = "rank 1: its script left its loop by OSError: the disk is full, and is at script.py:"
+    assert first.startswith(
+        "TransportError another rank failed while this one was calling step, after 2 steps"
+    )
+    assert left in first
+    assert "in <module>: time.sleep(6)" in first
+    assert left in second
+    assert "after True" in first
 
 
 def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
@@ -93,10 +171,8 @@ def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
             time.sleep(4)
         """,
     )
-    assert first.startswith(
-        "TransportError: calling step, after 1 steps, together with rank 1, took more than 2 s; rank 1 is "
-    )
-    assert "All ranks make the same calls in the same order" in first
+    assert "another rank failed while this one was calling step, after 1 steps, together with rank 1" in first
+    assert "rank 1: its script ended, or freed its pipeline, before this call" in first
     assert second == ""
 
 

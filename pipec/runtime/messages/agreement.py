@@ -25,7 +25,9 @@ from pipec.errors import InputError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, full_digest
 from pipec.runtime.messages.connections import Connections
 from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.messages.message_socket import MessageSocket
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
+from pipec.runtime.processes.whereabouts import note_call
 
 S = TypeVar("S")
 
@@ -91,6 +93,7 @@ class Agreement:
             InputError: the descriptions differ. Every rank raises it, and stays usable.
             TransportError: some rank does not call this.
         """
+        note_call()
         padding = [0] * (_MAX_REPLY_VALUES - len(reply_values))
         own = _ROW.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *reply_values, *padding)
         rows = [[*_ROW.unpack(row)] for row in self._all_gather_bytes(activity, own)]
@@ -135,9 +138,18 @@ class Agreement:
         wait = self._start_all_gather_bytes(activity, own) if self._other_hosts else dict
         for peer, socket in self._same_host.items():
             with self._together_with(peer, activity):
-                received[peer] = socket.receive(len(own))
+                received[peer] = self._receive(peer, socket, len(own))
         received |= wait()
         return [received[rank] for rank in range(len(received))]
+
+    def _receive(self, peer: int, socket: MessageSocket, num_bytes: int) -> bytes:
+        """The next message of a rank, which is waited for while it lives and is between two calls."""
+        while True:
+            try:
+                return socket.receive(num_bytes)
+            except TimeoutError:
+                if not self._transport.has_time(peer):
+                    raise
 
     def _start_all_gather_bytes(self, activity: str, own: bytes) -> Callable[[], dict[int, bytes]]:
         """Start to exchange bytes with ranks that share no memory with this one."""

@@ -287,6 +287,10 @@ class DistributedTransport:
             self, self._connections, self._heartbeats.waiting(activity, peer), activity, peer
         )
 
+    def has_time(self, peer: int) -> bool:
+        """Whether a rank lives and is between two calls, such as to save, so that others wait for it."""
+        return self._heartbeats.has_time(peer)
+
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
         is_lost = not isinstance(error, TimeoutError)

@@ -24,12 +24,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 
 from pipec.errors import TransportError
 from pipec.runtime.processes.addresses import Address, listen
 from pipec.runtime.processes.packets import PacketKind, encode_packet, read_packet
 from pipec.runtime.processes.peers import Peers
 from pipec.runtime.processes.stall_reports import CurrentWait, StallReporter, WaitScope
+from pipec.runtime.processes.whereabouts import IN_A_CALL, Whereabouts, whereabouts
 
 
 class HeartbeatConnections:
@@ -182,6 +184,10 @@ class HeartbeatConnections:
         """A description of the ranks that seem dead before the timeout; None without one."""
         return self._peers.silent()
 
+    def has_time(self, peer: int) -> bool:
+        """Whether a rank lives and is between two calls, such as to save, so that others wait for it."""
+        return self._peers.has_time(peer)
+
     def waits_for(self, peer: int | None) -> str:
         """A description of the chain of waits that begins at ``peer``; see ``Peers.waits_for``."""
         return self._peers.waits_for(peer, self._waits.now.activity)
@@ -288,7 +294,8 @@ class HeartbeatConnections:
                 with self._changed:
                     peer.missed_heartbeats = 0
                     if kind is PacketKind.HEARTBEAT:
-                        peer.waiting_for, peer.activity, peer.last_activity = json.loads(payload)
+                        peer.waiting_for, peer.activity, peer.last_activity, where = json.loads(payload)
+                        peer.whereabouts = Whereabouts(*where)
                     elif kind is PacketKind.TEXT:
                         peer.texts.append(payload)
                     elif kind is PacketKind.BACKGROUND_TEXT:
@@ -310,11 +317,13 @@ class HeartbeatConnections:
             await asyncio.sleep(self._interval)
             living = [rank for rank in self._peers.living if self._peers[rank].writer]
             wait = self._waits.now
-            self._write_all(
-                PacketKind.HEARTBEAT,
-                json.dumps([wait.peer, wait.activity, self._waits.last_activity]).encode(),
-            )
+            here = IN_A_CALL if wait.activity else whereabouts()
+            state = [wait.peer, wait.activity, self._waits.last_activity, astuple(here)]
+            self._write_all(PacketKind.HEARTBEAT, json.dumps(state).encode())
             self._stalls.check(wait, self._peers.late, self.has_failed())
+            if self._stalls.is_long() and (left := self._peers.left()):
+                self._set_failure(left)
+                self._write_all(PacketKind.FAILURE, left.encode())
             for rank in living:
                 self._peers[rank].missed_heartbeats += 1
             if silent := [rank for rank in living if self._peers.silence(rank) >= self._timeout]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pipec.runtime.processes.stall_reports import describe_absent_rank, describe_busy_rank, format_ranks
+from pipec.runtime.processes.whereabouts import IN_A_CALL, Whereabouts
 
 
 @dataclass
@@ -14,7 +15,8 @@ class Peer:
     """The state of another rank.
 
     ``missed_heartbeats`` counts this rank's own heartbeats since the last packet of the other. ``activity``
-    describes its current wait, for the rank ``waiting_for``; ``last_activity`` its last finished wait.
+    describes its current wait, for the rank ``waiting_for``; ``last_activity`` its last finished wait. While
+    it does not wait, ``whereabouts`` is the line of its script.
     """
 
     writer: asyncio.StreamWriter | None = None
@@ -24,6 +26,7 @@ class Peer:
     waiting_for: int | None = None
     activity: str = ""
     last_activity: str = ""
+    whereabouts: Whereabouts = IN_A_CALL
     ended_at: float | None = None
     closed_cleanly: bool = False
     final_status: str | None = None
@@ -102,9 +105,25 @@ class Peers(dict[int, Peer]):
         if any(rank < self._rank and rank not in away for rank in self.living):
             return None
         descriptions = (
-            describe_absent_rank(rank, self[rank].last_activity, self._is_silent(rank)) for rank in away
+            describe_absent_rank(
+                rank, self[rank].last_activity, self._is_silent(rank), self[rank].whereabouts
+            )
+            for rank in away
         )
         return "; ".join(descriptions) or None
+
+    def has_time(self, rank: int) -> bool:
+        """Whether a rank lives and is between two calls, such as to save, so that others wait for it."""
+        peer = self[rank]
+        return bool(peer.whereabouts.line) and peer.ended_at is None and not self._is_silent(rank)
+
+    def left(self) -> str | None:
+        """A description of the first rank that has left its loop by an exception; None without one."""
+        found = next((rank for rank in self.living if self[rank].whereabouts.has_left), None)
+        if found is None:
+            return None
+        where = self[found].whereabouts
+        return f"rank {found}: its script left its loop by {where.exception}, and is at {where.line}"
 
     def _is_silent(self, rank: int) -> bool:
         """Whether more heartbeats are missing than a busy machine explains."""

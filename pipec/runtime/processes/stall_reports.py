@@ -1,10 +1,12 @@
 """Reports of long waits on the console, and descriptions of waiting ranks for messages."""
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from pipec.console import logger
+from pipec.runtime.processes.whereabouts import Whereabouts
 
 STALL_SECONDS = 10.0
 """A wait of so many seconds, or a quarter of the timeout, is reported, and again each time it doubles."""
@@ -71,6 +73,10 @@ class StallReporter:
             self._is_reported, self._next = True, 2 * self._next
             _report(f"rank {self._rank} has waited {now - self._since:.0f} s, {wait.activity}; {ranks}")
 
+    def is_long(self) -> bool:
+        """Whether the wait that was checked last is long enough to be reported."""
+        return self._is_reported or self._is_long(time.monotonic())
+
     def _is_long(self, now: float) -> bool:
         return bool(self._wait.activity) and not self._wait.expected and now - self._since >= self._next
 
@@ -80,11 +86,13 @@ class StallReporter:
 
 
 def _report(text: str) -> None:
-    print(f"pipec: {text}", file=sys.stderr, flush=True)
+    logger.warning("%s", text)
 
 
-def describe_absent_rank(rank: int, last_activity: str, is_silent: bool) -> str:
+def describe_absent_rank(rank: int, last_activity: str, is_silent: bool, whereabouts: Whereabouts) -> str:
     state = "gives no sign of life" if is_silent else "is alive and elsewhere in its script"
+    if whereabouts.line and not is_silent:
+        state += f", {whereabouts}"
     return f"rank {rank} has not arrived: it {state}, and its last wait was {last_activity or 'none'}"
 
 

@@ -5,6 +5,7 @@ sends it with the call digest before the next step or mini-batch. Then all ranks
 """
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from pipec.console import log
+from pipec.console import logger, notice
 from pipec.runtime.processes.launch import world
 
 FORCED_EXIT_SECONDS = 1.0
@@ -76,11 +77,12 @@ class StopSignals:
             raise _exit_error(number, f"{signal.Signals(number).name} came twice")
         if not self._pending:
             self._first_at = time.monotonic()
-            once_more = "once more ends this process at once"
-            notice = (
-                f"pipec: {signal.Signals(number).name}: all ranks end before the next step; {once_more}\n"
+            text = (
+                f"pipec: {signal.Signals(number).name}: all ranks end before the next step; once more "
+                "ends this process at once\n"
             )
-            os.write(2, notice.encode())  # a signal may come in the middle of a print
+            if logger.isEnabledFor(logging.WARNING):
+                os.write(2, text.encode())  # a signal may come in the middle of a print
         self._pending = max(self._pending, number)
 
 
@@ -101,7 +103,7 @@ def exit_all_ranks(
     number = max(signals)
     STOP_SIGNALS.uninstall()
     what = f"rank {signals.index(number)} was sent {signal.Signals(number).name}"
-    log(f"pipec: {what}: all ranks end after step {num_steps}")
+    notice(f"{what}: all ranks end after step {num_steps}")
     for call in before:
         call()
     raise _exit_error(number, f"{what}; all ranks have made {num_steps} steps")

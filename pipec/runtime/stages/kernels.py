@@ -11,14 +11,13 @@ import inspect
 import re
 import time
 import types
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 
-from pipec.console import delayed_status
+from pipec.console import delayed_status, warn
 from pipec.errors import InputError
 from pipec.ir import Plan
 from pipec.runtime.random_seeds import OperatorGenerators
@@ -115,7 +114,7 @@ class _Compiled:
         passed = [
             functools.partial(getitem, seeds[0]) if isinstance(x, OperatorGenerators) else x for x in args
         ]
-        with contextlib.nullcontext() if self.is_ready else delayed_status(f"pipec: compiling {self._name}"):
+        with contextlib.nullcontext() if self.is_ready else delayed_status(f"compiling {self._name}"):
             if key in self._direct or self._num_recorded == _MAX_RECORDED:
                 returned = self._compiled(*passed)
             else:
@@ -129,10 +128,9 @@ class _Compiled:
     def _warn(self, error: Exception) -> None:
         self.has_failed = True
         first, second, *_ = [line.strip() for line in str(error).strip().splitlines()] + ["", ""]
-        warnings.warn(
+        warn(
             f"torch.compile cannot compile {self._name}, which runs as its source: "
-            f"{type(error).__name__}: {first} {second}".rstrip(),
-            stacklevel=2,
+            f"{type(error).__name__}: {first} {second}".rstrip()
         )
 
 

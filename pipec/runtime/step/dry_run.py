@@ -107,7 +107,7 @@ class DryRuns:
         """
         moved = [each.forget_if_moved(self._parameters, self._buffers) for each in self._graphs]
         if any(moved):
-            log.info("weights have moved, so that graphs are recorded anew")
+            log.debug("weights have moved, so that graphs are recorded anew")
             self._ready.clear()
         if self._sizes_of(batch_slice) not in self._ready:
             for modes in _modes(self._graphs):
@@ -133,13 +133,13 @@ class DryRuns:
         except PipecError as error:
             if self._graphs:
                 raise
-            log.info("a dry run ended early: %s", error)
+            log.debug("a dry run ended early: %s", error)
         update, self._update = self._update, None
         if update is not None:
             try:
                 update()
             except Exception as error:  # of an optimizer that cannot have such little tensors
-                log.info("a dry run of an update ended early: %s", error)
+                log.debug("a dry run of an update ended early: %s", error)
 
     def _shortened(self, batch_slice: BatchSlice) -> BatchSlice:
         """The slice with rows for one microbatch of each size, if none of its sizes is larger than before."""

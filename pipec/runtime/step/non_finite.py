@@ -47,7 +47,7 @@ def skip_notice(found: NonFinite, number: int, sync_spec: SyncSpec) -> str:
         usual = ", which is usual in the first steps with precision='fp16-mixed'" if found.parameter else ""
         why = f", and the loss scale is halved{usual}"
     return (
-        f"pipec: step {number} (the first is 0): {found}; nothing came of that step{why}. "
+        f"step {number} (the first is 0): {found}; nothing came of that step{why}. "
         "pipe.num_skipped counts such steps"
     )
 

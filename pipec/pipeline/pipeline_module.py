@@ -1,0 +1,296 @@
+"""A pipeline as a module whose loss has a ``backward``, for loops that call one.
+
+The step computes the gradients, and ``backward`` commits them::
+
+    module(x, target=y)        step; its gradients are kept apart from .grad
+    (loss / 3).backward()      .grad += gradients / 3, on each rank for itself
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipec.console import warn
+from pipec.errors import InputError
+from pipec.runtime.loss_tensors import ModuleLoss
+from pipec.torch_compat import pytree
+
+if TYPE_CHECKING:
+    from pipec.pipeline.pipeline import Pipeline
+
+
+class PipelineModule(nn.Module):
+    """What ``Pipeline.as_module`` returns.
+
+    It has the submodules and other attributes of the model, and the parameters, buffers and state of the
+    pipeline. In training mode, and with gradients enabled, a call runs one step.
+    """
+
+    _pipe: "Pipeline"
+    _model: nn.Module
+
+    def __init__(self, pipe: "Pipeline", model: nn.Module, outputs: bool) -> None:
+        super().__init__()
+        self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
+        self._modules = model._modules
+        self.training = model.training
+        self._outputs = outputs
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._dropped = _DroppedSteps()
+
+    def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
+        self.training = self._model.training
+        if not self.training or not torch.is_grad_enabled():
+            return self._evaluated(args, kwargs, target)
+        self._dropped.warn()
+        (loss, output), gradients = self._step(args, kwargs, target)
+        committing = _Commit.apply(self._anchor, loss, gradients).as_subclass(ModuleLoss)  # type: ignore[no-untyped-call]
+        if not self._outputs:
+            return committing
+        output = self._explaining(output, _LOSS_OUTSIDE)
+        return (committing, output) if self._pipe.has_loss_fn else _with_loss(output, committing)
+
+    def _step(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[Tensor, Any], "StepGradients"]:
+        """Loss and output of a step, and its gradients, which are not in ``.grad``."""
+        before = _take_gradients(self._pipe.own_parameters())
+        try:
+            result = self._pipe.step(*args, target=target, outputs=self._outputs, **kwargs)
+            found = _take_gradients(self._pipe.own_parameters())
+        finally:
+            _take_gradients(self._pipe.own_parameters())
+            for parameter, gradient in before.items():
+                if parameter.shape == gradient.shape:
+                    parameter.grad = gradient.to(parameter.device)
+        report = functools.partial(self._pipe.report_backward, self._pipe.num_steps)
+        loss, output = result if self._outputs else (result, None)
+        return (loss.plain(), output), StepGradients(found, report, self._dropped)
+
+    def _evaluated(self, args: Any, kwargs: Any, target: Any) -> Any:
+        """The model's output, with its loss; with a target, what the loss function makes of it."""
+        if target is None:
+            result = self._pipe(*args, **kwargs)
+        else:
+            result = self._pipe.eval_step(*args, target=target, outputs=self._outputs, **kwargs)
+        return self._explaining(result, _EVALUATED) if torch.is_grad_enabled() else result
+
+    def _explaining(self, results: Any, explanation: str) -> Any:
+        """Results with a graph, as a model's would be, whose backward raises the explanation."""
+
+        def explain(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+                return leaf
+            return _Refuse.apply(self._anchor, leaf.as_subclass(Tensor), explanation)  # type: ignore[no-untyped-call]
+
+        return pytree.tree_map(explain, results)
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        if name in modules:
+            return modules[name]
+        if "_model" not in self.__dict__:
+            raise AttributeError(name)
+        found = getattr(self._model, name)
+        if name in _WHOLE_MODEL_METHODS and self._pipe.num_processes > 1:
+            return functools.partial(_refuse_whole_model_method, name)
+        return found
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the pipeline: under ``torchrun``, once it is compiled, of this rank's stages."""
+        return self._pipe.named_parameters(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self._pipe.parameters(recurse)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self._pipe.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the pipeline's."""
+        return self._pipe.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As the pipeline's."""
+        return self._pipe.load_state_dict(state_dict, strict, assign)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model to training or evaluation mode."""
+        self._pipe.train(mode)
+        self.training = mode
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._pipe.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As the pipeline's: by the norm of the whole model."""
+        return self._pipe.clip_grad_norm_(max_norm, norm_type)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._pipe._apply(fn, recurse)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PipelineModule":
+        return self._pipe.__deepcopy__(memo).as_module(self._outputs)
+
+    def __reduce__(self) -> Any:
+        return self._pipe.__reduce__()
+
+
+def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineModule:
+    '""The module of a pipeline. Its class has the name and the signature of the model\'s, which loops look'
+    'up.""'
+    if pipe.has_loss_fn:
+        return PipelineModule(pipe, model, outputs)
+
+    def forward(self: PipelineModule, /, *args: Any, **kwargs: Any) -> Any:
+        return PipelineModule.forward(self, *args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(model.forward)
+    forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    like_model = type(f"PipelineOf{type(model).__name__}", (PipelineModule,), {"forward": forward})
+    return cast(PipelineModule, like_model(pipe, model, outputs))
+
+
+class StepGradients:
+    """The gradients of a step, until ``backward`` adds them to ``.grad``.
+
+    Args:
+        report: called with the factor by which they were multiplied.
+    """
+
+    def __init__(
+        self,
+        gradients: Mapping[nn.Parameter, Tensor],
+        report: Callable[[Tensor], None],
+        dropped: "_DroppedSteps",
+    ) -> None:
+        self._gradients: Mapping[nn.Parameter, Tensor] | None = gradients
+        self._report, self._dropped = report, dropped
+
+    @torch.no_grad()
+    def commit(self, factor: Tensor) -> None:
+        """Add the gradients, multiplied by ``factor``, to ``.grad``. Raises InputError the second time."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            raise InputError(
+                "backward() was called again on the loss of one step, whose gradients were handed over the "
+                "first time; call it once, on the sum of what is made of the loss"
+            )
+        if factor.device.type != "cpu" or factor.item() != 1:
+            for gradient in gradients.values():
+                gradient.mul_(factor.to(gradient.device))
+        for parameter, gradient in gradients.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient.is_sparse or parameter.grad.is_sparse:
+                parameter.grad = parameter.grad + gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._report(factor)
+
+    def __del__(self) -> None:
+        if self._gradients is not None:
+            self._dropped.count += 1
+
+
+class _DroppedSteps:
+    """Counts the steps whose gradients nobody took."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._has_warned = False
+
+    def warn(self) -> None:
+        """Warn once, after the second one."""
+        if self.count < 2 or self._has_warned:
+            return
+        self._has_warned = True
+        warn(
+            f"backward() was not called on the losses of {self.count} steps of pipe.as_module(), whose "
+            "gradients were dropped; call it, or compute losses that train nothing under torch.no_grad()"
+        )
+
+
+class _Commit(torch.autograd.Function):
+    """The loss, whose backward commits the gradients of its step."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: StepGradients) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(loss)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[None, None, None]:
+        _ = ctx.saved_tensors  # raises torch's own error if the graph was freed
+        if torch.is_grad_enabled():
+            raise InputError(
+                "backward(create_graph=True) cannot differentiate the gradients of a pipeline; compute what "
+                "needs gradients of gradients with the model itself"
+            )
+        ctx.gradients.commit(*factors)
+        return None, None, None
+
+
+class _Refuse(torch.autograd.Function):
+    """A result through which no gradient can flow; the attempt raises the explanation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, result: Tensor, explanation: str) -> Tensor:
+        ctx.explanation = explanation
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise InputError(ctx.explanation)
+
+
+_LOSS_OUTSIDE = (
+    "a loss was computed outside of the pipeline from an output of it, which has no gradients: the step has "
+    "run its backward already. Compute the whole loss in the model, or pass loss_fn=... to pipec.compile"
+)
+
+_EVALUATED = (
+    "the module is in evaluation mode, in which it computes no gradients; call module.train() before the "
+    "call whose loss is to have a backward"
+)
+
+_WHOLE_MODEL_METHODS = {"generate", "save_pretrained", "push_to_hub", "merge_and_unload"}
+"""Methods of models that need all parameters at once."""
+
+
+def _refuse_whole_model_method(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise InputError(
+        f"{name} needs the whole model, and this process has the parameters of its stages alone; call "
+        f"pipe.gather_into(model) on every rank, and then model.{name}(...) on rank 0"
+    )
+
+
+def _take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """The gradients of these parameters, which have none from now on."""
+    taken = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            taken[parameter], parameter.grad = parameter.grad, None
+    return taken
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    """The model's output with ``loss`` where it has its own."""
+    if isinstance(output, Tensor):
+        return loss
+    if isinstance(output, tuple):
+        return cast(Any, output)._replace(loss=loss)
+    if isinstance(output, Mapping):
+        output["loss"] = loss  # type: ignore[index]
+    else:
+        output.loss = loss
+    return output
