@@ -1,9 +1,9 @@
-"""Host time per instruction of the interpreter, with stages that compute nothing; and before the first one.
+"""Host time of the interpreter per step, with stages that compute nothing; and before the first instruction.
 
 python benchmarks/interpreter.py
 
 Four ranks run 1F1B over 32 microbatches; the stage functions return tensors made beforehand, so that all
-that is left is what the runtime itself does for each instruction. One rank is driven alone, by a transport
+that is left is what the runtime itself does. One rank is driven alone, by a transport
 that delivers at once, and then all four run in this process, where they share one Python interpreter.
 
 Before a step, pipec checks that what it compiled is still what the model and the loss would do. For that the
@@ -179,11 +179,11 @@ def main() -> None:
     )
     alone = make_jobs([Instant() for _ in range(NUM_RANKS)])
     for rank, (job, length) in enumerate(zip(alone, lengths, strict=True)):
-        print(f"rank {rank} alone: {seconds(job) / length * 1e6:5.2f} us per instruction of {length}")
+        print(f"rank {rank} alone: {seconds(job) * 1e3:6.3f} ms for {length} instructions")
     ranks = InProcessTransport([CPU] * NUM_RANKS)
     jobs = make_jobs([ranks.endpoint(rank) for rank in range(NUM_RANKS)])
     together = seconds(lambda: ranks.run(jobs))
-    print(f"all ranks in one process: {together / sum(lengths) * 1e6:5.2f} us per instruction")
+    print(f"all ranks in one process: {together * 1e3:6.3f} ms for {sum(lengths)} instructions")
     for number, prepared, checks in before_steps():
         print(
             f"{number} length: {prepared:5.2f} s to compile, {checks * 1e3:5.2f} ms of checks before a step"
