@@ -242,6 +242,8 @@ def test_transformers_are_assembled_as_torch_differentiates_them(
 
     for size in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"):
         monkeypatch.setitem(tiny_transformers.SIZES, size, LAYERS)
+    monkeypatch.setitem(tiny_transformers.SIZES, "num_hidden_groups", 1)  # all layers of ALBERT are one
+    monkeypatch.setattr(tiny_transformers, "LAYERS", LAYERS)
     case = next(huggingface.find(each) for each in huggingface.architectures() if each.endswith(f"/{name}"))
     model, inputs = case.make(), case.batch(4)
     assembled, whole, runs = captured_both_ways(
