@@ -166,15 +166,16 @@ def _filled(
     notes: Sequence[str],
 ) -> Grid:
     """Play as many cells as the budget allows. A cell that no schedule can run is left out."""
+    unchanged = {axis.name: axis.values[0] for axis in axes}
     axes = [axis for axis in axes if len(axis.choices) > 1]
     most = BUDGET // (_CELL_EVENTS + len(timeline.events))
     cells = [((0,) * len(axes), *_figures(timeline))]
     for positions in _by_changes([len(axis.choices) for axis in axes]):
         if len(cells) > most:
             break
-        chosen = {axis.name: axis.values[at] for axis, at in zip(axes, positions, strict=True)}
+        changed = {axis.name: axis.values[at] for axis, at in zip(axes, positions, strict=True)}
         try:
-            cells.append((positions, *_figures(play(chosen))))
+            cells.append((positions, *_figures(play(unchanged | changed))))
         except PipecError:
             continue
     return Grid(axes, cells, notes)

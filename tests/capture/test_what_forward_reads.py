@@ -682,13 +682,13 @@ def net_of(read: Read) -> Any:
 
 def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, ModelState]:
     graph = capture(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False)
-    return graph, ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, {}, torch_modes())
+    return graph, ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, torch_modes())
 
 
 def is_noticed(graph: TrainingGraph, before: ModelState, net: nn.Module) -> bool:
     return (
         bool(graph.model_guards.violation())
-        or ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, {}, torch_modes()) != before
+        or ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, torch_modes()) != before
     )
 
 

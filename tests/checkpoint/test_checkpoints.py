@@ -257,15 +257,13 @@ class TestHuggingFace:
             start("1 stage").pipe.load_checkpoint(tmp_path, model_only=True)
 
 
-def test_a_state_that_is_no_tensor_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_is_no_tensor_is_told_of(tmp_path: Path, said: list[str]) -> None:
     class Counting(Net):
         def get_extra_state(self) -> int:
             return 3
 
-    said: list[str] = []
-    monkeypatch.setattr("pipec.pipeline.checkpointing.log", said.append)
     start("1 stage", model=lambda: nn.Sequential(Counting())).save(tmp_path / "saved")
-    assert "without the extra state (get_extra_state) of 0" in said[0]
+    assert any("without the extra state (get_extra_state) of 0" in message for message in said)
 
 
 def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:

@@ -243,6 +243,7 @@ def logged_batch_warnings() -> Iterator[list[str]]:
                 str(each.message)
                 for each in caught
                 if each.category is PipecWarning or re.search(r"\bmicrobatch", str(each.message))
+                if not OTHER_WARNINGS.search(str(each.message))
             ]
     finally:
         log.removeHandler(told)

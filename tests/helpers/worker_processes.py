@@ -76,7 +76,7 @@ def _printed(
     printed = [scratch / f"printed_{rank}" for rank in range(len(arguments))]
     given = [(path, task, *own) for path, own in zip(printed, arguments, strict=True)]
     errors = _run_ranks(printing, given, scratch, distributed)
-    assert errors == [""] * len(arguments)
+    assert errors == [""] * len(arguments), "\n".join(errors)
     return [path.read_text() for path in printed]
 
 
