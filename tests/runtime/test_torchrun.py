@@ -6,6 +6,7 @@ from pathlib import Path
 
 from compile_variants import Variant, captured, compiled, save_with_tensors
 from huggingface_models import perceptron
+from page_views import embedded
 from worker_processes import pipec_cli, train
 
 
@@ -49,4 +50,4 @@ def test_every_rank_is_traced_and_rank_zero_tells(tmp_path: Path) -> None:
     assert facts["measured"]["num_events"] == facts["planned"]["num_events"]
     assert all(0 < rank["busy"] < facts["measured"]["makespan"] for rank in facts["measured"]["waits"])
     assert [page.exists() for page in pages] == [True, False]
-    assert "measured" in pages[0].read_text(encoding="utf-8")
+    assert "measured" in str(embedded(pages[0].read_text(encoding="utf-8")))
