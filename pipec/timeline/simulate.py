@@ -283,17 +283,23 @@ def _wait_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _message_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
-    """For each wait for a message the event that follows, its rank, and the task of the message."""
+    """For each wait for a message the event that follows, its rank, and the task of the message.
+
+    Replicas may send the same link to one rank, once a step.
+    """
     waits, ranks = step.waits, step.waiting_ranks
-    sends = step.events.where(step.events.ops == OP_CODE[Op.SEND])
+    sends, tasks = step.events.taken(step.sends), step.tasks[step.sends]
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (sends, waits)) + 1
-    sent = np.full((len(waits.links), num_microbatches + len(step.programs)), NEVER_PRODUCED, np.int32)
-
-    def columns(messages: InstructionColumns, targets: Ints) -> Ints:
-        return np.where(messages.microbatches < 0, num_microbatches + targets, messages.microbatches)
-
-    sent[sends.link_numbers, columns(sends, sends.peers)] = step.tasks[step.sends]
-    return step.after_waits, ranks, sent[waits.link_numbers, columns(waits, ranks)]
+    sent = np.full((len(waits.links), num_microbatches + 1), NEVER_PRODUCED, np.int32)
+    sent[sends.link_numbers, sends.microbatches] = tasks
+    found: Ints = sent[waits.link_numbers, waits.microbatches]
+    once = np.flatnonzero(sends.microbatches < 0)
+    keys = sends.link_numbers[once], step.ranks[step.sends[once]], sends.peers[once]
+    by_key = dict(zip(zip(*map(np.ndarray.tolist, keys), strict=True), tasks[once].tolist(), strict=True))
+    once = np.flatnonzero(waits.microbatches < 0)
+    keys = waits.link_numbers[once], waits.peers[once], ranks[once]
+    found[once] = [by_key.get(key, NEVER_PRODUCED) for key in zip(*map(np.ndarray.tolist, keys), strict=True)]
+    return step.after_waits, ranks, found
 
 
 def _other_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
