@@ -1,12 +1,12 @@
 """Periodic programs: a period of instructions that is executed again and again.
 
-Round k of a program with period P executes each instruction for the microbatch it names plus k P, with its
+Period k of a program with period P executes each instruction for the microbatch it names plus k P, with its
 version increased accordingly. Instructions of microbatches that do not exist are left out: before the first
 one, while the pipeline fills, and after the last one, while it drains. So warmup, steady state and cooldown
-are the same instructions, for any number of microbatches. For example, the round F2 B0 U0 with period 1 and
+are the same instructions, for any number of microbatches. For example, the instructions F2 B0 U0 with period 1 and
 three microbatches is::
 
-    round   -2   -1   0          1      2
+    period  -2   -1   0          1      2
             F0   F1   F2 B0 U0   B1 U1  B2 U2
 """
 
@@ -20,12 +20,12 @@ from pipec.ir.values import Link, Payload
 
 
 def updates_per_period(program: Program) -> Counter[int]:
-    """How many updates of each stage a round makes."""
+    """How many updates of each stage a period makes."""
     return Counter(each.stage for each in program.instructions if each.op is Op.UPDATE)
 
 
 def unrolled_instructions(program: Program, num_microbatches: int) -> Iterator[tuple[int, int, Instruction]]:
-    """The instructions executed for these microbatches: each with its round and its number in the round."""
+    """The instructions executed for these microbatches: each with its period and its number in the period."""
     updates, window = updates_per_period(program), microbatch_window(program)
     named = [each.microbatch for each in program.instructions]
     if not named:

@@ -13,8 +13,8 @@ without loading the compiler. Each part imports only the parts above it:
 * ``optimizers`` make the updates that a program asks for.
 * ``stages``: the code and the state of a stage, and what its replicas do together.
 * ``step``: ``execution`` is an artifact linked on the ranks of this process, ``interpreter`` runs the program
-  of one rank, and ``linker`` resolves every name of it beforehand.
-* ``stream``: the same for periodic programs.
+  of one rank, a step or the periods of a stream, and ``linker`` resolves every name of it beforehand.
+* ``stream``: the mini-batches of a script's stream, read ahead and announced to the other ranks.
 * ``pipeline_base`` is the module that users hold; ``loaded_pipeline`` is one for a saved artifact. Its parts:
   ``pipeline_context``, which the others share; ``linked_artifacts``, linked to ``model_tensors``; and
   ``stream_training``, the steps of a stream of batches.
