@@ -3,8 +3,8 @@
 Period k of a program with period P executes each instruction for the microbatch it names plus k P, with its
 version increased accordingly. Instructions of microbatches that do not exist are left out: before the first
 one, while the pipeline fills, and after the last one, while it drains. So warmup, steady state and cooldown
-are the same instructions, for any number of microbatches. For example, the instructions F2 B0 U0 with period 1 and
-three microbatches is::
+are the same instructions, for any number of microbatches. For example, F2 B0 U0 with period 1 and three
+microbatches is::
 
     period  -2   -1   0          1      2
             F0   F1   F2 B0 U0   B1 U1  B2 U2
