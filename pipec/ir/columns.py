@@ -44,6 +44,7 @@ def one_of(*ops: Op) -> NDArray[np.bool_]:
 
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
+_IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.UPDATE))
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)
 _IS_COPY = _having(lambda traits: traits.kind is OpKind.COPY)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
@@ -258,6 +259,11 @@ class InstructionColumns(_Columns[Instruction]):
     @cached_property
     def is_copy(self) -> NDArray[np.bool_]:
         return self._have(_IS_COPY)
+
+    @cached_property
+    def is_blocking(self) -> NDArray[np.bool_]:
+        """Whether they occupy their rank: computes and updates."""
+        return self._have(_IS_BLOCKING)
 
     @cached_property
     def is_timed(self) -> NDArray[np.bool_]:
