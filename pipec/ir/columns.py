@@ -240,10 +240,6 @@ class InstructionColumns(_Columns[Instruction]):
         """The instructions from ``first`` on, before ``last``."""
         return InstructionColumns((column[first:last] for column in self.columns), self.links)
 
-    def for_microbatches(self, microbatches: Ints) -> "InstructionColumns":
-        """The same instructions for other microbatches."""
-        return InstructionColumns((*self.columns[:2], microbatches, *self.columns[3:]), self.links)
-
     @property
     def ops(self) -> Ints:
         return self._column(0)

@@ -26,7 +26,6 @@ from pipec.ir.columns import (
     with_shared_links,
 )
 from pipec.programs.rank_memory import peak_in_flight
-from pipec.programs.representative_replicas import RepresentativeReplicas
 from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.timeline.events import Events, Timeline
 from pipec.timeline.step_events import StepEvents
@@ -90,18 +89,16 @@ class SimulationCosts:
         return self.compute[stage, phase] * (1.0 if segment < 0 else shares[segment])
 
 
-def simulate(
-    programs: Sequence[Program], costs: SimulationCosts, few: RepresentativeReplicas | None = None
-) -> Timeline:
+def simulate(programs: Sequence[Program], costs: SimulationCosts) -> Timeline:
     """Play ``programs`` against ``costs``. Time and memory are linear in the number of instructions.
 
-    If the programs are those of a ``few`` replicas of a step, the timeline has the step's microbatches.
+    What other ranks than theirs send, or receive, is left out.
 
     Raises:
         InputError: ``costs`` lack a stage and phase that runs, or are not finite.
         VerifyError: a wait is for a message that is never sent, or computes wait for each other.
     """
-    step = _Step(with_shared_links(programs))
+    step = _Step(_among_themselves(programs))
     for wait in np.flatnonzero(step.awaited < 0).tolist()[:1]:
         where = f"rank {step.wait_ranks[wait]} at instruction {step.wait_sites[wait]}"
         raise VerifyError(f"{where} waits for what is never sent; pipec.programs.verify tells why")
@@ -112,17 +109,26 @@ def simulate(
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.tasks]))
     tasks = step.tasks[: len(step.events)]
-    starts, ends = costs.start_time + run.starts[tasks], costs.start_time + run.ends[tasks]
-    shown = step.events
-    if few:
-        shown = shown.for_microbatches(few.microbatches(shown.microbatches))
-    return Timeline(
-        Events(step.ranks, shown, starts, ends),
-        tuple(map(peak_in_flight, programs)),
-        costs.unit,
-        representatives=few.representatives if few else None,
-        waits=step.waits(*_wait_times(step, ends, costs.start_time)),
+    events = Events(
+        step.ranks, step.events, costs.start_time + run.starts[tasks], costs.start_time + run.ends[tasks]
     )
+    waits = step.waits(*_wait_times(step, events.ends, costs.start_time))
+    return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit, waits=waits)
+
+
+def _among_themselves(programs: Sequence[Program]) -> list[InstructionColumns]:
+    """The instructions of each rank, with peers as numbers of ``programs``, without those for other peers."""
+    columns, ranks = with_shared_links(programs), [program.rank for program in programs]
+    last = max(int(each.peers.max(initial=max(ranks))) for each in columns)
+    if ranks == [*range(last + 1)]:
+        return columns
+    numbers = np.full(last + 2, -2, np.int32)
+    numbers[[*ranks, -1]] = [*range(len(ranks)), -1]
+    found = []
+    for each in columns:
+        own = each.where(numbers[each.peers] > -2)
+        found.append(InstructionColumns((*own.columns[:4], numbers[own.peers], *own.columns[5:]), own.links))
+    return found
 
 
 class _Step(StepEvents):
