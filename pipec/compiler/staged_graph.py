@@ -1,6 +1,7 @@
 """A captured graph cut into stages, and everything derived from it: functions, plans, programs and code."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -221,14 +222,17 @@ class StagedGraph:
         """The schedule on these stages, lowered, verified and simulated; the result is cached.
 
         Schedules are identified by name, placement and number of microbatches. ``sync_spec`` defaults to that
-        of the options.
+        of the options. Gradients that replicas shard are reduced once a step if this fits into the memory of
+        the devices, or, where that has no limit, if it takes no more than to reduce them after each round.
 
         Raises:
             VerifyError: the schedule is broken.
         """
         sync = sync_spec or self.options.sync_spec
         key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size, sync
-        return self._once(("evaluated", *key), lambda: self._evaluate(schedule, microbatch_size, sync))
+        return self._once(
+            ("evaluated", *key), lambda: self._with_fewest_sums(schedule, microbatch_size, sync)
+        )
 
     def workload(self, placement: Placement, size: int) -> Workload:
         """The cost of each stage for a microbatch of ``size`` rows, in seconds and bytes.
@@ -291,6 +295,16 @@ class StagedGraph:
     @functools.cached_property
     def names(self) -> Names:
         return name_nodes(self.graph)
+
+    def _with_fewest_sums(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
+        if schedule.stream or not (sync_spec.updates and sync_spec.shards_gradients):
+            return self._evaluate(schedule, size, sync_spec)
+        once = self._evaluate(schedule, size, replace(sync_spec, reduces_once=True))
+        limits = {device.memory_bytes for device in self.options.topology.devices}
+        if math.inf not in limits and not any(once.excess_bytes):
+            return once
+        every_round = self._evaluate(schedule, size, sync_spec)
+        return min(once, every_round, key=lambda each: (max(each.excess_bytes), each.peak_bytes))
 
     def _evaluate(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
