@@ -11,6 +11,8 @@ from torch import nn, optim
 
 import pipec
 from pipec.errors import InputError
+from pipec.hardware.devices import DeviceModel
+from pipec.hardware.topology import LinkModel, equal_devices
 from pipec.ir import Op, ShardingLevel
 from pipec.pipeline import Pipeline
 from pipec.plan.memory_needs import plan_memory
@@ -132,6 +134,42 @@ def test_sums_of_a_whole_step_have_the_bits_of_sharding_the_optimizer_alone(shar
     expected = plain.full_state_dict()
     for name, found in limited.full_state_dict().items():
         assert torch.equal(found, expected[name])
+
+
+def in_layers(latency: float = 0.0, **options: Any) -> Pipeline:
+    """Eight slow layers on two replicas, with a fast link of this latency."""
+    torch.manual_seed(0)
+    link = LinkModel(1e15, latency)
+    given = {"devices": 2, "microbatches": 2, "shard": "parameters", **options}
+    given["topology"] = equal_devices(2, link)
+    given["device_model"] = DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, link, "made up")
+    return compiled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), **given)
+
+
+def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer() -> None:
+    """Its only stage is divided, unless the script says how many there are, or to gather takes long."""
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+    layered, whole = in_layers(), in_layers(stages=1, replicas=1)
+    for _ in range(3):
+        assert torch.equal(layered.step(x, target=y), whole.step(x, target=y))
+    assert torch.equal(layered.eval_step(x, target=y), whole.eval_step(x, target=y))
+    expected = whole.full_state_dict()
+    for name, found in layered.full_state_dict().items():
+        assert torch.equal(found, expected[name])
+    assert (len(layered.plan.stages), len(whole.plan.stages)) == (8, 1)
+    assert "8 stages on 2 ranks, looped-bfs-v8" in str(layered.plan)
+    assert peak(layered) < 0.6 * peak(whole)
+    slow = in_layers(latency=1.0).prepare(x, target=y)
+    assert len(slow.plan.stages) == 1
+    tight = in_layers(latency=1.0, memory_limit=int(0.9 * peak(slow))).prepare(x, target=y)
+    assert len(tight.plan.stages) == 8
+
+
+def test_evaluating_first_gathers_layers_too() -> None:
+    pipe, x = in_layers(), torch.randn(8, 64)
+    pipe.eval_step(x, target=x)
+    loss = pipe.step(x, target=x)
+    assert torch.equal(loss, in_layers(stages=1, replicas=1).step(x, target=x))
 
 
 def test_auto_without_an_optimizer_is_refused() -> None:
