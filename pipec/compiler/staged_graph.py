@@ -53,7 +53,7 @@ from pipec.programs.representative_replicas import (
     representative_replicas,
 )
 from pipec.programs.shared_receives import runs_stages_in_order
-from pipec.programs.verify import verify
+from pipec.programs.verify import verify, verify_parts
 from pipec.schedules import Workload, remap_ranks
 
 T = TypeVar("T")
@@ -121,6 +121,7 @@ class EvaluatedPlan:
 
     def artifact(self) -> Artifact:
         """The plan, the programs and the code of the stages. Constants are copied to the host."""
+        verify_parts(self.plan, self.programs)
         names, graph = self.staged.names, self.staged.graph
         sources = tuple(
             StageSource.of(graph, functions, names, stage_header(stage, self.plan)).write()

@@ -19,6 +19,14 @@ class ShardingLevel(StrEnum):
     PARAMETERS = "parameters"
 
 
+class StepPart(StrEnum):
+    """What a program runs of a step that ends with an update; see ``pipec.ir.step_parts``."""
+
+    WHOLE = "whole"
+    ACCUMULATE = "accumulate"
+    UPDATE = "update"
+
+
 class NonFiniteAction(StrEnum):
     """The reaction to a step whose loss is NaN, or with a gradient that is not finite."""
 
@@ -70,7 +78,8 @@ class SyncSpec:
     "". With a ``stream``, steps are asynchronous: each stage then updates, and clips, by itself. ``on_nan``
     is the reaction to losses or gradients that are not finite; None checks nothing. If the program
     ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients overflow is
-    skipped. With ``state_on_host``, the optimizer state is in host memory between updates.
+    skipped. With ``state_on_host``, the optimizer state is in host memory between updates. ``part`` is the
+    part of the step that the program runs: where it updates, all of it, the microbatches or the update.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -83,6 +92,17 @@ class SyncSpec:
     on_nan: NonFiniteAction | None = None
     has_loss_scale: bool = False
     state_on_host: bool = False
+    part: StepPart = StepPart.WHOLE
+
+    @property
+    def runs_update(self) -> bool:
+        """Whether weights are updated in this part of the step."""
+        return self.updates and self.part is not StepPart.ACCUMULATE
+
+    @property
+    def runs_microbatches(self) -> bool:
+        """Whether microbatches run in this part of the step, and their gradients are reduced."""
+        return self.part is not StepPart.UPDATE
 
     @property
     def only_gathers(self) -> bool:
@@ -97,7 +117,8 @@ class SyncSpec:
     @property
     def has_grad_norm(self) -> bool:
         """Whether all ranks exchange the norm of their gradients before updates."""
-        return (self.clips or self.may_skip_step) and self.stream is None
+        clips = self.clips and self.part is not StepPart.ACCUMULATE
+        return (clips or self.may_skip_step) and self.stream is None
 
     @property
     def defers_gradients(self) -> bool:

@@ -13,6 +13,9 @@ from pipec.ir import (
     Mode,
     Plan,
     Program,
+    StepPart,
+    plan_part,
+    program_part,
     replica_counts,
 )
 from pipec.ir.columns import InstructionColumns
@@ -52,6 +55,17 @@ def verify(plan: Plan, programs: Sequence[Program]) -> None:
         verify_periodic(plan, programs)
     else:
         verify_step(plan, programs)
+
+
+def verify_parts(plan: Plan, programs: Sequence[Program]) -> None:
+    """Prove that a step that accumulates is correct, and an update alone, if the plan's steps have one.
+
+    Raises VerifyError as ``verify``.
+    """
+    if plan.sync_spec.updates and plan.sync_spec.stream is None:
+        for part in (StepPart.ACCUMULATE, StepPart.UPDATE):
+            own = [program_part(program, plan.sync_spec, part) for program in programs]
+            verify_step(plan_part(plan, part), own)
 
 
 def verify_step(

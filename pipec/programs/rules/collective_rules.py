@@ -77,20 +77,21 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
     """The collectives and updates of a rank, and how often each runs; -1 means any number of times."""
     sync_spec, keys = step.plan.sync_spec, dict[CollectiveKey, int]()
     for stage in stages_on(step.plan.placement, rank):
-        if stage in sync_spec.buffer_sync_stages:
+        if stage in sync_spec.buffer_sync_stages and sync_spec.runs_microbatches:
             keys[CollectiveKey(Op.AVERAGE_BUFFERS, stage)] = 1
-        if sync_spec.updates and not sync_spec.stream:
+        if sync_spec.runs_update and not sync_spec.stream:
             keys[CollectiveKey(Op.UPDATE, stage)] = 1
         rounds = ceil(step.plan.num_microbatches / len(step.plan.placement[stage]))
         for number in sync_spec.buckets_of(stage) if not sync_spec.stream else ():
             bucket = sync_spec.buckets[number]
-            if not sync_spec.only_gathers:
+            if sync_spec.runs_microbatches and not sync_spec.only_gathers:
                 keys[CollectiveKey(Op.REDUCE_GRAD, stage, number)] = (
                     rounds if sync_spec.reduces_every_round(bucket) else 1
                 )
             if sync_spec.reshards_after_use(bucket):
-                keys |= {CollectiveKey(op, stage, number): -1 for op in (Op.UNSHARD, Op.RESHARD)}
-            elif sync_spec.shard and sync_spec.updates:
+                often = -1 if sync_spec.runs_microbatches else 0
+                keys |= {CollectiveKey(op, stage, number): often for op in (Op.UNSHARD, Op.RESHARD)}
+            elif sync_spec.shard and sync_spec.runs_update:
                 keys[CollectiveKey(Op.UNSHARD, stage, number)] = 1
     if sync_spec.has_grad_norm:
         keys[CollectiveKey(Op.GRAD_NORM)] = 1
@@ -117,7 +118,7 @@ def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
                 site = _site(rank, own.get(key, ()), len(step.columns[rank]) - 1)
                 often = "once" if times == 1 else f"{times} times"
                 yield Violation(site, f"{key} is there {count} times on rank {rank}; expected {often}")
-            if key.op is Op.RESHARD:
+            if key.op is Op.RESHARD and times:
                 yield from _alternates(step, rank, own, key)
 
 

@@ -84,7 +84,9 @@ def _own_rank(step: ProgramIndex, columns: InstructionColumns) -> Ints:
     stages, microbatches = columns.stages, columns.microbatches
     valid = (stages >= 0) & (stages < len(step.plan.placement))
     valid &= (microbatches >= 0) & (microbatches < step.plan.num_microbatches)
-    return np.where(valid, step.ranks[np.where(valid, stages, 0), np.where(valid, microbatches, 0)], -1)
+    found: Ints = np.full(len(columns), -1, np.int32)
+    found[valid] = step.ranks[stages[valid], microbatches[valid]]
+    return found
 
 
 def _compute_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:

@@ -82,7 +82,7 @@ class SyncLinker:
             if updates is not None and updates.max_norm is not None:
                 update_state.factor = updates.factor(update_state.table[:num_names].sum())
 
-        return norm if rank.plan.sync_spec.may_skip_step else self._if_updating(norm)
+        return norm
 
     def _check(self, instruction: Instruction) -> Action:
         """Decide whether the step is skipped; in a stream, whether a mini-batch is."""
@@ -143,7 +143,7 @@ class SyncLinker:
             update.update(update_state.factor)
             stage.gradients.clear_updated()
 
-        return self._if_updating(act)
+        return self._unless_skipped(act)
 
     def _update_version(self, stage: BoundStage, update: StageUpdate | None) -> Action:
         """Make the next version of a stage; if its mini-batch is skipped, it equals the last one."""
@@ -171,7 +171,7 @@ class SyncLinker:
         group = self._group(stage.index, bucket)
         if not self._rank.plan.sync_spec.reshards_after_use(bucket):
             start, finish = (lambda: shard.start_gather(group)), (lambda: _ignore(shard.finish_gather()))
-            return self._if_updating(start), self._if_updating(finish)
+            return self._unless_skipped(start), self._unless_skipped(finish)
         return (lambda: shard.start_gather(group)), functools.partial(_show_gathered, shard, stage)
 
     def _reshard(self, instruction: Instruction) -> Action:
@@ -203,11 +203,12 @@ class SyncLinker:
         num_hosts = bucket.num_hosts if bucket else 1
         return self._rank.transport.group(self._rank.plan.placement[stage], num_hosts)
 
-    def _if_updating(self, action: Action) -> Action:
+    def _unless_skipped(self, action: Action) -> Action:
+        """The action, left out if the check before it has found a value that is not finite."""
         update_state = self._rank.update_state
 
         def act() -> None:
-            if update_state.now:
+            if update_state.non_finite is None:
                 action()
 
         return act
