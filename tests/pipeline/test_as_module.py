@@ -220,5 +220,3 @@ def test_a_loop_finds_the_model_behind_it() -> None:
     assert not any(parameter.any() for parameter in model.parameters())
     with pytest.raises(AttributeError, match="no_such"):
         _ = module.no_such
-
-

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from bare_programs import verify_programs
+from bare_programs import plan_of, verify_programs
 from example_schedules import value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -24,12 +24,15 @@ from pipec.ir import (
     Program,
     ShardingLevel,
     Stage,
+    StepPart,
     SyncSpec,
     one_rank_per_stage,
+    plan_part,
+    program_part,
 )
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.lower import chain_links
-from pipec.programs.verify import verify
+from pipec.programs.verify import verify, verify_step
 from pipec.schedules import gpipe, make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -760,11 +763,18 @@ def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObje
     check_meaning(step, programs)
 
 
+@pytest.mark.parametrize("part", StepPart)
 @pytest.mark.parametrize(
     "step", [WHOLE, SKIPPING, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED]
 )
-def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step) -> None:
-    programs = step.programs()
+def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step, part: StepPart) -> None:
+    """Also of a step that accumulates, and of an update alone."""
+    plan = plan_part(
+        plan_of(step.schedule, step.links, sync_spec=step.sync_spec, segments=step.segments), part
+    )
+    programs = [program_part(each, step.sync_spec, part) for each in step.programs()]
+    verify_step(plan, programs)
+    assert any(each.op is Op.UPDATE for each in programs[0].instructions) == plan.sync_spec.runs_update
     for rank, program in enumerate(programs):
         own = program.instructions
         for number, each in enumerate(own):
@@ -772,7 +782,18 @@ def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step) -> N
                 others = list(programs)
                 others[rank] = Program(rank, (*own[:number], *copies, *own[number + 1 :]))
                 with pytest.raises(VerifyError):
-                    step.verify(others)
+                    verify_step(plan, others)
+
+
+def test_a_part_is_not_taken_for_another() -> None:
+    plan = plan_of(SHARDED.schedule, SHARDED.links, sync_spec=SHARDED.sync_spec)
+    parts = {
+        part: [program_part(each, SHARDED.sync_spec, part) for each in SHARDED.programs()]
+        for part in StepPart
+    }
+    for part, other in itertools.permutations(StepPart, 2):
+        with pytest.raises(VerifyError):
+            verify_step(plan_part(plan, part), parts[other])
 
 
 def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
