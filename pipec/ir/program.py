@@ -22,6 +22,7 @@ class Op(StrEnum):
     FREE = "free"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
+    SUM_COUNTS = "sum_counts"
     REDUCE_GRAD = "reduce_grad"
     AVERAGE_BUFFERS = "average_buffers"
     GRAD_NORM = "grad_norm"
@@ -38,6 +39,7 @@ class Op(StrEnum):
     WAIT_RECV = "wait_recv"
     WAIT_OFFLOAD = "wait_offload"
     WAIT_PREFETCH = "wait_prefetch"
+    WAIT_SUM_COUNTS = "wait_sum_counts"
     WAIT_REDUCE_GRAD = "wait_reduce_grad"
     WAIT_AVERAGE_BUFFERS = "wait_average_buffers"
     WAIT_UNSHARD = "wait_unshard"
@@ -98,6 +100,7 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.FREE: OpTraits(OpKind.RELEASE, per_microbatch=True),
     Op.OFFLOAD: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
     Op.PREFETCH: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
+    Op.SUM_COUNTS: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.REDUCE_GRAD: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.AVERAGE_BUFFERS: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.GRAD_NORM: OpTraits(OpKind.COLLECTIVE, timed=True),
@@ -114,7 +117,7 @@ _STARTS: Mapping[Op, OpTraits] = {
 WAIT_OF: Mapping[Op, Op] = {
     started: Op(f"wait_{started}")
     for started in (
-        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
+        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.SUM_COUNTS, Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
         *(Op.UNSHARD, Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
     )
 }
@@ -148,6 +151,7 @@ class Instruction:
     offload         start to copy the offloaded part of the values that ``stage`` saved for
                     ``microbatch`` to host memory; ``wait_offload`` frees it on the device
     prefetch        start to copy it back
+    sum_counts      start to sum the batch counts of ``stage`` over its replicas, each of which has its rows
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
     grad_norm       sum the squared norms of all gradients over all ranks, and what is not finite

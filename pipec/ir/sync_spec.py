@@ -71,6 +71,7 @@ class SyncSpec:
 
     An evaluation only gathers parameters that are sharded.
 
+    If ``replicas_pass_own_rows`` of a batch, those of ``count_stages`` sum their batch counts first.
     ``buckets`` belong to stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
     average the buffers that their forwards changed. If the program ``updates``, it runs the optimizer; if it
     ``clips``, it computes the norm of all gradients before. ``shard`` is the data that replicas shard.
@@ -92,6 +93,8 @@ class SyncSpec:
     on_nan: NonFiniteAction | None = None
     has_loss_scale: bool = False
     state_on_host: bool = False
+    replicas_pass_own_rows: bool = False
+    count_stages: tuple[int, ...] = ()
     part: StepPart = StepPart.WHOLE
 
     @property

@@ -77,6 +77,8 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
     """The collectives and updates of a rank, and how often each runs; -1 means any number of times."""
     sync_spec, keys = step.plan.sync_spec, dict[CollectiveKey, int]()
     for stage in stages_on(step.plan.placement, rank):
+        if stage in sync_spec.count_stages and sync_spec.runs_microbatches:
+            keys[CollectiveKey(Op.SUM_COUNTS, stage)] = 1
         if stage in sync_spec.buffer_sync_stages and sync_spec.runs_microbatches:
             keys[CollectiveKey(Op.AVERAGE_BUFFERS, stage)] = 1
         if sync_spec.runs_update and not sync_spec.stream:
@@ -142,7 +144,8 @@ def _site(rank: int, numbers: Sequence[int], last: int) -> InstructionSite | Non
 def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """Gradients are completed, then reduced, then measured for the norm, and then the weights are updated.
 
-    No stage computes after its update, or while its parameters are not gathered. Refused::
+    No stage computes before its counts are summed or after its update, nor while its parameters are not
+    gathered. Refused::
 
         backward stage 0 mb 0, reduce_grad stage 0 bucket 0, backward stage 0 mb 1, update stage 0
     """
@@ -153,6 +156,8 @@ def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
                     yield Violation((rank, numbers[-1]), f"{key} runs before {other} at {at}")
             if key.op is Op.RESHARD:
                 yield from _computes_while_gathered(step, rank, own, key)
+            if key.op is Op.WAIT_SUM_COUNTS:
+                yield from _computes_after(step, rank, numbers[0], key)
 
 
 def _before(
@@ -209,6 +214,14 @@ def _added(step: ProgramIndex, message: DeliveredMessages) -> int:
         return int(message.sends[0])
     added = (columns.ops == OP_CODE[Op.ACCUMULATE]) & (columns.link_numbers == route.number)
     return int(np.flatnonzero(added & (columns.peers == route.source)).max(initial=-1))
+
+
+def _computes_after(step: ProgramIndex, rank: int, wait: int, key: CollectiveKey) -> Iterator[Violation]:
+    columns = step.columns[rank]
+    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
+    if computes.size and computes[0] < wait:
+        number = int(computes[0])
+        yield Violation((rank, number), f"{columns[number].op} of stage {key.stage} runs before {key}")
 
 
 def _computes_while_gathered(

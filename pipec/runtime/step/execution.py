@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, load_stage_module
-from pipec.errors import ExecutionError, InputError, PipecError, TransportError
+from pipec.errors import InputError, PipecError
 from pipec.ir import Phase, Plan, RankMemory, StepPart, program_part, rank_of, stages_on
 from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.memory.meter import MemoryMeter, make_memory_meter
-from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.messages.cuda import CudaGraphRecorder, pinned_copy
 from pipec.runtime.stages.cuda_graphs import GraphRecorder, StageGraphs, require_recordable
 from pipec.runtime.stages.kernels import load_kernels
@@ -25,7 +24,6 @@ from pipec.runtime.step.batch_counts import (
     BatchCountsFunction,
     batch_counts,
     batch_fraction,
-    local_batch_counts,
 )
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
@@ -89,10 +87,13 @@ class Execution:
             if device.type == "cuda":
                 self._read_by_gpus |= self._interpreters[-1].inputs
             self._of_batch += [
-                BatchCountsFunction(plan.stages[k], module, held, device) for k, module in modules.items()
+                BatchCountsFunction(plan.stages[k], module, held, device)
+                for k, module in modules.items()
+                if k not in plan.sync_spec.count_stages
             ]
         self._read_here = set[str]().union(
-            *(each.inputs for each in self._interpreters), *(each.inputs for each in self._of_batch)
+            *(each.inputs | each.counted_inputs for each in self._interpreters),
+            *(each.inputs for each in self._of_batch),
         )
 
     def _load(self, number: int, recorder: GraphRecorder | None) -> types.ModuleType:
@@ -126,7 +127,7 @@ class Execution:
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of the stages for each microbatch, by name."""
         microbatches = self._split(leaves, batch_slice)
-        whole = self._batch_counts(leaves, microbatches, batch_slice)
+        whole = batch_counts(self._of_batch, self.artifact.plan, leaves, microbatches, batch_slice)
         for microbatch, size, first in zip(
             microbatches, batch_slice.sizes, batch_slice.first_rows, strict=True
         ):
@@ -136,29 +137,6 @@ class Execution:
             }
             microbatch |= numbers | whole
         return microbatches
-
-    def _batch_counts(
-        self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice
-    ) -> dict[str, Tensor]:
-        """The batch counts of the stages. Replicas with local batches sum theirs."""
-        plan = self.artifact.plan
-        if not batch_slice.is_local:
-            return batch_counts(self._of_batch, plan, leaves, microbatches, batch_slice)
-        transport = self._ranks.distributed
-
-        def group_of(stage: int) -> CollectiveGroup:
-            return transport.group(plan.placement[stage])
-
-        try:
-            return local_batch_counts(self._of_batch, plan, leaves, microbatches, batch_slice, group_of)
-        except TransportError as error:
-            transport.fail(error)
-            raise
-        except Exception as error:  # of rows that the other replicas do not have
-            what = f"{type(error).__name__}: {error}"
-            failure = ExecutionError(f"rank {self._ranks.world.rank}, preparing the step: {what}")
-            transport.fail(failure)
-            raise failure from error
 
     def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch whose rows this process has; nothing for others."""

@@ -43,6 +43,7 @@ from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage, StageCode
 from pipec.runtime.stages.cuda_graphs import graph_slots
 from pipec.runtime.stages.weight_versions import WeightVersions
+from pipec.runtime.step.batch_counts import BatchCountsFunction, ReplicaCounts
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.compute import Action
 from pipec.runtime.step.error_report import failure_message, reporting_failures
@@ -128,6 +129,9 @@ class Interpreter:
             if link.payload is Payload.RESULT and link.source in self._stages
             for value in link.values
         ]
+        self._summed_later = {
+            name for stage in plan.sync_spec.count_stages for name in plan.stages[stage].batch_counts
+        }
         self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
         self._stream_results = StreamResults(plan)
         self._update_state = UpdateState(updates)
@@ -135,6 +139,13 @@ class Interpreter:
             program.rank,
             plan,
             self._stages,
+            {
+                stage: ReplicaCounts(
+                    BatchCountsFunction(plan.stages[stage], stages[stage], buffers, device), self._own[stage]
+                )
+                for stage in plan.sync_spec.count_stages
+                if stage in self._stages
+            },
             self._stream_results if program.period else self._step_results,
             self._step_results,
             self._stream_results,
@@ -164,6 +175,11 @@ class Interpreter:
         """The inputs of the model that this rank reads."""
         return set[str]().union(*(stage.inputs for stage in self._stages.values()))
 
+    @property
+    def counted_inputs(self) -> set[str]:
+        """The inputs of the model in which this rank counts."""
+        return set[str]().union(*(counts.inputs for counts in self._rank.counts.values()))
+
     @contextlib.contextmanager
     def _running_alone(self) -> Iterator[None]:
         """Run instructions in a ``with`` block, on their device; failures are reported to the other ranks."""
@@ -190,7 +206,8 @@ class Interpreter:
             if rank_of(self._plan.placement, stage.index, microbatch) != self._rank.number:
                 continue
             frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
-            frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs})
+            names = stage.inputs - self._summed_later
+            frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in names})
             if self._program.period:
                 frame["version"] = version_read(self._program, stage.index, microbatch)
                 frame["batch"] = microbatch // self._plan.num_microbatches
@@ -263,6 +280,8 @@ class Interpreter:
         self._rank.sizes[:] = [*batch_slice.sizes, batch_slice.num_rows]
         self._rank.use(batch_slice.values)
         shares, scale = batch_slice.loss_weights, self._update_state.loss_scale
+        for counts in self._rank.counts.values():
+            counts.begin_step(microbatches, batch_slice)
         for stage in self._stages.values():
             stage.begin_step(scale)
         for microbatch, size in enumerate(batch_slice.sizes):

@@ -10,6 +10,7 @@ from torch import Tensor
 from pipec.ir import Payload, Plan, Sizes, StepPart, Value
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage
+from pipec.runtime.step.batch_counts import ReplicaCounts
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -58,7 +59,8 @@ class UpdateState:
 class RankState:
     """The state on which the actions of one rank work.
 
-    ``results`` are those of the step, or of the stream. ``sizes`` is set for each step: the number of samples
+    ``counts`` are those of the stages whose replicas sum them. ``results`` are those of the step, or of the
+    stream. ``sizes`` is set for each step: the number of samples
     in each microbatch, then that in the batch. A link that moves once per step has microbatch -1, and so
     finds the size of the batch at ``sizes[-1]``.
     ``values`` is set by ``use``: the other sizes that shapes have names for.
@@ -69,6 +71,7 @@ class RankState:
     number: int
     plan: Plan
     stages: Mapping[int, BoundStage]
+    counts: Mapping[int, ReplicaCounts]
     results: ResultCollector
     step_results: StepResults
     stream_results: StreamResults

@@ -26,6 +26,7 @@ class SyncLinker:
         self._rank = rank
         self._reductions: dict[int, GradientReduction] = {}
         self.starts: Mapping[Op, Callable[[Instruction], StartAndEnd]] = {
+            Op.SUM_COUNTS: self._sum_counts,
             Op.REDUCE_GRAD: self._reduce,
             Op.AVERAGE_BUFFERS: self._average,
             Op.UNSHARD: self._unshard,
@@ -39,6 +40,19 @@ class SyncLinker:
             Op.PAUSE: lambda instruction: _nothing,
             Op.RESHARD: self._reshard,
         }
+
+    def _sum_counts(self, instruction: Instruction) -> StartAndEnd:
+        rank, stage = self._rank, self._rank.stages[instruction.stage]
+        counts, group = rank.counts[stage.index], self._group(stage.index)
+        own = rank.plan.microbatches_on(stage.index, rank.number)
+
+        def finish() -> None:
+            sums = counts.finish()
+            for microbatch in own:
+                if rank.sizes[microbatch]:
+                    stage.frames[microbatch].update(sums)
+
+        return functools.partial(counts.start, group), finish
 
     def _reduce(self, instruction: Instruction) -> StartAndEnd:
         stage, bucket = (
