@@ -3,7 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,7 +105,10 @@ class CopyStream:
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs on a GPU. They share a memory pool, so no two of them may run at a time.
+    """Records CUDA graphs on a GPU, each into a memory pool.
+
+    A replay overwrites whatever graphs that were recorded later left in its pool: what it allocates on the
+    way was free then. So the graphs of a pool are replayed in order, and no two of them at a time.
 
     A first call on the recording stream lets libraries load kernels and allocate workspaces, before the first
     graph is recorded. While a graph is recorded, other threads may use CUDA. (PyTorch documentation, CUDA
@@ -114,7 +117,10 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def warm_up(self, call: Callable[[], T]) -> T:
         current = torch.cuda.current_stream(self.device)
@@ -125,14 +131,14 @@ class CudaGraphRecorder:
         return results
 
     def record(
-        self, call: Callable[[], T], generators: Sequence[torch.Generator]
+        self, call: Callable[[], T], generators: Sequence[torch.Generator], pool: Any
     ) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         with (
             torch.cuda.stream(self._stream),
-            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
         ):
             results = call()
         return results, graph.replay

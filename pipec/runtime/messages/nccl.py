@@ -356,7 +356,7 @@ def _reap(messages: _Messages) -> None:
     while messages and all(work.is_completed() for work in messages[0][0]):
         works, _ = messages.popleft()
         for work in works:
-            result = work.get_future_result()
+            result = work.get_future_result()  # type: ignore[attr-defined]
             if result.done() and result.value() != _SUCCESS:
                 raise (TimeoutError if result.value() == _TIMEOUT else ConnectionError)(
                     "an NCCL message failed; torch has logged why"
