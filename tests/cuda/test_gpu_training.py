@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ def test_convolutions_and_batch_norm_in_mixed_precision(device: torch.device) ->
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="inductor needs a C compiler")
+@pytest.mark.filterwarnings("error:torch.compile cannot compile")
 def test_compiled_kernels(device: torch.device) -> None:
-    """Of every phase; dropout draws what the source draws, from its seed."""
+    """Of every phase; dropout and attention draw what the source draws, from its seed."""
     losses = []
     for kernels in ("source", "inductor"):
         model, batch = decoder(dropout=0.1).to(device), on(device, tokens(8))
