@@ -17,9 +17,14 @@ T = TypeVar("T")
 def current_device(device: torch.device) -> Iterator[None]:
     """Make ``device`` this thread's current CUDA device inside a ``with``.
 
-    It is used by Triton kernels, extensions, and ``torch.cuda.synchronize()``.
+    It is used by Triton kernels, extensions, and ``torch.cuda.synchronize()``. A new thread has no context
+    of CUDA, not even that of the device which is current anyway, and cuBLAS warns of that.
     """
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):  # does nothing if it is current
+        torch.cuda.set_device(device)
         yield
 
 
