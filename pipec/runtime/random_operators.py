@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pipec.runtime.random_seeds import generator_of_seed
 
@@ -80,7 +79,9 @@ def _seeded_operator(function: Any) -> Any:
     name = f"seeded_{function._schema.name.split('::')[1]}_{function._overloadname}"
 
     def call(seed: Tensor, *args: Any, **kwargs: Any) -> Any:
-        generator = generator_of_seed(_device_of((args, kwargs)), seed)
+        named = kwargs.get("device") or torch.device("cpu")
+        device = next((each.device for each in args if isinstance(each, Tensor)), named)
+        generator = generator_of_seed(device, seed)
         return call_with_generator(generator, function, *args, **kwargs)
 
     def like_call(seed: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -90,14 +91,6 @@ def _seeded_operator(function: Any) -> Any:
     _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pipec::{name}", like_call, lib=_library)
     return getattr(torch.ops.pipec, name).default
-
-
-def _device_of(arguments: Any) -> torch.device:
-    """The device on which an operator with these arguments draws."""
-    leaves = tree_leaves(arguments)
-    tensors = (each.device for each in leaves if isinstance(each, Tensor))
-    named = (each for each in leaves if isinstance(each, torch.device))
-    return next(tensors, None) or next(named, torch.device("cpu"))
 
 
 @contextlib.contextmanager
