@@ -51,7 +51,7 @@ def reads(reader: Instruction, wait: Instruction, sync_spec: SyncSpec) -> bool:
     if wait.op is Op.WAIT_REDUCE_GRAD:
         again = reader.op is Op.REDUCE_GRAD and reader.bucket == wait.bucket
         return reader.op is Op.GRAD_NORM or (same_stage and (updates or again))
-    return wait.op is Op.WAIT_UNSHARD and same_stage and reader.op.phase is not None
+    return wait.op in (Op.WAIT_SUM_COUNTS, Op.WAIT_UNSHARD) and same_stage and reader.op.phase is not None
 
 
 def misplaced(own: Sequence[Instruction], sync_spec: SyncSpec) -> Iterator[tuple[int, Instruction]]:
