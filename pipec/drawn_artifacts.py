@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipec.artifact.artifact import Artifact
-from pipec.ir import Plan, Program
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.what_if import what_if_of_plan
 from pipec.runtime.step.timestamps import RecordedStep
@@ -22,9 +21,9 @@ def draw_artifact(
 
     ``memory_limits`` has the bytes of each rank's device. In a notebook the text shows the page.
     """
-    plan, programs = artifact.plan, artifact.programs
+    plan, programs = artifact.plan, artifact.representative_programs
     trace = trace or Trace(simulate_plan(plan, programs))
-    steps = trace_steps(plan, programs, trace)
+    steps = trace_steps(artifact, trace)
     pipeline = DrawnPipeline(plan, programs, artifact.sources, memory_limits)
     planned = trace.simulated or simulate_plan(plan, programs)
 
@@ -37,14 +36,15 @@ def draw_artifact(
     return DrawnText.of(steps_text(steps), make_page)
 
 
-def trace_steps(plan: Plan, programs: Sequence[Program], trace: Trace) -> list[DrawnStep]:
+def trace_steps(artifact: Artifact, trace: Trace) -> list[DrawnStep]:
     """The planned and the typical measured step; of several that were recorded, each in little."""
-    host = plan.host.step_seconds
+    plan, host = artifact.plan, artifact.plan.host.step_seconds
     steps = []
     if trace.simulated:
-        steps.append(DrawnStep.of_plan(plan, programs, trace.simulated, "planned", host_seconds=host))
+        few = artifact.representative_programs
+        steps.append(DrawnStep.of_plan(plan, few, trace.simulated, "planned", host_seconds=host))
     if trace.steps or not trace.simulated:
-        steps.append(DrawnStep.of_plan(plan, programs, trace.median_step(), "measured"))
+        steps.append(DrawnStep.of_plan(plan, artifact.programs, trace.median_step(), "measured"))
     if len(trace.steps) > 1:
         stride = -(-len(trace.steps) // _MOST_STEPS)
         numbers = trace.numbers or range(len(trace.steps))
@@ -66,8 +66,7 @@ def trace_steps(plan: Plan, programs: Sequence[Program], trace: Trace) -> list[D
 
 def add_recorded_steps(
     trace: Trace,
-    plan: Plan,
-    programs: Sequence[Program],
+    artifact: Artifact,
     recorded: Sequence[RecordedStep],
     first: int = 0,
     note: str = "",
@@ -76,7 +75,8 @@ def add_recorded_steps(
 
     ``first`` is the number of the first of them, and ``note`` what was special about them.
     """
-    trace.simulated = simulate_plan(plan, programs)
+    plan = artifact.plan
+    trace.simulated = simulate_plan(plan, artifact.representative_programs)
     trace.steps += [measured_timeline(x.programs, x.timestamps, plan.sync_spec) for x in recorded]
     trace.numbers += range(first, first + len(recorded))
     trace.notes += [note, *[""] * (len(recorded) - 1)][: len(recorded)]

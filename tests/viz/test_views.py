@@ -68,7 +68,7 @@ def compiled() -> Pipeline:
 def drawn_pipeline() -> tuple[list[DrawnStep], DrawnPipeline]:
     pipe = compiled()
     sources = [pipe.source(stage) for stage in range(2)]
-    steps = trace_steps(pipe.plan, pipe.programs, Trace(pipe.simulate()))
+    steps = trace_steps(pipe._artifact, Trace(pipe.simulate()))
     return steps, DrawnPipeline(pipe.plan, pipe.programs, sources, [64e3, 64e3])
 
 
@@ -531,7 +531,7 @@ def test_a_trace_of_every_nth_step_is_one_run() -> None:
         with pipe.trace(run) as run:
             pipe.step(tokens, target=target)
     assert (run.numbers, run.notes) == ([0, 2, 4], ["compiled", "", ""])
-    names = [step.name for step in trace_steps(pipe.plan, pipe.programs, run)]
+    names = [step.name for step in trace_steps(pipe._artifact, run)]
     assert names == ["planned", "measured", "step 0", "step 2", "step 4"]
 
 
