@@ -92,7 +92,7 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
         options.recompute,
         offloads,
         profile,
-        _sync_spec(options),
+        _sync_spec(options, ranks),
         optimizer,
         buffers_on_any_stage=ranks.world.is_distributed or len({*ranks.devices.values()}) == 1,
         fused_gradients=options.fused_gradients,
@@ -130,7 +130,7 @@ def _topology(options: Options, ranks: Ranks, device_model: DeviceModel) -> Topo
     return topology if limit is None else topology.with_memory_limit(limit)
 
 
-def _sync_spec(options: Options) -> SyncSpec:
+def _sync_spec(options: Options, ranks: Ranks) -> SyncSpec:
     """What programs are to do after the microbatches of a step."""
     return SyncSpec(
         updates=options.optimizer is not None,
@@ -140,6 +140,7 @@ def _sync_spec(options: Options) -> SyncSpec:
         gradient_dtype=GRADIENT_DTYPES[options.gradient_dtype] if options.gradient_dtype else "",
         on_nan=None if options.on_nan == "ignore" else NonFiniteAction(options.on_nan),
         state_on_host=options.offload in ("optimizer", "all"),
+        replicas_pass_own_rows=options.batch == "local" and ranks.world.is_distributed,
     )
 
 

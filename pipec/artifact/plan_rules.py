@@ -182,7 +182,8 @@ def _variables(plan: Plan) -> Iterator[str]:
 
 def _sync_spec(plan: Plan) -> Iterator[str]:
     stages = range(len(plan.stages))
-    for stage in (*plan.sync_spec.buffer_sync_stages, *(bucket.stage for bucket in plan.sync_spec.buckets)):
+    sync_spec, buckets = plan.sync_spec, [bucket.stage for bucket in plan.sync_spec.buckets]
+    for stage in (*sync_spec.count_stages, *sync_spec.buffer_sync_stages, *buckets):
         if stage not in stages:
             yield f"its sync spec names stage {stage}, which does not exist"
     for bucket in plan.sync_spec.buckets:

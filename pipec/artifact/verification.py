@@ -10,7 +10,7 @@ from torch import Tensor
 from pipec.artifact.artifact import Artifact, read_artifact
 from pipec.errors import DAMAGED_DATA_ERRORS, VerifyError
 from pipec.ir import GRADIENT_PHASES, Phase, Plan, Program, Stage
-from pipec.programs.verify import verify
+from pipec.programs.verify import verify, verify_parts
 
 
 def read_verified(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
@@ -39,6 +39,7 @@ def verify_artifact(artifact: Artifact) -> None:
             f"microbatches on {len(plan.stages)} stages need; save the pipeline again"
         )
     verify(plan, artifact.programs)
+    verify_parts(plan, artifact.programs)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
         programs = [artifact.programs[rank] for rank in plan.placement[stage.index]]
         for fault in _faults(plan, stage, source, programs):

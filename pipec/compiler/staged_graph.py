@@ -51,7 +51,7 @@ from pipec.programs.lower_periodic import lower_periodic
 from pipec.programs.rank_memory import NUM_SENDS_IN_TRANSIT
 from pipec.programs.representative_replicas import representative_programs
 from pipec.programs.shared_receives import runs_stages_in_order
-from pipec.programs.verify import verify
+from pipec.programs.verify import verify, verify_parts
 from pipec.schedules import Workload, remap_ranks
 
 T = TypeVar("T")
@@ -119,6 +119,8 @@ class EvaluatedPlan:
 
     def artifact(self) -> Artifact:
         """The plan, the programs and the code of the stages. Constants are copied to the host."""
+        if len(self.programs) == self.plan.num_ranks:
+            verify_parts(self.plan, self.programs)
         names, graph = self.staged.names, self.staged.graph
         sources = tuple(
             StageSource.of(graph, functions, names, stage_header(stage, self.plan)).write()
@@ -131,7 +133,7 @@ class EvaluatedPlan:
             self.programs,
             constants,
             self.staged.options.recorded,
-            functools.partial(_lowered, self.staged.placed(self.schedule), self.plan),
+            functools.partial(_every_program, self.staged.placed(self.schedule), self.plan),
         )
 
 
@@ -386,6 +388,13 @@ class StagedGraph:
 def _lowered(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     programs = (lower_periodic if schedule.stream else lower)(schedule, plan)
     verify(plan, programs)
+    return programs
+
+
+def _every_program(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
+    """The programs of all ranks, where those that represent them were enough to predict the step."""
+    programs = _lowered(schedule, plan)
+    verify_parts(plan, programs)
     return programs
 
 

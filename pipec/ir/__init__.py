@@ -7,7 +7,8 @@ that each rank executes, the ``sync_spec`` of reductions and updates after the m
 numbers, ``text_format`` formats programs and quantities and parses programs, ``batch_axis`` and
 ``batch_split`` define how a mini-batch is split, and ``sharding`` how parameters are divided among replicas.
 ``stream`` defines the weight versions of asynchronous schedules, and ``periodic_program`` how their programs
-repeat. ``representative_ranks`` names the ranks that represent equal ones.
+repeat. ``step_parts`` takes a step apart into its microbatches and its update.
+``representative_ranks`` names the ranks that represent equal ones.
 """
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory
@@ -36,8 +37,9 @@ from pipec.ir.schedule import (
     stages_on,
 )
 from pipec.ir.sharding import ParameterShard, Sharding
+from pipec.ir.step_parts import plan_part, program_part
 from pipec.ir.stream import Stream, VersionPolicy
-from pipec.ir.sync_spec import NO_SYNC, Bucket, NonFiniteAction, ShardingLevel, SyncSpec
+from pipec.ir.sync_spec import NO_SYNC, Bucket, NonFiniteAction, ShardingLevel, StepPart, SyncSpec
 from pipec.ir.values import (
     GRADIENT_PHASES,
     Dim,

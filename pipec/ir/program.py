@@ -19,9 +19,11 @@ class Op(StrEnum):
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
     ACCUMULATE = "accumulate"
+    PRECOMPUTE = "precompute"
     FREE = "free"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
+    SUM_COUNTS = "sum_counts"
     REDUCE_GRAD = "reduce_grad"
     AVERAGE_BUFFERS = "average_buffers"
     GRAD_NORM = "grad_norm"
@@ -38,6 +40,7 @@ class Op(StrEnum):
     WAIT_RECV = "wait_recv"
     WAIT_OFFLOAD = "wait_offload"
     WAIT_PREFETCH = "wait_prefetch"
+    WAIT_SUM_COUNTS = "wait_sum_counts"
     WAIT_REDUCE_GRAD = "wait_reduce_grad"
     WAIT_AVERAGE_BUFFERS = "wait_average_buffers"
     WAIT_UNSHARD = "wait_unshard"
@@ -90,6 +93,8 @@ class OpTraits:
     awaits: Op | None = None
 
 
+_LOCAL = (Op.PRECOMPUTE, Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.PAUSE)
+
 _STARTS: Mapping[Op, OpTraits] = {
     Op.RECV: OpTraits(OpKind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
     Op.SEND: OpTraits(OpKind.SEND, timed=True, carries_link=True, has_peer=True),
@@ -98,6 +103,7 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.FREE: OpTraits(OpKind.RELEASE, per_microbatch=True),
     Op.OFFLOAD: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
     Op.PREFETCH: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
+    Op.SUM_COUNTS: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.REDUCE_GRAD: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.AVERAGE_BUFFERS: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.GRAD_NORM: OpTraits(OpKind.COLLECTIVE, timed=True),
@@ -105,7 +111,7 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.ALL_REDUCE: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.ALL_GATHER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.REDUCE_SCATTER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
-    **{op: OpTraits(OpKind.LOCAL) for op in (Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.PAUSE)},
+    **{op: OpTraits(OpKind.LOCAL) for op in _LOCAL},
     Op.UPDATE: OpTraits(OpKind.UPDATE, timed=True),
     Op.RESHARD: OpTraits(OpKind.RELEASE),
     **{Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
@@ -114,7 +120,7 @@ _STARTS: Mapping[Op, OpTraits] = {
 WAIT_OF: Mapping[Op, Op] = {
     started: Op(f"wait_{started}")
     for started in (
-        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
+        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.SUM_COUNTS, Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
         *(Op.UNSHARD, Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
     )
 }
@@ -142,12 +148,14 @@ class Instruction:
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
     compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``
     accumulate      add the gradients of the compute before, or those that ``link`` brought, to their sums
+    precompute      compute what ``stage`` computes once of its weights, or of a version of them
     wait_...        wait for what an earlier instruction with the same fields has started: ``wait_recv`` for
                     the values of a link, ``wait_reduce_grad`` for a sum; and so on
     free            free the memory of ``stage`` for ``microbatch``: saved values, and slots received into
     offload         start to copy the offloaded part of the values that ``stage`` saved for
                     ``microbatch`` to host memory; ``wait_offload`` frees it on the device
     prefetch        start to copy it back
+    sum_counts      start to sum the batch counts of ``stage`` over its replicas, each of which has its rows
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
     grad_norm       sum the squared norms of all gradients over all ranks, and what is not finite
@@ -172,8 +180,8 @@ class Instruction:
     of the phase are sent after its last segment, and received before the first.
 
     In an asynchronous schedule, ``version`` is the version of the weights that a compute reads, an update
-    makes, or a stash keeps. An update and what prepares it name the first of the microbatches whose gradients
-    it uses.
+    makes, or a stash keeps. A ``precompute`` names the first microbatch that reads that version. An update
+    and what prepares it name the first of the microbatches whose gradients it uses.
     """
 
     op: Op

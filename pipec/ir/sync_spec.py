@@ -19,6 +19,14 @@ class ShardingLevel(StrEnum):
     PARAMETERS = "parameters"
 
 
+class StepPart(StrEnum):
+    """What a program runs of a step that ends with an update; see ``pipec.ir.step_parts``."""
+
+    WHOLE = "whole"
+    ACCUMULATE = "accumulate"
+    UPDATE = "update"
+
+
 class NonFiniteAction(StrEnum):
     """The reaction to a step whose loss is NaN, or with a gradient that is not finite."""
 
@@ -63,6 +71,7 @@ class SyncSpec:
 
     An evaluation only gathers parameters that are sharded.
 
+    If ``replicas_pass_own_rows`` of a batch, those of ``count_stages`` sum their batch counts first.
     ``buckets`` belong to stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
     average the buffers that their forwards changed. If the program ``updates``, it runs the optimizer; if it
     ``clips``, it computes the norm of all gradients before. ``shard`` is the data that replicas shard.
@@ -72,6 +81,7 @@ class SyncSpec:
     ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients overflow is
     skipped. With ``state_on_host``, the optimizer state is in host memory between updates. If replicas shard
     gradients and the step ``reduces_once``, each holds whole sums until the last round, as memory allows it.
+    ``part`` is the part of the step that the program runs: all of it, the microbatches or the update.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -85,6 +95,19 @@ class SyncSpec:
     has_loss_scale: bool = False
     state_on_host: bool = False
     reduces_once: bool = False
+    replicas_pass_own_rows: bool = False
+    count_stages: tuple[int, ...] = ()
+    part: StepPart = StepPart.WHOLE
+
+    @property
+    def runs_update(self) -> bool:
+        """Whether weights are updated in this part of the step."""
+        return self.updates and self.part is not StepPart.ACCUMULATE
+
+    @property
+    def runs_microbatches(self) -> bool:
+        """Whether microbatches run in this part of the step, and their gradients are reduced."""
+        return self.part is not StepPart.UPDATE
 
     @property
     def shards_gradients(self) -> bool:
@@ -104,7 +127,8 @@ class SyncSpec:
     @property
     def has_grad_norm(self) -> bool:
         """Whether all ranks exchange the norm of their gradients before updates."""
-        return (self.clips or self.may_skip_step) and self.stream is None
+        clips = self.clips and self.part is not StepPart.ACCUMULATE
+        return (clips or self.may_skip_step) and self.stream is None
 
     @property
     def defers_gradients(self) -> bool:

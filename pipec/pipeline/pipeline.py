@@ -33,6 +33,7 @@ from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.absent_tensors import copies_of_absent, materialized
 from pipec.runtime.call_guard import exclusive_call
+from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, ForwardOutput, StepLoss
 from pipec.runtime.model_tensors import ModelTensors, fill_tensors
 from pipec.runtime.pipeline_base import PipelineBase
@@ -161,23 +162,15 @@ class Pipeline(PipelineBase):
         kept apart; ``loss.backward()``, or that of what is computed of the loss, adds them to ``.grad``,
         times the gradient of the loss. Every rank calls it, and with the same factor. A loss computed outside
         of other outputs has no gradients. In evaluation mode, or under ``torch.no_grad()``, a call returns
-        the model's output with its loss. The target of a ``loss_fn`` is passed as ``target=...``.
+        the model's output with its loss. The target of a ``loss_fn`` is passed as ``target=...``. If the
+        pipeline was compiled with ``optimizer``, the loop calls ``pipe.optimizer.step()``.
 
         Args:
             outputs: in training, return the output of the model, with its loss; or with ``loss_fn``, a tuple
                 of loss and output. All ranks then receive the output of the whole batch. Otherwise the module
                 returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``.
-
-        Raises:
-            InputError: the pipeline was compiled with ``optimizer``, so that a step updates the parameters.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        if self._context.updates is not None:
-            raise InputError(
-                "the pipeline was compiled with optimizer=..., so its steps update the parameters, and leave "
-                "nothing for backward() to do; call pipe.step(...), or compile it without optimizer and use "
-                "your own"
-            )
         return make_module(self, self._compiler.model, outputs)
 
     @property
@@ -190,9 +183,11 @@ class Pipeline(PipelineBase):
         """How many processes hold the parameters."""
         return self._context.ranks.count if self._context.is_distributed else 1
 
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Each parameter of the model once, among them those that other processes hold."""
-        return list(self._owned.tensors.unique_parameters().values())
+    def take_gradients(self) -> HeldGradients:
+        """The gradients of this process, to be added again later; the parameters have none meanwhile."""
+        return HeldGradients.take(
+            list(self._owned.tensors.unique_parameters().values()), self._context.updates
+        )
 
     def report_backward(self, step: int, factor: Tensor) -> None:
         """Let the next call compare with the other ranks that ``backward`` of a step was called."""

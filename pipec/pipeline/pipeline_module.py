@@ -8,7 +8,7 @@ The step computes the gradients, and ``backward`` commits them::
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipec.console import warn
 from pipec.errors import InputError
+from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import ModuleLoss
 from pipec.torch_compat import pytree
 
@@ -57,15 +58,14 @@ class PipelineModule(nn.Module):
 
     def _step(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[Tensor, Any], "StepGradients"]:
         """Loss and output of a step, and its gradients, which are not in ``.grad``."""
-        before = _take_gradients(self._pipe.own_parameters())
+        before = self._pipe.take_gradients()
         try:
-            result = self._pipe.step(*args, target=target, outputs=self._outputs, **kwargs)
-            found = _take_gradients(self._pipe.own_parameters())
+            with self._pipe.accumulate():
+                result = self._pipe.step(*args, target=target, outputs=self._outputs, **kwargs)
+            found = self._pipe.take_gradients()
         finally:
-            _take_gradients(self._pipe.own_parameters())
-            for parameter, gradient in before.items():
-                if parameter.shape == gradient.shape:
-                    parameter.grad = gradient.to(parameter.device)
+            self._pipe.take_gradients()
+            before.add()
         report = functools.partial(self._pipe.report_backward, self._pipe.num_steps)
         loss, output = result if self._outputs else (result, None)
         return (loss.plain(), output), StepGradients(found, report, self._dropped)
@@ -144,8 +144,7 @@ class PipelineModule(nn.Module):
 
 
 def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineModule:
-    '""The module of a pipeline. Its class has the name and the signature of the model\'s, which loops look'
-    'up.""'
+    """The module of a pipeline. Its class has the model's name and signature, which loops look up."""
     if pipe.has_loss_fn:
         return PipelineModule(pipe, model, outputs)
 
@@ -168,11 +167,11 @@ class StepGradients:
 
     def __init__(
         self,
-        gradients: Mapping[nn.Parameter, Tensor],
+        gradients: HeldGradients,
         report: Callable[[Tensor], None],
         dropped: "_DroppedSteps",
     ) -> None:
-        self._gradients: Mapping[nn.Parameter, Tensor] | None = gradients
+        self._gradients: HeldGradients | None = gradients
         self._report, self._dropped = report, dropped
 
     @torch.no_grad()
@@ -185,15 +184,8 @@ class StepGradients:
                 "first time; call it once, on the sum of what is made of the loss"
             )
         if factor.device.type != "cpu" or factor.item() != 1:
-            for gradient in gradients.values():
-                gradient.mul_(factor.to(gradient.device))
-        for parameter, gradient in gradients.items():
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient.is_sparse or parameter.grad.is_sparse:
-                parameter.grad = parameter.grad + gradient
-            else:
-                parameter.grad.add_(gradient)
+            gradients.multiply(factor)
+        gradients.add()
         self._report(factor)
 
     def __del__(self) -> None:
@@ -272,15 +264,6 @@ def _refuse_whole_model_method(name: str, *args: Any, **kwargs: Any) -> Any:
         f"{name} needs the whole model, and this process has the parameters of its stages alone; call "
         f"pipe.gather_into(model) on every rank, and then model.{name}(...) on rank 0"
     )
-
-
-def _take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """The gradients of these parameters, which have none from now on."""
-    taken = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            taken[parameter], parameter.grad = parameter.grad, None
-    return taken
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:

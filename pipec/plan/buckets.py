@@ -160,7 +160,9 @@ def _seconds(
         sync_times=sync_times,
         segments={backward: shares},
     )
-    alone = replace(sync_spec, buckets=buckets, buffer_sync_stages=(), clips=False, on_nan=None)
+    alone = replace(
+        sync_spec, buckets=buckets, buffer_sync_stages=(), count_stages=(), clips=False, on_nan=None
+    )
     stage = Stage(0, 0, 0, segments={Phase.BACKWARD: shares} if len(groups) > 1 else {})
     schedule = _schedule()
     plan = replace(bare_plan(schedule, (), alone), stages=(stage,))

@@ -36,10 +36,20 @@ def build_sync_spec(
     averaged = tuple(
         stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
     )
+    counted = tuple(
+        stage.index
+        for stage in stages
+        if requested.replicas_pass_own_rows and len(placement[stage.index]) > 1 and stage.batch_counts
+    )
     if mode is not Mode.TRAIN:
-        if requested.shard is ShardingLevel.PARAMETERS and requested.buckets:
-            return SyncSpec(requested.buckets, averaged, shard=requested.shard)
-        return SyncSpec(buffer_sync_stages=averaged)
+        gathers = requested.shard is ShardingLevel.PARAMETERS and bool(requested.buckets)
+        return SyncSpec(
+            requested.buckets if gathers else (),
+            averaged,
+            shard=requested.shard if gathers else None,
+            replicas_pass_own_rows=requested.replicas_pass_own_rows,
+            count_stages=counted,
+        )
     tied = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(
         with_collective_seconds(bucket, placement[stage.index], topology, requested)
@@ -49,7 +59,7 @@ def build_sync_spec(
     )
     if requested.shard is not None:
         _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
-    return replace(requested, buckets=buckets, buffer_sync_stages=averaged)
+    return replace(requested, buckets=buckets, buffer_sync_stages=averaged, count_stages=counted)
 
 
 def _require_dense(stages: Sequence[StageFunctions]) -> None:

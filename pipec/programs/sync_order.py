@@ -56,8 +56,19 @@ class SyncOrder:
 
     def all(self) -> list[SyncOp]:
         """Every collective and update, in the order in which the ranks reach them."""
-        timed = [*self._averages(), *self._reduces(), *self._norm(), *self._updates(), *self._gathers()]
+        timed = [
+            *self._counts(),
+            *self._averages(),
+            *self._reduces(),
+            *self._norm(),
+            *self._updates(),
+            *self._gathers(),
+        ]
         return [sync_op for _, sync_op in sorted(timed, key=lambda pair: pair[0])]
+
+    def _counts(self) -> Iterator[tuple[float, SyncOp]]:
+        for stage in self.sync_spec.count_stages:
+            yield self._collective(Op.SUM_COUNTS, dict.fromkeys(self._ranks(stage), 0), stage)
 
     def _averages(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self.sync_spec.buffer_sync_stages:

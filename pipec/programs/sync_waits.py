@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipec.ir import WAIT_OF, Instruction, Op, OpKind, SyncSpec
 from pipec.ir.columns import OP_CODE, InstructionColumns, insert_instructions, one_of
 
-_IS_AWAITED = one_of(Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
+_IS_AWAITED = one_of(Op.SUM_COUNTS, Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
 _READS = one_of(Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 
 
@@ -75,6 +75,6 @@ class _Started:
                 assert own.link
                 names = {value.name for value in own.link.values}
                 return is_same_stage and not names.isdisjoint(sync_spec.buckets[reader.bucket].names)
-            case Op.UNSHARD, _:
+            case ((Op.SUM_COUNTS | Op.UNSHARD), _):
                 return is_same_stage and reader.op.traits.kind is OpKind.COMPUTE
         return False

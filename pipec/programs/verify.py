@@ -13,6 +13,9 @@ from pipec.ir import (
     Mode,
     Plan,
     Program,
+    StepPart,
+    plan_part,
+    program_part,
     replica_counts,
 )
 from pipec.ir.columns import InstructionColumns
@@ -29,6 +32,7 @@ from pipec.programs.rules import (
     message_rules,
     model_collective_rules,
     offload_rules,
+    precompute_rules,
     result_rules,
     sync_spec_rules,
     wait_rules,
@@ -52,6 +56,17 @@ def verify(plan: Plan, programs: Sequence[Program]) -> None:
         verify_periodic(plan, programs)
     else:
         verify_step(plan, programs)
+
+
+def verify_parts(plan: Plan, programs: Sequence[Program]) -> None:
+    """Prove that a step that accumulates is correct, and an update alone, if the plan's steps have one.
+
+    Raises VerifyError as ``verify``.
+    """
+    if plan.sync_spec.updates and plan.sync_spec.stream is None:
+        for part in (StepPart.ACCUMULATE, StepPart.UPDATE):
+            own = [program_part(program, plan.sync_spec, part) for program in programs]
+            verify_step(plan_part(plan, part), own)
 
 
 def verify_step(
@@ -135,6 +150,7 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     collective_rules.sync_in_order,
     collective_rules.collectives_in_one_order,
     *weight_version_rules.RULES,
+    precompute_rules.precomputed_before_read,
     message_rules.sent_after_made,
     message_rules.received_before_read,
     compute_rules.frees_after_last_use,

@@ -16,6 +16,7 @@ from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.call_guard import CallGuard, LossIterator, exclusive_call
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.optimizers import PipelineOptimizer
+from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.step.timestamps import RecordedStep
 from pipec.runtime.stream.call_arguments import ITERABLE
@@ -39,7 +40,8 @@ class PipelineBase(nn.Module):
         self._linked = LinkedArtifacts(self, context)
         self._whole = WholeModel(self, context, self._linked)
         if context.updates is not None:
-            context.updates.optimizer.before_state_access = self.drain  # before its state is read or replaced
+            optimizer = context.updates.optimizer
+            optimizer.before_state_access, optimizer.make_update = self.drain, self._update
 
     @property
     def logs(self) -> dict[str, Tensor]:
@@ -101,8 +103,27 @@ class PipelineBase(nn.Module):
 
     @property
     def optimizer(self) -> PipelineOptimizer:
-        """The optimizer of the whole model, for LR schedulers and checkpoints; ``step`` makes its updates."""
+        """The optimizer of the whole model, for LR schedulers and checkpoints.
+
+        ``pipe.step`` makes its updates. After steps inside of ``accumulate``, so does ``optimizer.step()``.
+        """
         return self._context.optimizer
+
+    @exclusive_call
+    def _update(self) -> None:
+        """Update with the gradients that there are."""
+        context, updates = self._context, self._context.updates
+        assert updates is not None, "its optimizer calls this"
+        context.drain()
+        found = [updates.has_gradients(self._linked.tensors())]
+        if context.is_distributed:
+            replies = context.require_same_call("optimizer.step", context.describe_updates(), found)
+            found = [bool(reply.reply_values[0]) for reply in replies]
+        if not any(found):
+            refuse_update()
+        execution = self._linked.execution(context.artifact)
+        execution.update(context.steps.recorded, context.steps.measured)
+        context.steps.count_update(execution.non_finite, context.artifact)
 
     @property
     def programs(self) -> Sequence[Program]:
@@ -132,7 +153,10 @@ class PipelineBase(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Let the steps that are made inside a ``with`` add up gradients, for the next update to use."""
+        """Let the steps that are made inside a ``with`` add up gradients, for the next update to use.
+
+        That is the update of the next step outside of it, or of ``optimizer.step()``.
+        """
         steps = self._context.steps
         before, steps.accumulates = steps.accumulates, True
         try:

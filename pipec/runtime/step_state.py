@@ -3,7 +3,7 @@
 from pipec.artifact.artifact import Artifact
 from pipec.console import notice
 from pipec.errors import NonFiniteError
-from pipec.ir import NonFiniteAction, RankMemory
+from pipec.ir import NonFiniteAction, RankMemory, SyncSpec
 from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite_message, skip_notice
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.timestamps import RecordedStep
@@ -30,21 +30,34 @@ class StepState:
 
         Raises NonFiniteError for a value ``found`` that is not finite, if ``on_nan`` is "raise".
         """
-        updates, overflowed = self._updates, False
-        if found is not None:
-            assert trained is not None, "its programs found it"
-            sync_spec = trained.plan.sync_spec
-            overflowed = is_overflow(found, sync_spec)
-            if sync_spec.on_nan is NonFiniteAction.RAISE and not overflowed:
-                raise NonFiniteError(non_finite_message(found, self.num_steps, sync_spec))
+        self._require_finite(found, trained, self.num_steps)
         self.num_steps += 1
-        if updates is not None and self.accumulates:
-            return
+        if self._updates is None or not self.accumulates:
+            self.count_update(found, trained)
+            if self._updates is not None and found is None:
+                self._updates.optimizer.count_step()
+
+    def count_update(self, found: NonFinite | None, trained: Artifact | None) -> None:
+        """Count the update after the last step; raises as ``count``."""
+        last, updates = self.num_steps - 1, self._updates
+        self._require_finite(found, trained, last)
         if found is not None:
             self.num_skipped += 1
             if self.num_skipped == 1:
-                notice(skip_notice(found, self.num_steps - 1, sync_spec))
-        elif updates is not None:
-            updates.optimizer.count_step()
-        if updates is not None and updates.loss_scale is not None and (overflowed or found is None):
-            updates.loss_scale.update(overflowed)
+                notice(skip_notice(found, last, _sync_spec(trained)))
+        if updates is not None and updates.loss_scale is not None:
+            overflowed = found is not None and is_overflow(found, _sync_spec(trained))
+            if overflowed or found is None:
+                updates.loss_scale.update(overflowed)
+
+    def _require_finite(self, found: NonFinite | None, trained: Artifact | None, step: int) -> None:
+        if found is None:
+            return
+        sync_spec = _sync_spec(trained)
+        if sync_spec.on_nan is NonFiniteAction.RAISE and not is_overflow(found, sync_spec):
+            raise NonFiniteError(non_finite_message(found, step, sync_spec))
+
+
+def _sync_spec(trained: Artifact | None) -> SyncSpec:
+    assert trained is not None, "its programs have found a value"
+    return trained.plan.sync_spec

@@ -23,6 +23,7 @@ BLOCKING_NAMES: Mapping[Op, str] = {
 """What occupies a rank, by the names that readers see."""
 
 COLLECTIVE_NAMES: Mapping[Op, str] = {
+    Op.SUM_COUNTS: "sum of counts",
     Op.REDUCE_GRAD: "gradient reduction",
     Op.AVERAGE_BUFFERS: "buffer all-reduce",
     Op.GRAD_NORM: "gradient norm",
@@ -39,6 +40,7 @@ NAMES = {**BLOCKING_NAMES, **COLLECTIVE_NAMES, **COPY_NAMES}
 LETTERS: Mapping[Op, str] = {
     **{Op(phase): letter for phase, letter in PHASE_LETTERS.items()},
     Op.UPDATE: "U",
+    Op.SUM_COUNTS: "C",
     Op.REDUCE_GRAD: "Σ",
     Op.AVERAGE_BUFFERS: "A",
     Op.GRAD_NORM: "N",

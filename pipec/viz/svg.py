@@ -47,7 +47,7 @@ text { fill: #57606a; font-size: 11px; }
 .backward_weight { fill: #8fd0a4; }
 .update { fill: #f2d45c; }
 .reduce_grad { fill: #e39bb6; }
-.average_buffers { fill: #a9c48f; }
+.average_buffers, .sum_counts { fill: #a9c48f; }
 .grad_norm { fill: #b9b0a2; }
 .unshard { fill: #7fc4c4; }
 .offload { fill: #d2a37c; }

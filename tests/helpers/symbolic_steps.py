@@ -110,6 +110,7 @@ def steps(draw: st.DrawFn) -> Step:
         schedule,
         tied=draw(pairs) if schedule.num_stages > 1 and draw(st.booleans()) else None,
         buffer_sync_stages=tuple(stage for stage in several if draw(st.booleans())),
+        count_stages=tuple(stage for stage in several if draw(st.booleans())),
         updates=updates,
         clips=updates and draw(st.booleans()),
         on_nan=draw(st.sampled_from([None, *NonFiniteAction])),
@@ -148,6 +149,7 @@ class _Rank:
     posted: set[Message] = field(default_factory=set)
     arrived: set[Message] = field(default_factory=set)
     averaged: Counter[int] = field(default_factory=Counter)
+    counted: set[int] = field(default_factory=set)
     has_norm: bool = False
     is_checked: bool = False
 
@@ -236,6 +238,8 @@ class SymbolicExecution:
         result: Any = state.started.pop(started)
         if each.op is Op.WAIT_REDUCE_GRAD:
             state.sums[each.bucket] += result
+        elif each.op is Op.WAIT_SUM_COUNTS:
+            state.counted.add(each.stage)
         elif each.op is Op.WAIT_UNSHARD:
             self._require(each.bucket not in state.gathered, "gathered twice")
             state.gathered[each.bucket] = result
@@ -259,6 +263,8 @@ class SymbolicExecution:
     def _compute(self, rank: int, each: Instruction) -> None:
         state, stage, cell = self.ranks[rank], each.stage, (each.stage, each.microbatch)
         self._require(not state.made, "computes before gradients are accumulated")
+        needs_counts = stage in self.step.sync_spec.count_stages
+        self._require(stage in state.counted or not needs_counts, "computes before its counts are summed")
         for link in self.step.links:
             if link.target == stage and each.op.phase in link.payload.readers:
                 microbatch = each.microbatch if link.payload.per_microbatch else -1

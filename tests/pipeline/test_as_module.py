@@ -220,11 +220,3 @@ def test_a_loop_finds_the_model_behind_it() -> None:
     assert not any(parameter.any() for parameter in model.parameters())
     with pytest.raises(AttributeError, match="no_such"):
         _ = module.no_such
-
-
-def test_a_pipeline_that_updates_has_no_module() -> None:
-    def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
-
-    with pytest.raises(pipec.InputError, match="without optimizer and use your own"):
-        compiled(net(), optimizer=sgd).as_module()

@@ -75,3 +75,32 @@ def test_ranks_that_differ_are_refused_at_the_next_call(tmp_path: Path) -> None:
         assert "backward of step 1: times 0.5 on rank 0; absent on rank 1" in printed
         assert "backward of step 2: times 1 on rank 0; times 2 on rank 1" in printed
         assert "no `if rank == ...` keeps one away" in printed
+
+
+def test_the_pipelines_own_optimizer_updates_its_shards(tmp_path: Path) -> None:
+    body = """
+        import functools
+        factory = functools.partial(torch.optim.AdamW, lr=0.1)
+        for shard in ("gradients", "parameters"):
+            model, other = copy.deepcopy(plain), copy.deepcopy(plain)
+            pipe = pipec.compile(
+                model, devices=2, stages=1, replicas=2, loss_fn=mse_loss, microbatches=4, shard=shard,
+                optimizer=factory, clip_grad_norm=0.1, timeout=20.0,
+            )
+            module, optimizer = pipe.as_module(), factory(other.parameters())
+            for _ in range(3):
+                for k in range(2):
+                    (module(x + k, target=y) / 2).backward()
+                    (mse_loss(other(x + k), y) / 2).backward()
+                nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+                pipe.optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            attempt(pipe.optimizer.step)
+            attempt(pipe.optimizer.step if rank else lambda: module(x, target=y))
+            for name, value in pipe.state_dict().items():
+                torch.testing.assert_close(value, other.state_dict()[name])
+    """
+    for printed in told(tmp_path, body):
+        assert printed.count("there are no gradients") == 2
+        assert printed.count("the ranks do not make the same calls") == 2

@@ -143,6 +143,10 @@ def test_a_bad_step_that_accumulates_spoils_the_update_it_is_for() -> None:
     assert pipe.num_skipped == 0
     pipe.step(**good[0])
     assert pipe.num_skipped == 1
+    with pipe.accumulate():
+        pipe.step(**bad)
+    pipe.optimizer.step()
+    assert pipe.num_skipped == 2
     pipe.step(**good[1])
     plain.step(good[1])
     assert difference(pipe, plain) < SAME

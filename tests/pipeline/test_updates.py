@@ -14,6 +14,7 @@ from unsplit_reference import relative_error
 
 import pipec
 from pipec.errors import ExecutionError, InputError
+from pipec.ir import Op
 
 DATA_PARALLEL = {"devices": 2, "stages": 1}
 TWO_PIPELINES = {"devices": 4, "stages": 4, "schedule": "looped-bfs"}
@@ -47,16 +48,55 @@ def test_twenty_steps_are_those_of_the_plain_script(
 
 @pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
 def test_steps_that_accumulate_add_up_to_one_update(shard: str | None) -> None:
+    """The update of the next step, or of ``optimizer.step()``, which is then called once too often."""
     pipe, plain = pair(clip=0.5, shard=shard, **UNEQUAL)
-    for number, batch in enumerate(batches(6)):
-        if number % 3 < 2:
+    for number, batch in enumerate(batches(9)):
+        if number % 3 < 2 or number == 5:
             with pipe.accumulate():
                 pipe.step(**batch)
             plain.accumulate(batch)
         else:
             pipe.step(**batch)
             plain.step(batch)
+        if number == 5:
+            pipe.optimizer.step()
+            plain.update()
     assert difference(pipe, plain) < SAME
+    with pytest.raises(InputError, match="there are no gradients"):
+        pipe.optimizer.step()
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
+def test_a_loop_that_calls_backward_and_optimizer_step(shard: str | None) -> None:
+    """Two losses are weighted outside of the pipeline, and the third is thrown away."""
+    pipe, plain = pair(clip=0.5, shard=shard, **UNEQUAL)
+    module, every = pipe.as_module(), list(batches(9))
+    scheduler = optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
+    other = [optim.lr_scheduler.ExponentialLR(each, 0.9) for each in plain.optimizers]
+    for one, two, three in zip(*[iter(every)] * 3, strict=True):
+        (0.25 * module(**one)).backward()
+        loss = module(**two)
+        module(**three)
+        (2 * loss).backward()
+        unsplit = [plain.model(each["words"]) for each in (one, two)]
+        (0.25 * unsplit[0] + 2 * unsplit[1]).backward()
+        pipe.optimizer.step()
+        plain.update()
+        for each in (scheduler, *other):
+            each.step()
+    assert difference(pipe, plain) < SAME
+
+
+def test_what_is_recorded_of_an_update_is_its_own_program() -> None:
+    pipe, _ = pair(clip=0.5, shard="gradients", **DATA_PARALLEL)
+    with pipe.record() as recorded:
+        with pipe.accumulate():
+            pipe.step(**next(batches(1)))
+        pipe.optimizer.step()
+    microbatches, update = ([each.op for each in step.programs[0].instructions] for step in recorded)
+    assert update == [Op.GRAD_NORM, Op.UPDATE, Op.UNSHARD, Op.WAIT_UNSHARD]
+    assert not {*update} & {*microbatches}
+    assert len(recorded[1].timestamps[0]) == 2 * len(update)
 
 
 def test_a_step_that_fails_among_its_updates_says_so() -> None:

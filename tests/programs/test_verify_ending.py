@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from bare_programs import verify_programs
+from bare_programs import plan_of, verify_programs
 from example_schedules import value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -24,12 +24,15 @@ from pipec.ir import (
     Program,
     ShardingLevel,
     Stage,
+    StepPart,
     SyncSpec,
     one_rank_per_stage,
+    plan_part,
+    program_part,
 )
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.lower import chain_links
-from pipec.programs.verify import verify
+from pipec.programs.verify import verify, verify_step
 from pipec.schedules import gpipe, make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -46,6 +49,7 @@ TIED_TO_ONE = make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True, clips
 TIED_TO_TWO = make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True)
 IN_PARTS = data_parallel(updates=True, num_segments=3)
 SKIPPING = data_parallel(updates=True, on_nan=NonFiniteAction.SKIP)
+COUNTED = data_parallel(count_stages=(0,), updates=True)
 SHARDED = data_parallel(updates=True, shard=ShardingLevel.OPTIMIZER)
 IN_ROUNDS = data_parallel(updates=True, shard=ShardingLevel.GRADIENTS)
 GATHERED = data_parallel(updates=True, shard=ShardingLevel.PARAMETERS)
@@ -242,6 +246,7 @@ def test_everything_is_done_once(step: Step, edit: Edit, message: str, everywher
     [
         (WHOLE, Op.REDUCE_GRAD, "of stage 0 bucket 0"),
         (WHOLE, Op.AVERAGE_BUFFERS, "of stage 0"),
+        (COUNTED, Op.SUM_COUNTS, "of stage 0"),
         (IN_PARTS, Op.REDUCE_GRAD, "of stage 0 bucket 0"),
         (IN_ROUNDS, Op.REDUCE_GRAD, "of stage 0 bucket 0"),
         (SHARDED, Op.UNSHARD, "of stage 0 bucket 0"),
@@ -383,6 +388,14 @@ def test_everything_is_done_in_order(edit: Edit, message: str, ranks: tuple[int,
     assert found.startswith("rank 0, instruction ")
     assert message in found
     assert "  rank 1      F1  F3  B1 " in found
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_counts_are_summed_before_their_stage_computes(ranks: tuple[int, ...]) -> None:
+    late = move(Op.WAIT_SUM_COUNTS, behind=(Op.FORWARD,))
+    assert "forward of stage 0 runs before wait_sum_counts of stage 0" in fault(
+        COUNTED, dict.fromkeys(ranks, late)
+    )
 
 
 def test_the_last_of_several_rounds_comes_after_the_last_backward() -> None:
@@ -615,6 +628,13 @@ def plan(**options: object) -> Plan:
             r"averages buffers of stages \[0\]; expected those that change some: \[\]",
         ),
         (
+            {
+                "sync_spec": SyncSpec(replicas_pass_own_rows=True),
+                "stages": (Stage(0, 0, 1, batch_counts=("n",)),),
+            },
+            r"sums counts of stages \[\]; expected those that read some: \[0\]",
+        ),
+        (
             {"stages": (Stage(0, 0, 1, buffers=("m",), updated_buffers=("m",)), Stage(1, 2, 3))},
             r"averages buffers of stages \[\]; expected those that change some: \[0\]",
         ),
@@ -760,11 +780,18 @@ def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObje
     check_meaning(step, programs)
 
 
+@pytest.mark.parametrize("part", StepPart)
 @pytest.mark.parametrize(
-    "step", [WHOLE, SKIPPING, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED]
+    "step", [WHOLE, SKIPPING, COUNTED, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED]
 )
-def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step) -> None:
-    programs = step.programs()
+def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step, part: StepPart) -> None:
+    """Also of a step that accumulates, and of an update alone."""
+    plan = plan_part(
+        plan_of(step.schedule, step.links, sync_spec=step.sync_spec, segments=step.segments), part
+    )
+    programs = [program_part(each, step.sync_spec, part) for each in step.programs()]
+    verify_step(plan, programs)
+    assert any(each.op is Op.UPDATE for each in programs[0].instructions) == plan.sync_spec.runs_update
     for rank, program in enumerate(programs):
         own = program.instructions
         for number, each in enumerate(own):
@@ -772,7 +799,18 @@ def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step) -> N
                 others = list(programs)
                 others[rank] = Program(rank, (*own[:number], *copies, *own[number + 1 :]))
                 with pytest.raises(VerifyError):
-                    step.verify(others)
+                    verify_step(plan, others)
+
+
+def test_a_part_is_not_taken_for_another() -> None:
+    plan = plan_of(SHARDED.schedule, SHARDED.links, sync_spec=SHARDED.sync_spec)
+    parts = {
+        part: [program_part(each, SHARDED.sync_spec, part) for each in SHARDED.programs()]
+        for part in StepPart
+    }
+    for part, other in itertools.permutations(StepPart, 2):
+        with pytest.raises(VerifyError):
+            verify_step(plan_part(plan, part), parts[other])
 
 
 def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
@@ -784,6 +822,7 @@ def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
         (TIED_TO_ONE, drop(Op.WAIT_RECV)),
         (WHOLE, drop(Op.ACCUMULATE)),
         (WHOLE, drop(Op.WAIT_REDUCE_GRAD)),
+        (COUNTED, drop(Op.WAIT_SUM_COUNTS)),
         (WHOLE, move(Op.GRAD_NORM, before=(Op.WAIT_REDUCE_GRAD,))),
         (GATHERED, drop(Op.RESHARD)),
         (GATHERED, move(Op.WAIT_UNSHARD, behind=(Op.FORWARD,))),

@@ -52,7 +52,7 @@ def reads(reader: Instruction, wait: Instruction, sync_spec: SyncSpec) -> bool:
         every_round = sync_spec.reduces_every_round(sync_spec.buckets[wait.bucket])
         again = reader.op is Op.REDUCE_GRAD and every_round
         return reader.op is Op.GRAD_NORM or again or (same_stage and updates)
-    return wait.op is Op.WAIT_UNSHARD and same_stage and reader.op.phase is not None
+    return wait.op in (Op.WAIT_SUM_COUNTS, Op.WAIT_UNSHARD) and same_stage and reader.op.phase is not None
 
 
 def misplaced(own: Sequence[Instruction], sync_spec: SyncSpec) -> Iterator[tuple[int, Instruction]]:

@@ -77,20 +77,23 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
     """The collectives and updates of a rank, and how often each runs; -1 means any number of times."""
     sync_spec, keys = step.plan.sync_spec, dict[CollectiveKey, int]()
     for stage in stages_on(step.plan.placement, rank):
-        if stage in sync_spec.buffer_sync_stages:
+        if stage in sync_spec.count_stages and sync_spec.runs_microbatches:
+            keys[CollectiveKey(Op.SUM_COUNTS, stage)] = 1
+        if stage in sync_spec.buffer_sync_stages and sync_spec.runs_microbatches:
             keys[CollectiveKey(Op.AVERAGE_BUFFERS, stage)] = 1
-        if sync_spec.updates and not sync_spec.stream:
+        if sync_spec.runs_update and not sync_spec.stream:
             keys[CollectiveKey(Op.UPDATE, stage)] = 1
         rounds = ceil(step.plan.num_microbatches / len(step.plan.placement[stage]))
         for number in sync_spec.buckets_of(stage) if not sync_spec.stream else ():
             bucket = sync_spec.buckets[number]
-            if not sync_spec.only_gathers:
+            if sync_spec.runs_microbatches and not sync_spec.only_gathers:
                 keys[CollectiveKey(Op.REDUCE_GRAD, stage, number)] = (
                     rounds if sync_spec.reduces_every_round(bucket) else 1
                 )
             if sync_spec.reshards_after_use(bucket):
-                keys |= {CollectiveKey(op, stage, number): -1 for op in (Op.UNSHARD, Op.RESHARD)}
-            elif sync_spec.shard and sync_spec.updates:
+                often = -1 if sync_spec.runs_microbatches else 0
+                keys |= {CollectiveKey(op, stage, number): often for op in (Op.UNSHARD, Op.RESHARD)}
+            elif sync_spec.shard and sync_spec.runs_update:
                 keys[CollectiveKey(Op.UNSHARD, stage, number)] = 1
     if sync_spec.has_grad_norm:
         keys[CollectiveKey(Op.GRAD_NORM)] = 1
@@ -117,7 +120,7 @@ def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
                 site = _site(rank, own.get(key, ()), len(step.columns[rank]) - 1)
                 often = "once" if times == 1 else f"{times} times"
                 yield Violation(site, f"{key} is there {count} times on rank {rank}; expected {often}")
-            if key.op is Op.RESHARD:
+            if key.op is Op.RESHARD and times:
                 yield from _alternates(step, rank, own, key)
 
 
@@ -141,7 +144,8 @@ def _site(rank: int, numbers: Sequence[int], last: int) -> InstructionSite | Non
 def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """Gradients are completed, then reduced, then measured for the norm, and then the weights are updated.
 
-    No stage computes after its update, or while its parameters are not gathered. Refused::
+    No stage computes before its counts are summed or after its update, nor while its parameters are not
+    gathered. Refused::
 
         backward stage 0 mb 0, reduce_grad stage 0 bucket 0, backward stage 0 mb 1, update stage 0
     """
@@ -152,6 +156,8 @@ def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
                     yield Violation((rank, numbers[-1]), f"{key} runs before {other} at {at}")
             if key.op is Op.RESHARD:
                 yield from _computes_while_gathered(step, rank, own, key)
+            if key.op is Op.WAIT_SUM_COUNTS:
+                yield from _computes_after(step, rank, numbers[0], key)
 
 
 def _before(
@@ -208,6 +214,14 @@ def _added(step: ProgramIndex, message: DeliveredMessages) -> int:
         return int(message.sends[0])
     added = (columns.ops == OP_CODE[Op.ACCUMULATE]) & (columns.link_numbers == route.number)
     return int(np.flatnonzero(added & (columns.peers == route.source)).max(initial=-1))
+
+
+def _computes_after(step: ProgramIndex, rank: int, wait: int, key: CollectiveKey) -> Iterator[Violation]:
+    columns = step.columns[rank]
+    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
+    if computes.size and computes[0] < wait:
+        number = int(computes[0])
+        yield Violation((rank, number), f"{columns[number].op} of stage {key.stage} runs before {key}")
 
 
 def _computes_while_gathered(

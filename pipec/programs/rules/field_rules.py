@@ -13,6 +13,7 @@ from pipec.programs.routes import rank_pairs
 from pipec.programs.rules import (
     collective_rules,
     model_collective_rules,
+    precompute_rules,
     sync_spec_rules,
     weight_version_rules,
 )
@@ -28,6 +29,8 @@ def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iter
         return _transfer_misfits(step, rank, instruction)
     if traits.per_microbatch:
         return _compute_misfits(step, rank, instruction)
+    if instruction.op is Op.PRECOMPUTE:
+        return precompute_rules.violations(step, rank, instruction)
     if step.plan.sync_spec.stream and instruction.op in weight_version_rules.OPS:
         return weight_version_rules.violations(step, rank, instruction)
     return collective_rules.violations(step, rank, instruction)
@@ -84,7 +87,9 @@ def _own_rank(step: ProgramIndex, columns: InstructionColumns) -> Ints:
     stages, microbatches = columns.stages, columns.microbatches
     valid = (stages >= 0) & (stages < len(step.plan.placement))
     valid &= (microbatches >= 0) & (microbatches < step.plan.num_microbatches)
-    return np.where(valid, step.ranks[np.where(valid, stages, 0), np.where(valid, microbatches, 0)], -1)
+    found: Ints = np.full(len(columns), -1, np.int32)
+    found[valid] = step.ranks[stages[valid], microbatches[valid]]
+    return found
 
 
 def _compute_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:

@@ -14,6 +14,7 @@ def violations(
         yield "the step clips gradients or shards state, but it updates nothing; expected an optimizer in it"
     replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
     named = [("averages buffers of", stage) for stage in sync_spec.buffer_sync_stages]
+    named += [("sums counts of", stage) for stage in sync_spec.count_stages]
     named += [(f"has bucket {k} of", bucket.stage) for k, bucket in enumerate(sync_spec.buckets)]
     for what, stage in named:
         if stage not in replicated:
@@ -60,6 +61,16 @@ def stage_violations(plan: Plan) -> Iterator[str]:
         if foreign := sorted({*bucket.names} - own):
             names = ", ".join(foreign)
             yield f"bucket {number} has {names}; expected parameters that stage {bucket.stage} owns"
+    counting = [
+        stage.index
+        for stage in plan.stages
+        if plan.sync_spec.replicas_pass_own_rows
+        and stage.batch_counts
+        and len(plan.placement[stage.index]) > 1
+    ]
+    if sorted(plan.sync_spec.count_stages) != counting:
+        found = list(plan.sync_spec.count_stages)
+        yield f"the step sums counts of stages {found}; expected those that read some: {counting}"
     changing = [
         stage.index for stage in plan.stages if stage.updated_buffers and len(plan.placement[stage.index]) > 1
     ]

@@ -33,7 +33,7 @@ class PipelineOptimizer(Optimizer):
     unsplit model's optimizer. ``elementwise`` names the parameters that may be updated in pieces, ``kinds``
     the class of each group's optimizer. ``parameters`` are those of the whole model, in order; parameters
     without memory on this rank may be on meta. ``before_state_access`` is called before the state is read or
-    replaced.
+    replaced, and ``make_update`` updates on all ranks.
 
     Raises:
         InputError: the factory does not make an optimizer of these parameters.
@@ -55,6 +55,7 @@ class PipelineOptimizer(Optimizer):
         self._gather: GatherStates | None = None
         self._loaded: dict[str, ParameterState] = {}
         self.before_state_access: Callable[[], None] = _nothing
+        self.make_update: Callable[[], None] = refuse_update
         self._open = True
         super().__init__(_whole_groups(made, self._whole, parameters), _shared_defaults(made))
         self._open = False
@@ -95,12 +96,19 @@ class PipelineOptimizer(Optimizer):
             self._open = False
 
     def step(self, closure: Any = None) -> Any:
-        """Refuses: ``pipe.step`` updates the parameters."""
-        if not self._open:
+        """Update with the gradients of steps that were made inside of ``accumulate``. Every rank calls it.
+
+        Raises:
+            InputError: there are none, since ``pipe.step`` updates by itself elsewhere.
+            NonFiniteError, ExecutionError, TransportError: as ``pipe.step``.
+        """
+        if closure is not None:
             raise InputError(
-                "pipe.step(...) has already updated the parameters, because the pipeline was compiled with "
-                "optimizer=...; leave out optimizer.step(). To update yourself, compile without optimizer=..."
+                "optimizer.step(closure) would evaluate the model inside of the update; make the step first, "
+                "inside of `with pipe.accumulate():`, and then call optimizer.step()"
             )
+        if not self._open:
+            self.make_update()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: the factory makes the groups."""
@@ -221,6 +229,15 @@ class PipelineOptimizer(Optimizer):
 
 def _nothing() -> None:
     """The default of ``before_state_access``: do nothing."""
+
+
+def refuse_update() -> NoReturn:
+    """Refuse an update without gradients."""
+    raise InputError(
+        "there are no gradients: pipe.step(...) has already updated the parameters, because the pipeline was "
+        "compiled with optimizer=...; leave out optimizer.step(). To call it yourself, make the steps before "
+        "it inside of `with pipe.accumulate():`"
+    )
 
 
 def _whole_groups(

@@ -5,6 +5,7 @@ replica updates its slice; the slices are then gathered, immediately or before u
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,6 +38,14 @@ def views(sharding: Sharding, shapes: Mapping[str, Tensor], flat: Tensor) -> dic
     """The parameters of a bucket as views of ``flat``, with the shapes of ``shapes``."""
     places = zip(sharding.names, sharding.offsets, sharding.sizes, strict=True)
     return {name: flat[at : at + size].view(shapes[name].shape) for name, at, size in places}
+
+
+@dataclass(frozen=True)
+class ShardGradient:
+    """The sums of a shard's gradients, and the names of the parameters that have one."""
+
+    sums: Tensor
+    names: frozenset[str]
 
 
 class BucketShard:
@@ -124,6 +133,19 @@ class BucketShard:
     def names_with_gradient(self) -> frozenset[str]:
         """The parameters that have a gradient, equal on all replicas."""
         return self._with_gradient
+
+    def take_gradient(self) -> "ShardGradient | None":
+        """The gradient, which this shard has no longer; None if it has none."""
+        if self._gradient is None:
+            return None
+        taken = ShardGradient(self._gradient, self._with_gradient)
+        self.forget_gradients()
+        return taken
+
+    def add_gradient(self, added: "ShardGradient") -> None:
+        """Add a gradient, which may become the memory of this shard's."""
+        self._gradient = added.sums if self._gradient is None else self._gradient.add_(added.sums)
+        self._with_gradient |= added.names
 
     def set_parameter(self, name: str, whole: Tensor) -> None:
         """Set this replica's piece of a parameter from the whole one."""

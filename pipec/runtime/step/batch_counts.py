@@ -1,15 +1,15 @@
 """Computes once a step what stages need of the whole mini-batch, such as how many labels count."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipec.ir import Plan, Sizes, Stage
-from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.stages.bound_stage import parameter_names
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.step_results import empty_result
@@ -71,38 +71,47 @@ def batch_counts(
     return found
 
 
-def local_batch_counts(
-    functions: Sequence[BatchCountsFunction],
-    plan: Plan,
-    leaves: Sequence[Any],
-    microbatches: Sequence[Mapping[str, Tensor]],
-    batch_slice: BatchSlice,
-    group_of: Callable[[int], CollectiveGroup],
-) -> dict[str, Tensor]:
-    """As ``batch_counts``, summed over replicas that each have a part of the batch.
+class ReplicaCounts:
+    """The counts of a stage over the microbatches of a replica, summed over all replicas.
 
-    ``group_of`` gives the replicas of a stage. Sums are taken in their order: they have the same bits on all.
+    Sums are taken in the order of the replicas: they have the same bits on all.
     """
-    own = [microbatch for microbatch in batch_slice.own_microbatches if batch_slice.sizes[microbatch]]
-    parts, sizes = [microbatches[each] for each in own], [batch_slice.sizes[each] for each in own]
-    part = replace(batch_slice, sizes=sizes, batch=sum(sizes))
-    found: dict[str, Tensor] = {}
-    for function in functions:
-        made = batch_counts([function], plan, leaves, parts, part) if own else {}
+
+    def __init__(self, function: BatchCountsFunction, own_microbatches: Sequence[int]) -> None:
+        self._function, self._own = function, own_microbatches
+        self._microbatches: Sequence[Mapping[str, Tensor]] = ()
+        self._batch_slice: BatchSlice | None = None
+        self._gathered: list[tuple[str, Tensor, CollectiveWait]] = []
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self._function.inputs
+
+    def begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice) -> None:
+        self._microbatches, self._batch_slice, self._gathered = microbatches, batch_slice, []
+
+    def start(self, group: CollectiveGroup) -> None:
+        """Count in the microbatches of this replica, and start to gather what all have counted."""
+        assert self._batch_slice is not None, "the step has begun"
+        sizes, values, function = self._batch_slice.sizes, self._batch_slice.values, self._function
+        parts = [
+            function.values(self._microbatches[each], {**values, "b": sizes[each]})
+            for each in self._own
+            if sizes[each]
+        ]
         for value in function.stage.batch_count_sums:
-            term = (
-                made[value.name]
-                if own
-                else torch.zeros_like(empty_result(value, batch_slice.values, function.device))
-            )
-            found[value.name] = _sum(term, group_of(function.stage.index))
-    return found
+            none = torch.zeros_like(empty_result(value, values, function.device))
+            term = functools.reduce(torch.add, [part[value.name] for part in parts]) if parts else none
+            terms = term.new_empty(group.size, *term.shape)
+            wait = group.all_gather(terms.view(-1), term.contiguous().view(-1))
+            self._gathered.append((value.name, terms, wait))
 
-
-def _sum(term: Tensor, group: CollectiveGroup) -> Tensor:
-    terms = term.new_empty(group.size, *term.shape)
-    group.all_gather(terms.view(-1), term.contiguous().view(-1))()
-    return functools.reduce(torch.add, terms.unbind())
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for the counts of all replicas; returns the sums by name."""
+        gathered, self._gathered, self._microbatches = self._gathered, [], ()
+        for _, _, wait in gathered:
+            wait()
+        return {name: functools.reduce(torch.add, terms.unbind()) for name, terms, _ in gathered}
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import PipecError
-from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes
+from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes, StepPart
 from pipec.ir.periodic_program import unroll
 from pipec.ir.text_format import evaluate_dim
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
@@ -129,7 +129,7 @@ class DryRuns:
         if not self._graphs:
             batch_slice = self._shortened(batch_slice)
         try:
-            self._alone(parameters=leaves).run(microbatches, batch_slice, seed, update=False)
+            self._alone(parameters=leaves).run(microbatches, batch_slice, seed, part=StepPart.ACCUMULATE)
         except PipecError as error:
             if self._graphs:
                 raise

@@ -6,17 +6,17 @@ import json
 import math
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, load_stage_module
-from pipec.errors import ExecutionError, InputError, PipecError, TransportError
-from pipec.ir import Phase, Plan, RankMemory, rank_of, stages_on
+from pipec.errors import InputError, PipecError
+from pipec.ir import Phase, Plan, RankMemory, StepPart, program_part, rank_of, stages_on
 from pipec.ir.periodic_program import max_batches_ahead
-from pipec.runtime.memory.meter import make_memory_meter
-from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.runtime.memory.meter import MemoryMeter, make_memory_meter
 from pipec.runtime.messages.cuda import CudaGraphRecorder, pinned_copy
 from pipec.runtime.stages.cuda_graphs import GraphRecorder, StageGraphs, require_recordable
 from pipec.runtime.stages.kernels import load_kernels
@@ -24,7 +24,6 @@ from pipec.runtime.step.batch_counts import (
     BatchCountsFunction,
     batch_counts,
     batch_fraction,
-    local_batch_counts,
 )
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
@@ -36,6 +35,11 @@ from pipec.runtime.step.recovery import restore_common_version
 from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.step.stream_run import ProcessStreamRun, StreamRun, ThreadedStreamRun
 from pipec.runtime.step.timestamps import RecordedStep, Timestamps
+
+T = TypeVar("T")
+
+Results = Mapping[str, Tensor]
+"""The results of a step by name."""
 
 
 class Execution:
@@ -83,10 +87,13 @@ class Execution:
             if device.type == "cuda":
                 self._read_by_gpus |= self._interpreters[-1].inputs
             self._of_batch += [
-                BatchCountsFunction(plan.stages[k], module, held, device) for k, module in modules.items()
+                BatchCountsFunction(plan.stages[k], module, held, device)
+                for k, module in modules.items()
+                if k not in plan.sync_spec.count_stages
             ]
         self._read_here = set[str]().union(
-            *(each.inputs for each in self._interpreters), *(each.inputs for each in self._of_batch)
+            *(each.inputs | each.counted_inputs for each in self._interpreters),
+            *(each.inputs for each in self._of_batch),
         )
 
     def _load(self, number: int, recorder: GraphRecorder | None) -> types.ModuleType:
@@ -120,7 +127,7 @@ class Execution:
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of the stages for each microbatch, by name."""
         microbatches = self._split(leaves, batch_slice)
-        whole = self._batch_counts(leaves, microbatches, batch_slice)
+        whole = batch_counts(self._of_batch, self.artifact.plan, leaves, microbatches, batch_slice)
         for microbatch, size, first in zip(
             microbatches, batch_slice.sizes, batch_slice.first_rows, strict=True
         ):
@@ -130,29 +137,6 @@ class Execution:
             }
             microbatch |= numbers | whole
         return microbatches
-
-    def _batch_counts(
-        self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice
-    ) -> dict[str, Tensor]:
-        """The batch counts of the stages. Replicas with local batches sum theirs."""
-        plan = self.artifact.plan
-        if not batch_slice.is_local:
-            return batch_counts(self._of_batch, plan, leaves, microbatches, batch_slice)
-        transport = self._ranks.distributed
-
-        def group_of(stage: int) -> CollectiveGroup:
-            return transport.group(plan.placement[stage])
-
-        try:
-            return local_batch_counts(self._of_batch, plan, leaves, microbatches, batch_slice, group_of)
-        except TransportError as error:
-            transport.fail(error)
-            raise
-        except Exception as error:  # of rows that the other replicas do not have
-            what = f"{type(error).__name__}: {error}"
-            failure = ExecutionError(f"rank {self._ranks.world.rank}, preparing the step: {what}")
-            transport.fail(failure)
-            raise failure from error
 
     def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch whose rows this process has; nothing for others."""
@@ -195,7 +179,7 @@ class Execution:
             batch_slice: Which microbatches of the batch to run.
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
-            update: Whether a program that updates does so.
+            update: Whether the step ends with the update that the program has, if it has one.
             measured: If the step succeeds, what the ranks of this process held is appended.
         """
         if self.is_stream:
@@ -206,28 +190,44 @@ class Execution:
         if self._updates is not None:
             self._updates.follow_script()
         microbatches = self._microbatches(leaves, batch_slice)
-        timestamps: dict[int, Timestamps] = (
-            {} if recorded is None else {rank: [] for rank in self._ranks.devices}
-        )
+        updates = self.artifact.plan.sync_spec.updates
+        part = StepPart.WHOLE if update or not updates else StepPart.ACCUMULATE
+
+        def run(interpreter: Interpreter, stamps: Timestamps | None, meter: MemoryMeter | None) -> Results:
+            return interpreter.run(microbatches, batch_slice, seed, stamps, part, meter)
+
+        dry_run = functools.partial(self.dry_run, microbatches, batch_slice, seed)
+        return self._run_part(part, run, recorded, measured, dry_run)
+
+    def update(
+        self, recorded: list[RecordedStep] | None = None, measured: list[RankMemory] | None = None
+    ) -> None:
+        """Run the update alone, with the gradients of all steps since the last one; otherwise as ``run``."""
+        assert self._updates is not None, "the caller has looked for gradients"
+        self._updates.follow_script()
+        self._run_part(StepPart.UPDATE, Interpreter.update, recorded, measured)
+
+    def _run_part(
+        self,
+        part: StepPart,
+        run: Callable[[Interpreter, Timestamps | None, MemoryMeter | None], T],
+        recorded: list[RecordedStep] | None,
+        measured: list[RankMemory] | None,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> T:
+        """What the first rank of this process returns of a part of a step that all of them run."""
         devices = self._ranks.devices
+        timestamps: dict[int, Timestamps] = {} if recorded is None else {rank: [] for rank in devices}
         meters = {
             rank: make_memory_meter(device, list(devices.values()).count(device) > 1)
             for rank, device in (devices.items() if measured is not None else ())
         }
         jobs = [
-            functools.partial(
-                interpreter.run,
-                microbatches,
-                batch_slice,
-                seed,
-                timestamps.get(rank),
-                update,
-                meters.get(rank),
-            )
-            for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
+            functools.partial(run, interpreter, timestamps.get(rank), meters.get(rank))
+            for rank, interpreter in zip(devices, self._interpreters, strict=True)
         ]
         try:
-            self.dry_run(microbatches, batch_slice, seed)
+            prepare()
             results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
         except BaseException as error:
             if self._updates is not None and self.artifact.plan.sync_spec.updates:
@@ -241,7 +241,9 @@ class Execution:
         if measured is not None:
             measured += [meter.memory(rank) for rank, meter in meters.items()]
         if recorded is not None:
-            recorded.append(RecordedStep(self.artifact.programs, timestamps))
+            sync_spec = self.artifact.plan.sync_spec
+            programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
+            recorded.append(RecordedStep(programs, timestamps))
         return results
 
     def _half_made(self) -> str | None:

@@ -11,19 +11,31 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.ir import Mode, Op, Payload, Plan, Program, Value, rank_of, replica_counts
+from pipec.ir import (
+    Mode,
+    Op,
+    Payload,
+    Plan,
+    Program,
+    StepPart,
+    Value,
+    program_part,
+    rank_of,
+    replica_counts,
+)
 from pipec.ir.periodic_program import (
     num_frames,
     num_versions_behind,
     unrolled_instructions,
     version_read,
 )
+from pipec.ir.step_parts import instructions_of_part
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter
 from pipec.runtime.messages.cuda import current_device
@@ -31,6 +43,7 @@ from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage, StageCode
 from pipec.runtime.stages.cuda_graphs import graph_slots
 from pipec.runtime.stages.weight_versions import WeightVersions
+from pipec.runtime.step.batch_counts import BatchCountsFunction, ReplicaCounts
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.compute import Action
 from pipec.runtime.step.error_report import failure_message, reporting_failures
@@ -50,6 +63,15 @@ GroupHyperparameters = Sequence[Mapping[str, Any]]
 """The hyperparameters of an update, for each group of the optimizer."""
 
 Emit = Callable[[int, Mapping[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class _LinkedPart:
+    """A part of the program: its instructions, the same linked, and all that a step of it calls."""
+
+    program: Program
+    linked: Sequence[LinkedInstruction]
+    actions: Sequence[Action]
 
 
 class Interpreter:
@@ -107,6 +129,9 @@ class Interpreter:
             if link.payload is Payload.RESULT and link.source in self._stages
             for value in link.values
         ]
+        self._summed_later = {
+            name for stage in plan.sync_spec.count_stages for name in plan.stages[stage].batch_counts
+        }
         self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
         self._stream_results = StreamResults(plan)
         self._update_state = UpdateState(updates)
@@ -114,6 +139,13 @@ class Interpreter:
             program.rank,
             plan,
             self._stages,
+            {
+                stage: ReplicaCounts(
+                    BatchCountsFunction(plan.stages[stage], stages[stage], buffers, device), self._own[stage]
+                )
+                for stage in plan.sync_spec.count_stages
+                if stage in self._stages
+            },
             self._stream_results if program.period else self._step_results,
             self._step_results,
             self._stream_results,
@@ -124,7 +156,8 @@ class Interpreter:
         )
         self._clock = clock_of(device)
         self._passes = self._link()
-        self._actions = [*(each.action for each in self._passes[0]), transport.finish, self._end_step]
+        self._parts: dict[StepPart, _LinkedPart] = {}
+        self._begin_part(StepPart.WHOLE)
 
     def _link(self) -> Sequence[Sequence[LinkedInstruction]]:
         """The linked instructions; those of a period once for each of the frames that microbatches take."""
@@ -141,6 +174,11 @@ class Interpreter:
     def inputs(self) -> set[str]:
         """The inputs of the model that this rank reads."""
         return set[str]().union(*(stage.inputs for stage in self._stages.values()))
+
+    @property
+    def counted_inputs(self) -> set[str]:
+        """The inputs of the model in which this rank counts."""
+        return set[str]().union(*(counts.inputs for counts in self._rank.counts.values()))
 
     @contextlib.contextmanager
     def _running_alone(self) -> Iterator[None]:
@@ -161,16 +199,20 @@ class Interpreter:
         key: tuple[int, int],
         loss_weight: float,
     ) -> None:
-        """Fill the frames of a microbatch on this rank's stages; nothing if it has no rows."""
+        """Fill the frames of a microbatch on this rank's stages; without rows it only has a version."""
         number = microbatch % self._window
         self._rank.sizes[number] = size
-        for stage in self._stages.values() if size else ():
+        for stage in self._stages.values():
             if rank_of(self._plan.placement, stage.index, microbatch) != self._rank.number:
                 continue
-            frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
-            frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs})
             if self._program.period:
-                frame["version"] = version_read(self._program, stage.index, microbatch)
+                stage.frames[number]["version"] = version_read(self._program, stage.index, microbatch)
+            if not size:
+                continue
+            frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
+            names = stage.inputs - self._summed_later
+            frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in names})
+            if self._program.period:
                 frame["batch"] = microbatch // self._plan.num_microbatches
             if self._rank.loss:
                 frame["grad_loss"] = loss_gradient(loss_weight, self._rank.loss.dtype, self._device)
@@ -181,7 +223,7 @@ class Interpreter:
         batch_slice: BatchSlice,
         seed: int = 0,
         timestamps: Timestamps | None = None,
-        update: bool = True,
+        part: StepPart = StepPart.WHOLE,
         meter: MemoryMeter | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the microbatches together by name, on every rank.
@@ -195,28 +237,43 @@ class Interpreter:
             seed: Random operators draw from streams that depend on the seed, the microbatch's number in the
                 batch and the operator alone. Each step has another.
             timestamps: The times of the step are appended.
-            update: A program that updates does so. If not, the gradients are kept for the next update.
+            part: All of the step, or its microbatches alone: their gradients are kept for the next update.
             meter: Measures the memory of the step.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
             TransportError: another rank failed, hung or is gone.
         """
-        self.position = -1
-        self._update_state.begin_step(update)
+        self._begin_part(part)
         try:
             with self._running_alone(), meter or contextlib.nullcontext():
                 self._begin_step(microbatches, batch_slice, seed)
-                actions = self._actions if all(batch_slice.sizes) else self._actions_on(batch_slice.sizes)
-                if meter is not None:
-                    self._execute_and_measure(actions, meter)
-                elif timestamps is not None:
-                    self._execute_and_stamp(actions, timestamps)
-                else:
-                    self._execute(actions)
+                self._run_actions(self._actions_on(batch_slice.sizes), timestamps, meter)
                 return merged_results(self._rank, batch_slice, self._device)
         finally:
             self._forget_step()
+
+    def update(self, timestamps: Timestamps | None = None, meter: MemoryMeter | None = None) -> None:
+        """Execute the update alone, of the gradients of all steps since the last; otherwise as ``run``."""
+        self._begin_part(StepPart.UPDATE)
+        try:
+            with self._running_alone(), meter or contextlib.nullcontext():
+                for stage in self._stages.values():
+                    stage.gradients.begin_step()
+                self._run_actions(self._part.actions, timestamps, meter)
+        finally:
+            self._forget_step()
+
+    def _begin_part(self, part: StepPart) -> None:
+        self.position = -1
+        self._update_state.begin_step(part)
+        if part not in self._parts:
+            numbers = instructions_of_part(self._program, self._plan.sync_spec, part)
+            program = program_part(self._program, self._plan.sync_spec, part)
+            linked = [self._passes[0][number] for number in numbers]
+            ends = [] if part is StepPart.UPDATE else [self._rank.transport.finish, self._end_step]
+            self._parts[part] = _LinkedPart(program, linked, [*(each.action for each in linked), *ends])
+        self._part = self._parts[part]
 
     def _begin_step(
         self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
@@ -226,6 +283,8 @@ class Interpreter:
         self._rank.sizes[:] = [*batch_slice.sizes, batch_slice.num_rows]
         self._rank.use(batch_slice.values)
         shares, scale = batch_slice.loss_weights, self._update_state.loss_scale
+        for counts in self._rank.counts.values():
+            counts.begin_step(microbatches, batch_slice)
         for stage in self._stages.values():
             stage.begin_step(scale)
         for microbatch, size in enumerate(batch_slice.sizes):
@@ -247,9 +306,21 @@ class Interpreter:
         """The stages whose update has begun in the last step; all are complete unless the step failed."""
         return set(self._update_state.begun)
 
-    def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
-        """The actions of a step in which some microbatches have no rows, and so are not computed."""
-        return [*(each.for_sizes(sizes) for each in self._passes[0]), *self._actions[-2:]]
+    def _actions_on(self, sizes: Sequence[int]) -> Sequence[Action]:
+        """The actions of a step; microbatches without rows are not computed."""
+        if all(sizes):
+            return self._part.actions
+        return [*(each.for_sizes(sizes) for each in self._part.linked), *self._part.actions[-2:]]
+
+    def _run_actions(
+        self, actions: Sequence[Action], timestamps: Timestamps | None, meter: MemoryMeter | None
+    ) -> None:
+        if meter is not None:
+            self._execute_and_measure(actions, meter)
+        elif timestamps is not None:
+            self._execute_and_stamp(actions, timestamps)
+        else:
+            self._execute(actions)
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for position, action in enumerate(actions):
@@ -263,13 +334,13 @@ class Interpreter:
                 self.position = position
                 begun = clock.now()
                 action()
-                if position < len(self._program.instructions):
+                if position < len(self._part.linked):
                     marks += (begun, clock.now())
             timestamps += clock.times(marks)
 
     def _execute_and_measure(self, actions: Sequence[Action], meter: MemoryMeter) -> None:
         meter.begin(self._held())
-        num_instructions = len(self._program.instructions)
+        num_instructions = len(self._part.linked)
         for position, action in enumerate(actions):
             self.position = position
             action()
@@ -427,12 +498,12 @@ class Interpreter:
         rank, run = f"rank {self._program.rank}", "stream" if self._program.period else "step"
         if self.position < 0:
             return f"{rank}, preparing the {run}: {problem}"
-        if self.position >= len(self._program.instructions):
+        if self.position >= len(self._part.linked):
             return f"{rank}, finishing the {run}: {problem}"
-        instruction = self._program.instructions[self.position]
+        instruction = self._part.program.instructions[self.position]
         if self._program.period:
             instruction = replace(instruction, microbatch=self._stream_results.microbatch)
-        return failure_message(self._program, self.position, instruction, problem)
+        return failure_message(self._part.program, self.position, instruction, problem)
 
 
 def loss_of(plan: Plan) -> Value | None:

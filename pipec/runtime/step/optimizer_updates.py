@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipec.errors import InputError
 from pipec.ir import Bucket, ParameterShard, Plan, Sharding, ShardingLevel, Stage, stages_on
 from pipec.ir.sharding import shard_evenly, shard_whole_tensors
 from pipec.runtime.optimizers import (
@@ -20,7 +21,7 @@ from pipec.runtime.optimizers import (
     parameter_on,
     sum_of_squares,
 )
-from pipec.runtime.stages.bucket_shard import BucketShard, flatten_parameters
+from pipec.runtime.stages.bucket_shard import BucketShard, ShardGradient, flatten_parameters
 from pipec.runtime.stages.replica_reductions import reduction_dtype
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.non_finite import NonFinite
@@ -125,6 +126,26 @@ class OptimizerUpdates:
     def has_gradients(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether there are gradients of this process's ``parameters`` that no update has used."""
         return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
+
+    def take_gradients(self) -> list[tuple[BucketShard, ShardGradient]]:
+        """The gradients of all shards of this process, which have none from now on."""
+        self.follow_script()
+        shards = [shard for each in self._stages.values() for shard in each.shards.values()]
+        found = [(shard, gradient) for shard in shards if (gradient := shard.take_gradient())]
+        self.mark_gradients()
+        return found
+
+    def add_gradients(self, added: Sequence[tuple[BucketShard, ShardGradient]]) -> None:
+        """Add gradients that were taken. Raises InputError if parameters are now sharded in another way."""
+        current = {id(shard) for each in self._stages.values() for shard in each.shards.values()}
+        if any(id(shard) not in current for shard, _ in added):
+            raise InputError(
+                "the parameters were moved or sharded in another way since the step whose gradients are to "
+                "be added; call backward() before anything else that changes them"
+            )
+        for shard, gradient in added:
+            shard.add_gradient(gradient)
+        self.mark_gradients()
 
     def follow_script(self) -> None:
         """Apply the script's changes to sharded parameters and gradients."""
@@ -339,4 +360,5 @@ def _little(like: Tensor, device: torch.device | str) -> nn.Parameter:
 
 def _key(plan: Plan) -> object:
     """A key of the plan's fields that decide how parameters are divided."""
-    return plan.placement, plan.sync_spec, tuple(stage.parameters for stage in plan.stages)
+    sync_spec = replace(plan.sync_spec, reduces_once=False)
+    return plan.placement, sync_spec, tuple(stage.parameters for stage in plan.stages)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipec.ir import NonFiniteAction, rank_of, stages_on
+from pipec.ir import NonFiniteAction, StepPart, rank_of, stages_on
 from pipec.runtime.optimizers import gradient_norms
 from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite, stage_of_loss
 from pipec.runtime.step.optimizer_updates import StageUpdate
@@ -52,16 +52,16 @@ def follow_table(rank: RankState, table: Tensor) -> None:
         for stage in rank.stages.values() if found is None else ():
             stage.gradients.release()
         return
-    if update_state.now:
+    accumulates = update_state.part is StepPart.ACCUMULATE
+    if not accumulates:
         found = updates.skip_reasons.pop(rank.number, None) or found
     update_state.non_finite = found
     if found is None:
         return
     sync_spec = rank.plan.sync_spec
-    if not update_state.now and (sync_spec.on_nan is NonFiniteAction.SKIP or is_overflow(found, sync_spec)):
+    if accumulates and (sync_spec.on_nan is NonFiniteAction.SKIP or is_overflow(found, sync_spec)):
         updates.skip_reasons[rank.number] = found
         return
-    update_state.now = False
     for update in _updates_of(rank):
         update.drop_gradients()
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.ir import Payload, Plan, Sizes, Value
+from pipec.ir import Payload, Plan, Sizes, StepPart, Value
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage
+from pipec.runtime.step.batch_counts import ReplicaCounts
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -25,7 +26,7 @@ from pipec.runtime.step.stream_results import StreamResults
 
 @dataclass
 class UpdateState:
-    """The optimizer, whether the step updates, and the clipping factor.
+    """The optimizer, the part of the step that runs, and the clipping factor.
 
     ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
     ``table`` is what all ranks have found with the norm, and ``non_finite`` why the step is skipped.
@@ -34,7 +35,7 @@ class UpdateState:
     """
 
     updates: OptimizerUpdates | None = None
-    now: bool = True
+    part: StepPart = StepPart.WHOLE
     factor: Tensor | None = None
     groups: Sequence[Mapping[str, Any]] = ()
     table: Tensor | None = None
@@ -48,8 +49,8 @@ class UpdateState:
         scaled = self.updates.loss_scale if self.updates else None
         return scaled.scale if scaled else 1.0
 
-    def begin_step(self, now: bool = True) -> None:
-        self.now, self.factor, self.table, self.non_finite = now, None, None, None
+    def begin_step(self, part: StepPart = StepPart.WHOLE) -> None:
+        self.part, self.factor, self.table, self.non_finite = part, None, None, None
         self.begun.clear()
         self.skipped.clear()
 
@@ -58,7 +59,8 @@ class UpdateState:
 class RankState:
     """The state on which the actions of one rank work.
 
-    ``results`` are those of the step, or of the stream. ``sizes`` is set for each step: the number of samples
+    ``counts`` are those of the stages whose replicas sum them. ``results`` are those of the step, or of the
+    stream. ``sizes`` is set for each step: the number of samples
     in each microbatch, then that in the batch. A link that moves once per step has microbatch -1, and so
     finds the size of the batch at ``sizes[-1]``.
     ``values`` is set by ``use``: the other sizes that shapes have names for.
@@ -69,6 +71,7 @@ class RankState:
     number: int
     plan: Plan
     stages: Mapping[int, BoundStage]
+    counts: Mapping[int, ReplicaCounts]
     results: ResultCollector
     step_results: StepResults
     stream_results: StreamResults

@@ -26,6 +26,7 @@ class SyncLinker:
         self._rank = rank
         self._reductions: dict[int, GradientReduction] = {}
         self.starts: Mapping[Op, Callable[[Instruction], StartAndEnd]] = {
+            Op.SUM_COUNTS: self._sum_counts,
             Op.REDUCE_GRAD: self._reduce,
             Op.AVERAGE_BUFFERS: self._average,
             Op.UNSHARD: self._unshard,
@@ -39,6 +40,19 @@ class SyncLinker:
             Op.PAUSE: lambda instruction: _nothing,
             Op.RESHARD: self._reshard,
         }
+
+    def _sum_counts(self, instruction: Instruction) -> StartAndEnd:
+        rank, stage = self._rank, self._rank.stages[instruction.stage]
+        counts, group = rank.counts[stage.index], self._group(stage.index)
+        own = rank.plan.microbatches_on(stage.index, rank.number)
+
+        def finish() -> None:
+            sums = counts.finish()
+            for microbatch in own:
+                if rank.sizes[microbatch]:
+                    stage.frames[microbatch].update(sums)
+
+        return functools.partial(counts.start, group), finish
 
     def _reduce(self, instruction: Instruction) -> StartAndEnd:
         stage, bucket = (
@@ -82,7 +96,7 @@ class SyncLinker:
             if updates is not None and updates.max_norm is not None:
                 update_state.factor = updates.factor(update_state.table[:num_names].sum())
 
-        return norm if rank.plan.sync_spec.may_skip_step else self._if_updating(norm)
+        return norm
 
     def _check(self, instruction: Instruction) -> Action:
         """Decide whether the step is skipped; in a stream, whether a mini-batch is."""
@@ -143,7 +157,7 @@ class SyncLinker:
             update.update(update_state.factor)
             stage.gradients.clear_updated()
 
-        return self._if_updating(act)
+        return self._unless_skipped(act)
 
     def _update_version(self, stage: BoundStage, update: StageUpdate | None) -> Action:
         """Make the next version of a stage; if its mini-batch is skipped, it equals the last one."""
@@ -171,7 +185,7 @@ class SyncLinker:
         group = self._group(stage.index, bucket)
         if not self._rank.plan.sync_spec.reshards_after_use(bucket):
             start, finish = (lambda: shard.start_gather(group)), (lambda: _ignore(shard.finish_gather()))
-            return self._if_updating(start), self._if_updating(finish)
+            return self._unless_skipped(start), self._unless_skipped(finish)
         return (lambda: shard.start_gather(group)), functools.partial(_show_gathered, shard, stage)
 
     def _reshard(self, instruction: Instruction) -> Action:
@@ -203,11 +217,12 @@ class SyncLinker:
         num_hosts = bucket.num_hosts if bucket else 1
         return self._rank.transport.group(self._rank.plan.placement[stage], num_hosts)
 
-    def _if_updating(self, action: Action) -> Action:
+    def _unless_skipped(self, action: Action) -> Action:
+        """The action, left out if the check before it has found a value that is not finite."""
         update_state = self._rank.update_state
 
         def act() -> None:
-            if update_state.now:
+            if update_state.non_finite is None:
                 action()
 
         return act
