@@ -8,8 +8,8 @@ import numpy as np
 
 from pipec.ir import Op
 from pipec.ir.columns import OP_CODE, Floats, Ints, constant
+from pipec.programs.collective_waits import collective_numbers
 from pipec.timeline.events import Events, Timeline
-from pipec.timeline.simulate import collective_numbers
 
 NEGLIGIBLE = 1e-6
 """Shorter waits, as a share of the makespan, are rounding errors: times are sums of floats."""
@@ -82,7 +82,7 @@ def _last_to_come(events: Events, previous: Ints) -> Ints:
     Ranks that began at the same time are compared by when they were free.
     """
     own = np.flatnonzero(events.is_collective)
-    numbers = collective_numbers(events.instructions, events.ranks, own)
+    numbers = collective_numbers(events.instructions.taken(own), events.ranks[own])
     free = _at(events.ends, previous[own], 0.0)
     latest = np.full(int(numbers.max(initial=-1)) + 1, -1)
     ascending = np.lexsort([free, events.starts[own]])

@@ -25,6 +25,7 @@ from pipec.ir.columns import (
     Ints,
     with_shared_links,
 )
+from pipec.programs.collective_waits import collective_numbers
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.timeline.events import Events, Timeline
@@ -157,7 +158,8 @@ class _Step(StepEvents):
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
         self.collectives = np.flatnonzero(self.events.is_collective)
         self.copies = [np.flatnonzero(self.events.ops == OP_CODE[op]) for op in (Op.OFFLOAD, Op.PREFETCH)]
-        self.collective_numbers = collective_numbers(self.events, self.ranks, self.collectives)
+        started = self.events.taken(self.collectives)
+        self.collective_numbers = collective_numbers(started, self.ranks[self.collectives])
         self._lay_out()
         self.arrivals = self.tasks[len(self.events) :]
         self.begins = self.tasks[: len(self.events)].copy()
@@ -187,18 +189,6 @@ class _Step(StepEvents):
         latest = np.maximum.accumulate(np.where(mask, np.arange(self.ranks.size, dtype=np.int32), -1))
         before = np.concatenate([[-1], latest])[events]
         return np.where(before < self.first_events[ranks], -1, before)
-
-
-def collective_numbers(events: InstructionColumns, ranks: Ints, collectives: Ints) -> Ints:
-    """For each of these collectives its number: of several equal ones on a rank, the k-th belong together."""
-    numbers: dict[tuple[int, ...], int] = {}
-    seen: dict[tuple[int, ...], int] = {}
-    found = np.empty(collectives.size, np.int64)
-    keyed = zip(ranks[collectives].tolist(), _keys(events, collectives), strict=True)
-    for place, (rank, key) in enumerate(keyed):
-        turn = seen[rank, *key] = seen.get((rank, *key), -1) + 1
-        found[place] = numbers.setdefault((turn, *key), len(numbers))
-    return found
 
 
 def _durations(step: _Step, costs: SimulationCosts) -> Floats:
