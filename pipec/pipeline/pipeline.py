@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -295,6 +296,23 @@ class Pipeline(PipelineBase):
         names = self._state_names()
         whole = self._gather("full_state_dict", set(names.values()), all_ranks)
         return {name: whole[first] for name, first in names.items() if whole}
+
+    @contextlib.contextmanager
+    def state_to_write(self, folder: str) -> Iterator[dict[str, Tensor] | None]:
+        """The whole state on the first rank that writes to ``folder``, None on others with the same.
+
+        Every rank calls this. The ranks leave it together.
+        """
+        context, rank = self._context, self._context.ranks.world.rank
+        if not context.is_distributed:
+            yield self.full_state_dict()
+            return
+        digest = zlib.crc32(str(Path(folder).absolute()).encode())
+        replies = context.require_same_call("save_pretrained", {}, [digest])
+        folders = [reply.reply_values[0] for reply in replies]
+        whole = self.full_state_dict(all_ranks=len({*folders}) > 1)
+        yield whole if folders.index(digest) == rank else None
+        context.require_same_call("save_pretrained, at its end", {})
 
     @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:

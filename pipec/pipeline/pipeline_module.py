@@ -6,6 +6,7 @@ The step computes the gradients, and ``backward`` commits them::
     (loss / 3).backward()      .grad += gradients / 3, on each rank for itself
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,17 +18,19 @@ from torch import Tensor, nn
 from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.loss_tensors import ModuleLoss
+from pipec.runtime.wrappers import AcceleratedModule
 from pipec.torch_compat import pytree
 
 if TYPE_CHECKING:
     from pipec.pipeline.pipeline import Pipeline
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(AcceleratedModule):
     """What ``Pipeline.as_module`` returns.
 
     It has the submodules and other attributes of the model, and the parameters, buffers and state of the
-    pipeline. In training mode, and with gradients enabled, a call runs one step.
+    pipeline. In training mode, and with gradients enabled, a call runs one step. ``isinstance`` takes it for
+    the model, so that a Trainer, which asks, saves it as one.
     """
 
     _pipe: "Pipeline"
@@ -41,6 +44,10 @@ class PipelineModule(nn.Module):
         self._outputs = outputs
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
+
+    @property
+    def __class__(self) -> Any:
+        return type(self.__dict__["_model"]) if "_model" in self.__dict__ else type(self)
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
@@ -118,6 +125,18 @@ class PipelineModule(nn.Module):
     ) -> Any:
         """As the pipeline's."""
         return self._pipe.load_state_dict(state_dict, strict, assign)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As the model's. Under ``torchrun`` every rank calls it, and waits until all have written.
+
+        Rank 0 writes; ranks that pass other folders do so, too, each the whole model.
+        """
+        with self._pipe.state_to_write(str(save_directory)) as state:
+            if state is not None:
+                if kwargs.get("state_dict") is None:
+                    kwargs["state_dict"] = state
+                with _writing_on_any_rank(self._model) as model:
+                    model.save_pretrained(save_directory, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
         """Set the model to training or evaluation mode."""
@@ -263,7 +282,7 @@ _EVALUATED = (
     "call whose loss is to have a backward"
 )
 
-_WHOLE_MODEL_METHODS = {"generate", "save_pretrained", "push_to_hub", "merge_and_unload"}
+_WHOLE_MODEL_METHODS = {"generate", "push_to_hub", "merge_and_unload"}
 """Methods of models that need all parameters at once."""
 
 
@@ -272,6 +291,19 @@ def _refuse_whole_model_method(name: str, *args: Any, **kwargs: Any) -> Any:
         f"{name} needs the whole model, and this process has the parameters of its stages alone; call "
         f"pipe.gather_into(model) on every rank, and then model.{name}(...) on rank 0"
     )
+
+
+@contextlib.contextmanager
+def _writing_on_any_rank(model: Any) -> Iterator[Any]:
+    """Let ``save_pretrained`` of a model of transformers write on other ranks than 0, too."""
+    if not hasattr(model, "should_save_on_this_rank"):
+        yield model
+        return
+    model.should_save_on_this_rank = bool
+    try:
+        yield model
+    finally:
+        del model.should_save_on_this_rank
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
