@@ -85,7 +85,7 @@ class Pipeline(PipelineBase):
         advice = local_batch_advice if options.batch == "local" else same_batch_advice
         context = PipelineContext(ranks, updates, batch_advice=advice)
         super().__init__(context)
-        self.training = compiler.model.training
+        self._modes_before_eval: dict[nn.Module, bool] = {}
         self._compiler, self._options = compiler, options
         self._owned = OwnedTensors(self, compiler, tensors, context, self._linked)
         self._agreement = CallAgreement(context, compiler, self._owned, options.batch, options.batched)
@@ -120,6 +120,7 @@ class Pipeline(PipelineBase):
             ExecutionError, TransportError: a rank failed.
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
+        refuse_wrappers()
         request = CallRequest("step", Mode.TRAIN, outputs)
         collective_call = self._calls.agree(request, args, kwargs, target)
         self._stream.leave_last()
@@ -255,8 +256,21 @@ class Pipeline(PipelineBase):
     def train(self, mode: bool = True) -> "Pipeline":
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
         check_arguments(METHOD_ARGUMENTS, locals())
+        if not mode and self.training:
+            self._modes_before_eval = {each: each.training for each in self._compiler.model.modules()}
         self._compiler.model.train(mode)
         return super().train(mode)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's mode. Loops that restore modes after an evaluation assign it, as Lightning does."""
+        return self._compiler.model.training if "_compiler" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_compiler" in self.__dict__ and mode != self._compiler.model.training:
+            for module in self._compiler.model.modules():
+                module.training = self._modes_before_eval.get(module, mode) if mode else mode
 
     @exclusive_call
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.loss_tensors import ModuleLoss
-from pipec.runtime.wrappers import AcceleratedModule
+from pipec.runtime.wrappers import AcceleratedModule, refuse_wrappers
 from pipec.torch_compat import pytree
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class PipelineModule(AcceleratedModule):
         super().__init__()
         self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
         self._modules = model._modules
-        self.training = model.training
         self._outputs = outputs
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
@@ -49,9 +48,19 @@ class PipelineModule(AcceleratedModule):
     def __class__(self) -> Any:
         return type(self.__dict__["_model"]) if "_model" in self.__dict__ else type(self)
 
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's own mode, wherever it is set."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self._model.training = mode
+
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
-        self.training = self._model.training
+        refuse_wrappers()
         if not self.training or not torch.is_grad_enabled():
             return self._evaluated(args, kwargs, target)
         self._dropped.warn()
@@ -117,8 +126,8 @@ class PipelineModule(AcceleratedModule):
         return self._pipe.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the pipeline's."""
-        return self._pipe.state_dict(*args, **kwargs)
+        """The state of the whole model, on every rank: loops may save and load in each process."""
+        return self._pipe.state_dict_on_all_ranks(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -141,7 +150,6 @@ class PipelineModule(AcceleratedModule):
     def train(self, mode: bool = True) -> Self:
         """Set the model to training or evaluation mode."""
         self._pipe.train(mode)
-        self.training = mode
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -3,9 +3,9 @@
 import functools
 import itertools
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,20 @@ from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.total_norm import replace_total_norm
 from pipec.runtime.wrappers import refuse_scheduler_of_accelerate, refuse_wrappers
+
+
+class StateOfRank0(OrderedDict[str, Tensor]):
+    """What ``state_dict`` returns on other ranks than 0: an empty dict that is not written over rank 0's."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise InputError(
+            "state_dict() is the whole model's on rank 0 alone, and this rank would write an empty one, maybe "
+            "over rank 0's: every rank calls state_dict(), and rank 0 saves. To have it on every rank, call "
+            "full_state_dict(all_ranks=True)"
+        )
+
+    def __deepcopy__(self, memo: object) -> "StateOfRank0":
+        return StateOfRank0()
 
 
 class WholeModel:

@@ -38,10 +38,18 @@ REFUSED = {
         "DistributedDataParallel",
         _REPLICAS,
     ),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel.forward"): (
+        "DistributedDataParallel",
+        _REPLICAS,
+    ),
     ("torch.distributed._composable.replicate", "replicate"): ("replicate", _REPLICAS),
     ("torch.distributed._composable.replicate_with_fsdp", "replicate"): ("replicate", _REPLICAS),
     ("torch.nn.parallel.replicate", "replicate"): ("DataParallel", _REPLICAS),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): (
+        "FullyShardedDataParallel",
+        _SHARDS,
+    ),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.forward"): (
         "FullyShardedDataParallel",
         _SHARDS,
     ),
@@ -91,11 +99,13 @@ def refuse_wrappers() -> None:
     calls = [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
         for frame in _frames()
-        if not isinstance(frame.f_locals.get("model"), AcceleratedModule)
-        or frame.f_code.co_name != "prepare_model"
+        if frame.f_code.co_name != "prepare_model"
+        or not isinstance(frame.f_locals.get("model"), AcceleratedModule)
     ]
     if found := [REFUSED[call] for call in calls if call in REFUSED]:
         name, instead = found[-1]
+        if name == "DistributedDataParallel":
+            instead += lightning_advice()
         raise InputError(
             f"{name} cannot take a pipeline, nor the model of one: it is no module of layers that this "
             f"process holds. {instead}"
@@ -149,7 +159,9 @@ def refuse_scheduler_of_accelerate(optimizer: Optimizer) -> None:
     Only the garbage collector knows who refers to an optimizer.
     """
     kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
-    for each in gc.get_objects() if kind is not None else ():
+    if kind is None or sys.modules["accelerate.state"].AcceleratorState().num_processes == 1:
+        return
+    for each in gc.get_objects():
         if type(each) is not kind or each.split_batches or not each.step_with_optimizer:
             continue
         if any(getattr(own, "optimizer", own) is optimizer for own in each.optimizers):
@@ -157,6 +169,13 @@ def refuse_scheduler_of_accelerate(optimizer: Optimizer) -> None:
                 "a scheduler of Accelerator.prepare steps the learning rate once for each process, but the "
                 "processes of a pipeline make one step together. Leave the scheduler out of prepare(...)"
             )
+
+
+def lightning_advice() -> str:
+    """How a Trainer of Lightning leaves the processes to a pipeline, if the script has imported Lightning."""
+    if {"lightning.pytorch", "pytorch_lightning"}.isdisjoint(sys.modules):
+        return ""
+    return ". A Trainer of Lightning leaves it out with devices=1, in each process that torchrun starts"
 
 
 def calls_module() -> bool:
