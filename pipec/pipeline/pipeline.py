@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from pipec.pipeline.compiled_calls import CompiledCalls, output_of
 from pipec.pipeline.inspection import predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.pipeline.owned_tensors import OwnedTensors
-from pipec.pipeline.pipeline_module import PipelineModule, make_module
+from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
 from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
@@ -61,6 +61,9 @@ class _with_signature_of_model:
         bound = functools.partial(self._method, pipe)
         bound.__signature__ = pipe.forward_signature  # type: ignore[attr-defined]
         return bound
+
+    def __set__(self, pipe: "Pipeline", forward: object) -> NoReturn:
+        refuse_other_forward()
 
 
 class Pipeline(PipelineBase):
@@ -262,7 +265,7 @@ class Pipeline(PipelineBase):
         return super().train(mode)
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's mode. Loops that restore modes after an evaluation assign it, as Lightning does."""
         return self._compiler.model.training if "_compiler" in self.__dict__ else True
 
@@ -347,7 +350,8 @@ class Pipeline(PipelineBase):
     ) -> Any:
         """Load the whole model's state, or that of this rank's stages, at any time and on any rank.
 
-        What belongs to other ranks' stages is passed over, so every rank loads.
+        What belongs to other ranks' stages is passed over, so every rank loads. Keys are missing alike on all
+        ranks, unless the state is one of ``local_state_dict``, which has no others than this rank's.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         here, canonical = self._linked.tensors(every_name=True), self._owned.canonical
@@ -358,11 +362,18 @@ class Pipeline(PipelineBase):
                 "every rank read the file, or take full_state_dict(all_ranks=True)"
             )
         every = self._linked.all_tensors(every_name=True)
-        own |= {name: every[name] for name in self._state_names() if name not in here and name in every}
+        is_whole = not here.keys() >= state_dict.keys() & canonical.keys()
+        own |= {
+            name: every[name]
+            for name in self._state_names()
+            if name not in here and name in every and (name in state_dict or not is_whole)
+        }
         if assign:
             self._linked.unshard()
         with self._linked.unsharded():
             result = super().load_state_dict(own, strict, assign)
+        if self._context.owners.ranks:  # the first call gives all ranks what rank 0 has
+            self._context.report_load()
         if assign:
             self._owned.adopt_replaced()
         return result

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,12 @@ class PipelineModule(AcceleratedModule):
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.__dict__["_model"]) if "_model" in self.__dict__ else type(self)
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's own mode, wherever it is set."""
         return self._model.training
 
@@ -114,6 +114,12 @@ class PipelineModule(AcceleratedModule):
         if name in _WHOLE_MODEL_METHODS and self._pipe.num_processes > 1:
             return functools.partial(_refuse_whole_model_method, name)
         return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in torch. Some loops replace ``forward``, and would train the unsplit model."""
+        if name == "forward":
+            refuse_other_forward()
+        super().__setattr__(name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the pipeline: under ``torchrun``, once it is compiled, of this rank's stages."""
@@ -184,6 +190,14 @@ def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineMo
     forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
     like_model = type(f"PipelineOf{type(model).__name__}", (PipelineModule,), {"forward": forward})
     return cast(PipelineModule, like_model(pipe, model, outputs))
+
+
+def refuse_other_forward() -> NoReturn:
+    raise InputError(
+        "forward was assigned, but a step runs the forward that the pipeline has compiled. Assign it to the "
+        "model, before pipec.compile. SFTTrainer of trl assigns one that computes the logits in chunks: "
+        "train with transformers.Trainer on the data set that it has prepared (trainer.train_dataset)"
+    )
 
 
 class StepGradients:

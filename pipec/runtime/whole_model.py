@@ -27,9 +27,9 @@ class StateOfRank0(OrderedDict[str, Tensor]):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InputError(
-            "state_dict() is the whole model's on rank 0 alone, and this rank would write an empty one, maybe "
-            "over rank 0's: every rank calls state_dict(), and rank 0 saves. To have it on every rank, call "
-            "full_state_dict(all_ranks=True)"
+            "state_dict() is the whole model's on rank 0 alone, and this rank would write an empty one, "
+            "maybe over rank 0's: every rank calls state_dict(), and rank 0 saves. To have it on every rank, "
+            "call full_state_dict(all_ranks=True)"
         )
 
     def __deepcopy__(self, memo: object) -> "StateOfRank0":

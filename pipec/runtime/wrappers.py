@@ -30,9 +30,9 @@ REFUSED = {
     ("deepspeed", "initialize"): ("deepspeed.initialize", _SHARDS),
     ("accelerate.accelerator", "Accelerator.prepare_model"): (
         "Accelerator.prepare",
-        "Pass module = pipe.as_module(), to a Trainer as its model, too: its loss has the backward that their "
-        "loops call. Where pipe.step(...) runs, which does forward, backward and all communication, leave it "
-        "out",
+        "Pass module = pipe.as_module(), to a Trainer as its model, too: its loss has the backward that "
+        "their loops call. Where pipe.step(...) runs, which does forward, backward and all communication, "
+        "leave it out",
     ),
     ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): (
         "DistributedDataParallel",
@@ -133,10 +133,10 @@ def _require_lone_accelerator(accelerator: Any) -> None:
     if accelerator.num_processes > 1 or accelerator.process_index > 0:
         raise InputError(
             "Accelerate would give each process rows of its own, gather the results of all, and save on one "
-            "alone; but the ranks of a pipeline work on the same rows, and save together. Let each process be "
-            "alone for it, before an Accelerator or TrainingArguments is made: "
+            "alone; but the ranks of a pipeline work on the same rows, and save together. Let each process "
+            "be alone for it, before an Accelerator or TrainingArguments is made: "
             "state = accelerate.PartialState(); state.num_processes, state.process_index = 1, 0; "
-            'state.distributed_type = accelerate.DistributedType.NO. TrainingArguments then take '
+            "state.distributed_type = accelerate.DistributedType.NO. TrainingArguments then take "
             'accelerator_config={"use_configured_state": True}, and on each rank an output_dir of its own'
         )
     if accelerator.mixed_precision != "no":
@@ -148,7 +148,7 @@ def _require_lone_accelerator(accelerator: Any) -> None:
     if accelerator.state.dynamo_plugin.backend != "NO":
         raise InputError(
             "Accelerate would compile the model by torch.compile, but pipec has compiled the stages already. "
-            "Leave torch_compile and the dynamo backend out there, and pass kernels=\"inductor\" to "
+            'Leave torch_compile and the dynamo backend out there, and pass kernels="inductor" to '
             "pipec.compile"
         )
 
@@ -159,7 +159,10 @@ def refuse_scheduler_of_accelerate(optimizer: Optimizer) -> None:
     Only the garbage collector knows who refers to an optimizer.
     """
     kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
-    if kind is None or sys.modules["accelerate.state"].AcceleratorState().num_processes == 1:
+    if (
+        kind is None
+        or sys.modules["accelerate.state"].PartialState._shared_state.get("num_processes", 1) == 1
+    ):
         return
     for each in gc.get_objects():
         if type(each) is not kind or each.split_batches or not each.step_with_optimizer:

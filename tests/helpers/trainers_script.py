@@ -47,7 +47,7 @@ def sums(state: dict[str, Tensor]) -> dict[str, float]:
 
 
 def trainer_arguments(kind: Any, **options: Any) -> Any:
-    """Two epochs of 3 updates; a save, and an evaluation, after each; the best of the two is loaded."""
+    """Two epochs of 3 updates; a save, and an evaluation, after each."""
     return kind(
         str(FOLDER),
         per_device_train_batch_size=4,
@@ -57,7 +57,6 @@ def trainer_arguments(kind: Any, **options: Any) -> Any:
         logging_steps=1,
         eval_strategy="epoch",
         save_strategy="epoch",
-        load_best_model_at_end=True,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
@@ -87,7 +86,7 @@ def with_trainer() -> dict[str, Any]:
     from transformers import Trainer, TrainingArguments
 
     def made() -> Any:
-        arguments = trainer_arguments(TrainingArguments)
+        arguments = trainer_arguments(TrainingArguments, load_best_model_at_end=True)
         model = prepared(huggingface_models.gpt2()[0])
         return Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS)
 
@@ -182,9 +181,7 @@ def with_lightning() -> dict[str, Any]:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(22, 8, generator=rows), torch.randint(3, (22,), generator=rows)
-    )
+    data = TensorDataset(torch.randn(22, 8, generator=rows), torch.randint(3, (22,), generator=rows))
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -204,34 +201,6 @@ def with_lightning() -> dict[str, Any]:
         "validated": float(trainer.callback_metrics["validated"]),
         "saved": sums(saved["state_dict"]),
         "optimizer": len(saved["optimizer_states"][0]["state"]),
-    }
-
-
-def with_trl() -> dict[str, Any]:
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    words = {str(number): number for number in range(huggingface_models.VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "0")), pad_token="0", eos_token="1", unk_token="0"
-    )
-    rows = Dataset.from_dict({"input_ids": IDS.tolist()})
-    arguments = trainer_arguments(SFTConfig, max_length=None, bf16=False, gradient_checkpointing=False)
-    trainer = SFTTrainer(
-        prepared(huggingface_models.gpt2()[0]),
-        args=arguments,
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    trainer.save_model(str(FOLDER / "final"))
-    losses = [each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history]
-    return {
-        "losses": [each for each in losses if each is not None],
-        "weights": sums(safetensors.torch.load_file(FOLDER / "final" / "model.safetensors")),
     }
 
 
