@@ -158,8 +158,8 @@ class PipelineContext:
 _LOADED = "calls of load_state_dict"
 
 _GATHERING = (
-    ". state_dict() gathers the whole model's state: every rank takes it, before such an if, and rank 0 alone "
-    "writes it"
+    ". state_dict() gathers the whole model's state: every rank takes it, before such an if, and rank 0 "
+    "alone writes it"
 )
 
 
