@@ -212,8 +212,8 @@ class _WholeState:
         self._pipelines = [weakref.ref(each) for each in pipelines]
         self.is_whole = True
         self._drop_absent(optimizer)
-        optimizer.register_state_dict_post_hook(self._gather)
-        optimizer.register_load_state_dict_post_hook(self._drop_absent)
+        optimizer.register_state_dict_post_hook(self._gather, prepend=True)  # before those of the script
+        optimizer.register_load_state_dict_post_hook(self._drop_absent, prepend=True)
 
     def _gather(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         for reference in self._pipelines if self.is_whole else ():
