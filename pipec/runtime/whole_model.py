@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,6 +27,15 @@ class StateOfRank0(OrderedDict[str, Tensor]):
     """What ``state_dict`` returns on other ranks than 0: an empty dict that is not written over rank 0's."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse()
+
+    def items(self) -> Any:
+        """As of a dict. ``safetensors``, which would write an empty file, asks for them first."""
+        if sys._getframe(1).f_globals.get("__name__") == "safetensors.torch":
+            self._refuse()
+        return super().items()
+
+    def _refuse(self) -> NoReturn:
         raise InputError(
             "state_dict() is the whole model's on rank 0 alone, and this rank would write an empty one, "
             "maybe over rank 0's: every rank calls state_dict(), and rank 0 saves. To have it on every rank, "
