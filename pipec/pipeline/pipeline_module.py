@@ -122,7 +122,7 @@ class PipelineModule(AcceleratedModule):
         super().__setattr__(name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the pipeline: under ``torchrun``, once it is compiled, of this rank's stages."""
+        """Those of the pipeline."""
         return self._pipe.named_parameters(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -177,8 +177,7 @@ class PipelineModule(AcceleratedModule):
 
 
 def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineModule:
-    '""The module of a pipeline. Its class has the name and the signature of the model\'s, which loops look'
-    'up.""'
+    """The module of a pipeline, whose class has the name and the signature of the model's: loops look it up."""
     if pipe.has_loss_fn:
         return PipelineModule(pipe, model, outputs)
 
