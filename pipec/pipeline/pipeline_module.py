@@ -177,7 +177,7 @@ class PipelineModule(AcceleratedModule):
 
 
 def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineModule:
-    """The module of a pipeline, whose class has the name and the signature of the model's: loops look it up."""
+    """The module of a pipeline. Its class has the signature of the model's, which loops look up."""
     if pipe.has_loss_fn:
         return PipelineModule(pipe, model, outputs)
 
