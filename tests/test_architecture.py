@@ -87,6 +87,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree",
         "torch._C.DisableTorchFunctionSubclass",
         "torch._has_compatible_shallow_copy_type",  # which nn.Module.to asks
+        "torch.jit._recursive",
     ),
     "pipec.runtime.local_gradients": ("torch.utils._pytree",),
     "pipec.runtime.total_norm": ("torch.nn.utils.clip_grad._get_total_norm",),

@@ -4,11 +4,12 @@ import contextlib
 import copy
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from pipec.pipeline.compiled_calls import CompiledCalls, output_of
 from pipec.pipeline.inspection import predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.pipeline.owned_tensors import OwnedTensors
-from pipec.pipeline.pipeline_module import PipelineModule, make_module
+from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
 from pipec.plan.plan_table import PrintablePlan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
@@ -62,6 +63,9 @@ class _with_signature_of_model:
         bound.__signature__ = pipe.forward_signature  # type: ignore[attr-defined]
         return bound
 
+    def __set__(self, pipe: "Pipeline", forward: object) -> NoReturn:
+        refuse_other_forward()
+
 
 class Pipeline(PipelineBase):
     """A model cut into stages. Make one with :func:`pipec.compile`.
@@ -85,7 +89,7 @@ class Pipeline(PipelineBase):
         advice = local_batch_advice if options.batch == "local" else same_batch_advice
         context = PipelineContext(ranks, updates, batch_advice=advice)
         super().__init__(context)
-        self.training = compiler.model.training
+        self._modes_before_eval: dict[nn.Module, bool] = {}
         self._compiler, self._options = compiler, options
         self._owned = OwnedTensors(self, compiler, tensors, context, self._linked)
         self._agreement = CallAgreement(context, compiler, self._owned, options.batch, options.batched)
@@ -120,6 +124,7 @@ class Pipeline(PipelineBase):
             ExecutionError, TransportError: a rank failed.
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
+        refuse_wrappers()
         request = CallRequest("step", Mode.TRAIN, outputs)
         collective_call = self._calls.agree(request, args, kwargs, target)
         self._stream.leave_last()
@@ -249,8 +254,21 @@ class Pipeline(PipelineBase):
     def train(self, mode: bool = True) -> "Pipeline":
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
         check_arguments(METHOD_ARGUMENTS, locals())
+        if not mode and self.training:
+            self._modes_before_eval = {each: each.training for each in self._compiler.model.modules()}
         self._compiler.model.train(mode)
         return super().train(mode)
+
+    @property
+    def training(self) -> bool:
+        """The model's mode. Loops that restore modes after an evaluation assign it, as Lightning does."""
+        return self._compiler.model.training if "_compiler" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_compiler" in self.__dict__ and mode != self._compiler.model.training:
+            for module in self._compiler.model.modules():
+                module.training = self._modes_before_eval.get(module, mode) if mode else mode
 
     @exclusive_call
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -291,6 +309,23 @@ class Pipeline(PipelineBase):
         whole = self._gather("full_state_dict", set(names.values()), all_ranks)
         return {name: whole[first] for name, first in names.items() if whole}
 
+    @contextlib.contextmanager
+    def state_to_write(self, folder: str) -> Iterator[dict[str, Tensor] | None]:
+        """The whole state on the first rank that writes to ``folder``, None on others with the same.
+
+        Every rank calls this. The ranks leave it together.
+        """
+        context, rank = self._context, self._context.ranks.world.rank
+        if not context.is_distributed:
+            yield self.full_state_dict()
+            return
+        digest = zlib.crc32(str(Path(folder).absolute()).encode())
+        replies = context.require_same_call("save_pretrained", {}, [digest])
+        folders = [reply.reply_values[0] for reply in replies]
+        whole = self.full_state_dict(all_ranks=len({*folders}) > 1)
+        yield whole if folders.index(digest) == rank else None
+        context.require_same_call("save_pretrained, at its end", {})
+
     @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
         """Write the whole model's parameters and buffers into ``model``, on rank 0 or on all ranks.
@@ -310,7 +345,8 @@ class Pipeline(PipelineBase):
     ) -> Any:
         """Load the whole model's state, or that of this rank's stages, at any time and on any rank.
 
-        What belongs to other ranks' stages is passed over, so every rank loads.
+        What belongs to other ranks' stages is passed over, so every rank loads. Keys are missing alike on all
+        ranks, unless the state is one of ``local_state_dict``, which has no others than this rank's.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         here, canonical = self._linked.tensors(every_name=True), self._owned.canonical
@@ -321,11 +357,18 @@ class Pipeline(PipelineBase):
                 "every rank read the file, or take full_state_dict(all_ranks=True)"
             )
         every = self._linked.all_tensors(every_name=True)
-        own |= {name: every[name] for name in self._state_names() if name not in here and name in every}
+        is_whole = not here.keys() >= state_dict.keys() & canonical.keys()
+        own |= {
+            name: every[name]
+            for name in self._state_names()
+            if name not in here and name in every and (name in state_dict or not is_whole)
+        }
         if assign:
             self._linked.unshard()
         with self._linked.unsharded():
             result = super().load_state_dict(own, strict, assign)
+        if self._context.owners.ranks:  # the first call gives all ranks what rank 0 has
+            self._context.report_load()
         if assign:
             self._owned.adopt_replaced()
         return result

@@ -6,10 +6,11 @@ The step computes the gradients, and ``backward`` commits them::
     (loss / 3).backward()      .grad += gradients / 3, on each rank for itself
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,19 @@ from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import ModuleLoss
+from pipec.runtime.wrappers import AcceleratedModule, refuse_wrappers
 from pipec.torch_compat import pytree
 
 if TYPE_CHECKING:
     from pipec.pipeline.pipeline import Pipeline
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(AcceleratedModule):
     """What ``Pipeline.as_module`` returns.
 
     It has the submodules and other attributes of the model, and the parameters, buffers and state of the
-    pipeline. In training mode, and with gradients enabled, a call runs one step.
+    pipeline. In training mode, and with gradients enabled, a call runs one step. ``isinstance`` takes it for
+    the model, so that a Trainer, which asks, saves it as one.
     """
 
     _pipe: "Pipeline"
@@ -38,14 +41,27 @@ class PipelineModule(nn.Module):
         super().__init__()
         self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
         self._modules = model._modules
-        self.training = model.training
         self._outputs = outputs
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.__dict__["_model"]) if "_model" in self.__dict__ else type(self)
+
+    @property
+    def training(self) -> bool:
+        """The model's own mode, wherever it is set."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self._model.training = mode
+
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
-        self.training = self._model.training
+        refuse_wrappers()
         if not self.training or not torch.is_grad_enabled():
             return self._evaluated(args, kwargs, target)
         self._dropped.warn()
@@ -99,8 +115,14 @@ class PipelineModule(nn.Module):
             return functools.partial(_refuse_whole_model_method, name)
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in torch. Some loops replace ``forward``, and would train the unsplit model."""
+        if name == "forward":
+            refuse_other_forward()
+        super().__setattr__(name, value)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the pipeline: under ``torchrun``, once it is compiled, of this rank's stages."""
+        """Those of the pipeline."""
         return self._pipe.named_parameters(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -110,8 +132,8 @@ class PipelineModule(nn.Module):
         return self._pipe.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the pipeline's."""
-        return self._pipe.state_dict(*args, **kwargs)
+        """The state of the whole model, on every rank: loops may save and load in each process."""
+        return self._pipe.state_dict_on_all_ranks(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -119,10 +141,21 @@ class PipelineModule(nn.Module):
         """As the pipeline's."""
         return self._pipe.load_state_dict(state_dict, strict, assign)
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As the model's. Under ``torchrun`` every rank calls it, and waits until all have written.
+
+        Rank 0 writes; ranks that pass other folders do so, too, each the whole model.
+        """
+        with self._pipe.state_to_write(str(save_directory)) as state:
+            if state is not None:
+                if kwargs.get("state_dict") is None:
+                    kwargs["state_dict"] = state
+                with _writing_on_any_rank(self._model) as model:
+                    model.save_pretrained(save_directory, *args, **kwargs)
+
     def train(self, mode: bool = True) -> Self:
         """Set the model to training or evaluation mode."""
         self._pipe.train(mode)
-        self.training = mode
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -144,7 +177,7 @@ class PipelineModule(nn.Module):
 
 
 def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineModule:
-    """The module of a pipeline. Its class has the model's name and signature, which loops look up."""
+    """The module of a pipeline. Its class has the signature of the model's, which loops look up."""
     if pipe.has_loss_fn:
         return PipelineModule(pipe, model, outputs)
 
@@ -156,6 +189,14 @@ def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineMo
     forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
     like_model = type(f"PipelineOf{type(model).__name__}", (PipelineModule,), {"forward": forward})
     return cast(PipelineModule, like_model(pipe, model, outputs))
+
+
+def refuse_other_forward() -> NoReturn:
+    raise InputError(
+        "forward was assigned, but a step runs the forward that the pipeline has compiled. Assign it to the "
+        "model, before pipec.compile. SFTTrainer of trl assigns one that computes the logits in chunks: "
+        "train with transformers.Trainer on the data set that it has prepared (trainer.train_dataset)"
+    )
 
 
 class StepGradients:
@@ -255,7 +296,7 @@ _EVALUATED = (
     "call whose loss is to have a backward"
 )
 
-_WHOLE_MODEL_METHODS = {"generate", "save_pretrained", "push_to_hub", "merge_and_unload"}
+_WHOLE_MODEL_METHODS = {"generate", "push_to_hub", "merge_and_unload"}
 """Methods of models that need all parameters at once."""
 
 
@@ -264,6 +305,19 @@ def _refuse_whole_model_method(name: str, *args: Any, **kwargs: Any) -> Any:
         f"{name} needs the whole model, and this process has the parameters of its stages alone; call "
         f"pipe.gather_into(model) on every rank, and then model.{name}(...) on rank 0"
     )
+
+
+@contextlib.contextmanager
+def _writing_on_any_rank(model: Any) -> Iterator[Any]:
+    """Let ``save_pretrained`` of a model of transformers write on other ranks than 0, too."""
+    if not hasattr(model, "should_save_on_this_rank"):
+        yield model
+        return
+    model.should_save_on_this_rank = bool
+    try:
+        yield model
+    finally:
+        del model.should_save_on_this_rank
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:

@@ -7,12 +7,14 @@ what it holds. Everything else raises InputError.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.jit import _recursive
 from torch.utils import _pytree as pytree
 
 from pipec.errors import InputError
@@ -139,10 +141,26 @@ def copies_of_absent(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def _release(tensor: Tensor, absence: Absence) -> None:
+    _refuse_scripting()
     tensor.grad = None
     tensor.data = _one_element(tensor).expand(tensor.shape)
     tensor.__class__ = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentBuffer
     cast(_Absent, tensor).absence = absence
+
+
+@functools.cache
+def _refuse_scripting() -> None:
+    """Let ``torch.jit.script`` refuse modules with absent tensors, which it reads without calling any."""
+    create = _recursive.create_script_module
+
+    @functools.wraps(create)
+    def create_script_module(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for tensor in (*nn_module.parameters(), *nn_module.buffers()):
+            if is_absent(tensor):
+                _refuse("torch.jit.script", [tensor])
+        return create(nn_module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    _recursive.create_script_module = create_script_module
 
 
 def _one_element(like: Tensor) -> Tensor:
@@ -249,8 +267,9 @@ def _refuse(func: Callable[..., Any] | str, args: Sequence[Any], kwargs: Any = N
         f"{name} cannot use {absence.name}: it is {absence.place}, and this process has none of its values. "
         "Every rank calls one of these: pipe.state_dict(), which is the whole model's on rank 0; "
         "pipe.gather_into(model), after which rank 0 has the whole model; pipe.save_checkpoint(...), "
-        "pipe.load_state_dict(...) or copy.deepcopy(pipe). AveragedModel(pipe), made once the pipeline is "
-        "compiled, averages; a penalty on parameters belongs into the model's forward or the optimizer"
+        "pipe.load_state_dict(...) or copy.deepcopy(pipe). An average of parameters, such as "
+        "AveragedModel(pipe), is right if it is made once the pipeline is compiled, by a step or "
+        "pipe.prepare(...); a penalty on parameters belongs into the model's forward or the optimizer"
     )
 
 
@@ -289,10 +308,10 @@ _METADATA = (
 _ELEMENTWISE = (
     _functions(
         Tensor,
-        "to half float double bfloat16 cpu cuda detach add sub mul div true_divide lerp rsub neg "
+        "to half float double bfloat16 cpu cuda clone detach add sub mul div true_divide lerp rsub neg "
         "__radd__ __rsub__ __rmul__ __rtruediv__",
     )
-    | _functions(torch, "add sub mul div true_divide lerp rsub neg empty_like")
+    | _functions(torch, "clone add sub mul div true_divide lerp rsub neg empty_like")
     | _getters("data")
 )
 """What gives absent tensors of absent tensors and numbers."""

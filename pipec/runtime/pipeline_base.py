@@ -21,7 +21,7 @@ from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.step.timestamps import RecordedStep
 from pipec.runtime.stream.call_arguments import ITERABLE
 from pipec.runtime.stream_training import StreamTraining
-from pipec.runtime.whole_model import WholeModel, local_optimizer_state
+from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
 from pipec.runtime.wrappers import refuse_wrappers
 
 
@@ -226,12 +226,21 @@ class PipelineBase(nn.Module):
         """The state of the whole model, under the model's names.
 
         Under ``torchrun`` every rank calls this, unless each holds the whole model. Rank 0 gets copies on the
-        CPU, and the others get an empty dict; ``local_state_dict`` has what a rank holds itself.
+        CPU, and the others get an empty dict, which refuses to be pickled, so that it is not written over
+        rank 0's; ``local_state_dict`` has what a rank holds itself.
 
         Raises:
             InputError: under ``torchrun``, not all ranks call it, or ``keep_vars`` asks for the tensors
                 themselves.
         """
+        return self._whole_state(False, args, kwargs)
+
+    @exclusive_call
+    def state_dict_on_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``state_dict``, with copies of the whole model's state on every rank."""
+        return self._whole_state(True, args, kwargs)
+
+    def _whole_state(self, all_ranks: bool, args: Any, kwargs: Any) -> Any:
         refuse_wrappers()
         if not self._context.owners.are_spread:
             return self._state(*args, **kwargs)
@@ -244,13 +253,12 @@ class PipelineBase(nn.Module):
             )
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         names = self._state_names()
-        whole = self._gather("state_dict", set(names.values()), all_ranks=False)
-        for name, first in names.items():
-            if whole:
-                state[prefix + name] = whole[first]
-            else:
-                state.pop(prefix + name, None)
-        return state
+        whole = self._gather("state_dict", set(names.values()), all_ranks)
+        if whole:
+            state.update({prefix + name: whole[first] for name, first in names.items()})
+        elif not args and "destination" not in kwargs:
+            return StateOfRank0()
+        return state  # a module around this one gets absent tensors on other ranks than 0
 
     def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         """Copies of the tensors of the whole model that have these first names."""

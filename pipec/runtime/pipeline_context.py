@@ -47,6 +47,7 @@ class PipelineContext:
         self.undelivered: Sequence[BatchResult] = ()
         self._batch_advice = batch_advice
         self._backward_factors: dict[int, Tensor] = {}
+        self._num_loaded = 0
         self._before_stop: list[Callable[[], object]] = []
         self._process = os.getpid()
 
@@ -96,7 +97,7 @@ class PipelineContext:
         call = f"{kind}, after {self.steps.num_steps} steps"
         return self.ranks.agreement.require_same_call(
             f"calling {call}",
-            {"call": call, **self._backward_since_last_call(), **call_description},
+            {"call": call, **self._backward_since_last_call(), **self._loaded(), **call_description},
             functools.partial(_mismatch_message, advice=self._batch_advice),
             reply_values,
             call_role,
@@ -110,6 +111,14 @@ class PipelineContext:
     def _backward_since_last_call(self) -> CallDescription:
         factors, self._backward_factors = sorted(self._backward_factors.items()), {}
         return {f"backward of step {step}": f"times {factor.item():.9g}" for step, factor in factors}
+
+    def report_load(self) -> None:
+        """Let the next call compare with the other ranks that this one has loaded a state."""
+        if self.is_distributed:
+            self._num_loaded += 1
+
+    def _loaded(self) -> CallDescription:
+        return {_LOADED: str(self._num_loaded)} if self._num_loaded else {}
 
     def describe_updates(self) -> CallDescription:
         """The settings of the optimizer that must be equal on all ranks."""
@@ -146,15 +155,24 @@ class PipelineContext:
             exit_all_ranks(signals, self.steps.num_steps, self._before_stop)
 
 
+_LOADED = "calls of load_state_dict"
+
+_GATHERING = (
+    ". state_dict() gathers the whole model's state: every rank takes it, before such an if, and rank 0 "
+    "alone writes it"
+)
+
+
 def _mismatch_message(every: Sequence[CallDescription], advice: Callable[[], str]) -> str:
     """How the ranks' descriptions of a call differ. ``advice`` is for batches that differ."""
     kind = every[0]["call"].partition(",")[0]
     if len({description["call"] for description in every}) > 1:
         calls = [{"call": description["call"]} for description in every]
+        gathers = any("state_dict(" in description["call"] for description in every)
         return (
             f"the ranks do not make the same calls:\n{describe_differences(calls)}\nEvery rank calls the "
             "methods of the pipeline in the same order; see that no `if rank == ...` or shorter loop keeps "
-            "one away"
+            "one away" + (_GATHERING if gathers else "")
         )
     if any("batches" in description for description in every):
         batches = [{"batches": description.get("batches", "another one")} for description in every]
@@ -174,6 +192,13 @@ def _mismatch_message(every: Sequence[CallDescription], advice: Callable[[], str
             f"{describe_differences(backwards)}\nEvery rank calls it on the loss of the same steps, times "
             "the same factor, since each adds the gradients of its own stages; see that no `if rank == ...` "
             "keeps one away, and that the factor does not depend on the rank"
+        )
+    loads = [{_LOADED: description.get(_LOADED, "0")} for description in every]
+    if any(each != loads[0] for each in loads):
+        return (
+            f"the ranks did not all load a state:\n{describe_differences(loads)}\nEvery rank calls "
+            "pipe.load_state_dict(...), since each takes the tensors of its own stages; see that no "
+            "`if rank == ...` keeps one away, and that every rank finds the file"
         )
     settings = [
         {name: value for name, value in description.items() if _is_of_optimizer(name)}

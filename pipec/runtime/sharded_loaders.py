@@ -2,6 +2,8 @@
 
 import gc
 
+from pipec.runtime.wrappers import lightning_advice
+
 _OF_ACCELERATE = ("BatchSamplerShard", "IterableDatasetShard")
 
 _SHARDING = {
@@ -34,6 +36,7 @@ def same_batch_advice() -> str:
                 "Keep the loader out of accelerator.prepare(...), which puts it there, as a Trainer does "
                 "unless its get_train_dataloader() returns a DataLoader of your own"
             )
+        leave_out += lightning_advice()
         return (
             f"{found} gives each rank a part of the data of its own, but the ranks of a pipeline train on "
             f"the same rows. {leave_out}, and every rank passes the whole mini-batch; or for replicas with "

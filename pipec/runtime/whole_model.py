@@ -2,10 +2,11 @@
 
 import functools
 import itertools
+import sys
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,29 @@ from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.total_norm import replace_total_norm
 from pipec.runtime.wrappers import refuse_scheduler_of_accelerate, refuse_wrappers
+
+
+class StateOfRank0(OrderedDict[str, Tensor]):
+    """What ``state_dict`` returns on other ranks than 0: an empty dict that is not written over rank 0's."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse()
+
+    def items(self) -> Any:
+        """As of a dict. ``safetensors``, which would write an empty file, asks for them first."""
+        if sys._getframe(1).f_globals.get("__name__") == "safetensors.torch":
+            self._refuse()
+        return super().items()
+
+    def _refuse(self) -> NoReturn:
+        raise InputError(
+            "state_dict() is the whole model's on rank 0 alone, and this rank would write an empty one, "
+            "maybe over rank 0's: every rank calls state_dict(), and rank 0 saves. To have it on every rank, "
+            "call full_state_dict(all_ranks=True)"
+        )
+
+    def __deepcopy__(self, memo: object) -> "StateOfRank0":
+        return StateOfRank0()
 
 
 class WholeModel:
@@ -198,8 +222,8 @@ class _WholeState:
         self._pipelines = [weakref.ref(each) for each in pipelines]
         self.is_whole = True
         self._drop_absent(optimizer)
-        optimizer.register_state_dict_post_hook(self._gather)
-        optimizer.register_load_state_dict_post_hook(self._drop_absent)
+        optimizer.register_state_dict_post_hook(self._gather, prepend=True)  # before those of the script
+        optimizer.register_load_state_dict_post_hook(self._drop_absent, prepend=True)
 
     def _gather(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         for reference in self._pipelines if self.is_whole else ():

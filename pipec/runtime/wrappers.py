@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,10 +30,15 @@ REFUSED = {
     ("deepspeed", "initialize"): ("deepspeed.initialize", _SHARDS),
     ("accelerate.accelerator", "Accelerator.prepare_model"): (
         "Accelerator.prepare",
-        "Leave it out: pipec has placed the stages on the devices of all ranks, and pipe.step(...) runs "
-        "forward, backward and all communication",
+        "Pass module = pipe.as_module(), to a Trainer as its model, too: its loss has the backward that "
+        "their loops call. Where pipe.step(...) runs, which does forward, backward and all communication, "
+        "leave it out",
     ),
     ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): (
+        "DistributedDataParallel",
+        _REPLICAS,
+    ),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel.forward"): (
         "DistributedDataParallel",
         _REPLICAS,
     ),
@@ -40,6 +46,10 @@ REFUSED = {
     ("torch.distributed._composable.replicate_with_fsdp", "replicate"): ("replicate", _REPLICAS),
     ("torch.nn.parallel.replicate", "replicate"): ("DataParallel", _REPLICAS),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): (
+        "FullyShardedDataParallel",
+        _SHARDS,
+    ),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.forward"): (
         "FullyShardedDataParallel",
         _SHARDS,
     ),
@@ -86,12 +96,60 @@ REFUSED = {
 
 def refuse_wrappers() -> None:
     """Raise InputError if one of these functions looks at a pipeline or at a tensor of one."""
-    calls = [(frame.f_globals.get("__name__", ""), frame.f_code.co_qualname) for frame in _frames()]
+    calls = [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
+        for frame in _frames()
+        if frame.f_code.co_name != "prepare_model"
+        or not isinstance(frame.f_locals.get("model"), AcceleratedModule)
+    ]
     if found := [REFUSED[call] for call in calls if call in REFUSED]:
         name, instead = found[-1]
+        if name == "DistributedDataParallel":
+            instead += lightning_advice()
         raise InputError(
             f"{name} cannot take a pipeline, nor the model of one: it is no module of layers that this "
             f"process holds. {instead}"
+        )
+
+
+class AcceleratedModule(nn.Module):
+    """A module that ``Accelerator.prepare`` returns as it is, since it is on its devices already.
+
+    Raises InputError where the accelerator was made to do more than that.
+    """
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        _require_lone_accelerator(sys._getframe(1).f_locals.get("self"))
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """Accelerate notes what it has prepared."""
+
+
+def _require_lone_accelerator(accelerator: Any) -> None:
+    """Raise InputError if this Accelerator divides data among processes, casts or compiles."""
+    if accelerator.num_processes > 1 or accelerator.process_index > 0:
+        raise InputError(
+            "Accelerate would give each process rows of its own, gather the results of all, and save on one "
+            "alone; but the ranks of a pipeline work on the same rows, and save together. Let each process "
+            "be alone for it, before an Accelerator or TrainingArguments is made: "
+            "state = accelerate.PartialState(); state.num_processes, state.process_index = 1, 0; "
+            "state.distributed_type = accelerate.DistributedType.NO. TrainingArguments then take "
+            'accelerator_config={"use_configured_state": True}, and on each rank an output_dir of its own'
+        )
+    if accelerator.mixed_precision != "no":
+        raise InputError(
+            f"Accelerate would cast what the model computes to {accelerator.mixed_precision}, but pipec has "
+            "compiled the stages already. Leave mixed_precision, bf16 and fp16 out there, and pass "
+            f'precision="{accelerator.mixed_precision}-mixed" to pipec.compile'
+        )
+    if accelerator.state.dynamo_plugin.backend != "NO":
+        raise InputError(
+            "Accelerate would compile the model by torch.compile, but pipec has compiled the stages already. "
+            'Leave torch_compile and the dynamo backend out there, and pass kernels="inductor" to '
+            "pipec.compile"
         )
 
 
@@ -101,7 +159,12 @@ def refuse_scheduler_of_accelerate(optimizer: Optimizer) -> None:
     Only the garbage collector knows who refers to an optimizer.
     """
     kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
-    for each in gc.get_objects() if kind is not None else ():
+    if (
+        kind is None
+        or sys.modules["accelerate.state"].PartialState._shared_state.get("num_processes", 1) == 1
+    ):
+        return
+    for each in gc.get_objects():
         if type(each) is not kind or each.split_batches or not each.step_with_optimizer:
             continue
         if any(getattr(own, "optimizer", own) is optimizer for own in each.optimizers):
@@ -109,6 +172,13 @@ def refuse_scheduler_of_accelerate(optimizer: Optimizer) -> None:
                 "a scheduler of Accelerator.prepare steps the learning rate once for each process, but the "
                 "processes of a pipeline make one step together. Leave the scheduler out of prepare(...)"
             )
+
+
+def lightning_advice() -> str:
+    """How a Trainer of Lightning leaves the processes to a pipeline, if the script has imported Lightning."""
+    if {"lightning.pytorch", "pytorch_lightning"}.isdisjoint(sys.modules):
+        return ""
+    return ". A Trainer of Lightning leaves it out with devices=1, in each process that torchrun starts"
 
 
 def calls_module() -> bool:

@@ -110,6 +110,7 @@ def with_accelerate(folder: Path) -> dict[str, Callable[[], Any]]:
     return {
         "accelerator.prepare(pipe)": lambda: accelerator.prepare(t.pipe),
         "accelerator.prepare(model)": lambda: accelerator.prepare(t.model),
+        "accelerator.prepare(pipe.as_module())": lambda: accelerator.prepare(t.pipe.as_module()),
         "accelerator.get_state_dict(pipe)": gathered,
         "accelerator.clip_grad_norm_": clipped,
         "optimizer.state_dict() of accelerator.prepare(optimizer)": updated,

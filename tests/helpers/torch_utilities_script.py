@@ -175,14 +175,48 @@ def copied(steps: int) -> Case:
 
 def saved_whole(save: Callable[[Any, Path], object], load: Callable[[Path], Any]) -> Case:
     def case(t: Trained) -> bool:
-        save(t.pipe, t.file.with_suffix(f".{dist.get_rank()}"))
+        state = t.pipe.state_dict()
+        if dist.get_rank() == 0:
+            save(state, t.file)
         dist.barrier()
-        whole = load(t.file.with_suffix(".0"))
+        whole = load(t.file)
         t.pipe.load_state_dict({name: torch.zeros_like(value) for name, value in whole.items()})
         t.pipe.load_state_dict(whole)
         return t.same()
 
     return case
+
+
+def saved_as_module(t: Trained) -> bool:
+    file = t.file.with_suffix(f".{dist.get_rank()}")
+    safetensors.torch.save_model(t.pipe.as_module(), str(file))
+    return all(
+        torch.equal(value, t.plain.state_dict()[name])
+        for name, value in safetensors.torch.load_file(file).items()
+    )
+
+
+def hooked_state(t: Trained) -> bool:
+    """A hook of the script sees the whole state, though it was registered first."""
+    optimizers = [optim.Adam(each.parameters()) for each in (t.pipe, t.plain)]
+    seen: list[Any] = []
+    for each in optimizers:
+        each.register_state_dict_post_hook(lambda optimizer, state: seen.append(sorted(state["state"])))
+        each.step()
+        each.state_dict()
+    return bool(seen[0] == seen[1])
+
+
+def moving_average(t: Trained) -> bool:
+    """As libraries of moving averages do: clones, differences and copies."""
+    for net in (t.net, t.plain):
+        shadows = [each.clone().detach() for each in net.parameters()]
+        optim.SGD(net.parameters(), 0.1).step()
+        with torch.no_grad():
+            for shadow, each in zip(shadows, net.parameters(), strict=True):
+                shadow.sub_((shadow - each).mul_(0.5))
+                each.data.copy_(shadow.data)
+    return t.same()
 
 
 def dcp_saved(t: Trained) -> bool:
@@ -261,10 +295,12 @@ CASES: dict[str, Case] = {
         multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
     ),
     "AveragedModel(pipe) made before the first step": average_made_before("pipe"),
+    "clones of parameters, averaged": moving_average,
     "AveragedModel(model)": lambda t: swa_utils.AveragedModel(t.net),
     "AveragedModel(model) made before the first step": average_made_before("net"),
     "swa_utils.update_bn(loader, pipe)": lambda t: swa_utils.update_bn([X], t.pipe),
     "optimizer.state_dict()": optimizer_state,
+    "optimizer.state_dict() with a hook": hooked_state,
     "optimizer.state_dict() on rank 0 alone": on_rank_0_alone(lambda t: stepped(optim.Adam)(t).state_dict()),
     "optim.LBFGS": lambda t: optim.LBFGS(t.pipe.parameters()).step(lambda: t.pipe.step(X, target=Y)),
     "amp.GradScaler.step": scaled_step,
@@ -281,16 +317,17 @@ CASES: dict[str, Case] = {
     "copy.deepcopy(model)": lambda t: copy.deepcopy(t.net),
     "pickle.dumps(pipe)": lambda t: pickle.dumps(t.pipe),
     "pickle.dumps(model)": lambda t: pickle.dumps(t.net),
-    "torch.save(pipe.state_dict())": saved_whole(lambda p, f: torch.save(p.state_dict(), f), torch.load),
+    "torch.save(pipe.state_dict())": saved_whole(torch.save, torch.load),
     "torch.save(pipe.state_dict()) on rank 0 alone": on_rank_0_alone(lambda t: t.pipe.state_dict()),
+    "pipe.load_state_dict(...) on rank 0 alone": on_rank_0_alone(
+        lambda t: t.pipe.load_state_dict(t.plain.state_dict())
+    ),
     "pipe.state_dict(keep_vars=True)": lambda t: t.pipe.state_dict(keep_vars=True),
     "torch.save(model.state_dict())": lambda t: torch.save(t.net.state_dict(), io.BytesIO()),
     "safetensors.torch.save_file(pipe.state_dict())": saved_whole(
-        lambda p, f: safetensors.torch.save_file(p.state_dict(), f), safetensors.torch.load_file
+        safetensors.torch.save_file, safetensors.torch.load_file
     ),
-    "safetensors.torch.save_model(pipe)": saved_whole(
-        safetensors.torch.save_model, safetensors.torch.load_file
-    ),
+    "safetensors.torch.save_model(pipe.as_module())": saved_as_module,
     "safetensors.torch.save_file(model.state_dict())": lambda t: safetensors.torch.save_file(
         t.net.state_dict(), t.file
     ),
@@ -328,6 +365,7 @@ CASES: dict[str, Case] = {
     "torch.compile(model)": lambda t: torch.compile(t.net, backend="eager")(X),
     "torch.export.export(model)": lambda t: torch.export.export(t.net, (X,)),
     "torch.jit.trace(model)": lambda t: torch.jit.trace(t.net, X),
+    "torch.jit.script(model)": lambda t: torch.jit.script(t.net),
     "pipec.compile(model) once more": lambda t: pipec.compile(t.net, devices=2, loss_fn=mse, timeout=20.0),
 }
 """By the utility as the table names it: what is done. True: the result is the unsplit model's."""

@@ -47,12 +47,13 @@ def test_a_loop_trains_as_the_model(tmp_path: Path) -> None:
                 (mse_loss(plain(x + k), y) / 2).backward()
             expected = dict(plain.named_parameters())
             for name, parameter in module.named_parameters():
-                torch.testing.assert_close(parameter.grad, expected[name].grad)
+                if parameter.grad is not None:
+                    torch.testing.assert_close(parameter.grad, expected[name].grad)
             norms = module.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             torch.testing.assert_close(*norms)
             for optimizer in optimizers:
                 optimizer.step()
-        print(len(dict(module.named_parameters())))
+        print(sum(each.grad is not None for each in module.parameters()))
         attempt(module.generate)
     """
     for printed in told(tmp_path, body):

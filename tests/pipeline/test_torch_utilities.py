@@ -17,7 +17,7 @@ HEAD = "| torch, given a pipeline or its model | over several processes |\n| ---
 
 def test_each_is_right_or_refuses_as_the_table_says(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     script = ROOT / "tests" / "helpers" / "torch_utilities_script.py"
-    ranks = [json.loads(printed) for printed in run_ranks(script, 2, tmp_path)]
+    ranks = [json.loads(printed.splitlines()[-1]) for printed in run_ranks(script, 2, tmp_path)]
     lines = [line(name, [rank[name] for rank in ranks]) for name in ranks[0]]
     before, found, after = re.split(rf"({re.escape(HEAD)}(?:\|.*\n)*)", PAGE.read_text())
     if request.config.getoption("--update-golden"):
