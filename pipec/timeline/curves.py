@@ -8,7 +8,7 @@ import numpy as np
 from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, PHASES, Floats, InstructionColumns
 from pipec.programs.lower_periodic import steady_excerpt
-from pipec.programs.rank_memory import memory_by_category
+from pipec.programs.rank_memory import Held, memory_by_category
 from pipec.programs.representative_replicas import as_in_full_step
 from pipec.timeline.events import Timeline
 
@@ -36,10 +36,14 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurves:
-    """The bytes of a rank over time: the ``total``, and by category the part of each, at the same times."""
+    """The bytes of a rank over time: the ``total``, and by category the part of each, at the same times.
+
+    ``host`` are the bytes in host memory, which are not in the total; None if there are none.
+    """
 
     total: Curve
     by_category: Mapping[str, Floats]
+    host: Floats | None = None
 
 
 def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
@@ -83,19 +87,18 @@ def rank_memory_over_time(
         ends, starts = np.zeros(len(columns)), np.zeros(len(columns))
         starts[timed], ends[timed] = events.starts[chosen], events.ends[chosen]
         times = np.append(0.0, np.maximum.accumulate(np.stack([starts, ends], axis=1).reshape(-1)))
-        amounts = {
-            category: np.append(before, np.stack([during, after], axis=1).reshape(-1))
-            for category, (before, during, after) in memory_by_category(plan, program).items()
-        }
-        curves.append(_memory_curves(times, amounts))
+        last = np.append(times[1:] != times[:-1], True)
+        categories, on_host = memory_by_category(plan, program)
+        amounts = {category: _steps(held)[last] for category, held in categories.items()}
+        total, host = sum(amounts.values(), np.zeros(int(last.sum()))), _steps(on_host)[last]
+        curves.append(MemoryCurves(Curve(times[last], total), amounts, host if host.any() else None))
     return tuple(curves)
 
 
-def _memory_curves(times: Floats, amounts: Mapping[str, Floats]) -> MemoryCurves:
-    """Of several steps at one time the last, as in all categories."""
-    total = sum(amounts.values(), np.zeros(times.size))
-    last = np.append(times[1:] != times[:-1], True)
-    return MemoryCurves(Curve(times[last], total[last]), {name: held[last] for name, held in amounts.items()})
+def _steps(held: Held) -> Floats:
+    before, during, after = held
+    steps: Floats = np.append(before, np.stack([during, after], axis=1).reshape(-1))
+    return steps
 
 
 def _last_of_each_time(times: Floats, amounts: Floats) -> Curve:

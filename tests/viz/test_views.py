@@ -348,6 +348,48 @@ def test_memory_is_shown_by_kind_with_its_peak_and_the_limit(open_page: Open) ->
     assert words[-1] == "limit: 64 kB"
 
 
+@in_browser
+def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_page: Open) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(4)]
+    pipe = pipec.compile(
+        nn.Sequential(*layers),
+        2,
+        loss_fn=nn.functional.mse_loss,
+        schedule="gpipe",
+        microbatches=8,
+        memory_limit="1.2MB",
+        offload="activations",
+        recompute="none",
+    )
+    x = torch.randn(256, 8)
+    pipe.prepare(x, target=x)
+    steps = trace_steps(pipe.plan, pipe.programs, Trace(pipe.simulate()))
+    sources = [pipe.source(stage) for stage in range(2)]
+    page = open_page({}, steps=steps, pipeline=DrawnPipeline(pipe.plan, pipe.programs, sources, [1.2e6] * 2))
+    tab(page, "memory")
+    on_host = page.evaluate("() => timelines[0].memory.map(({ host }) => largest(host))")
+    assert on_host == [measured.host_bytes for measured in pipe.measure_memory(x, target=x)]
+    assert min(on_host) > 1e5
+    assert "below: offloaded, in host memory" in page.locator("#memoryLegend").inner_text()
+    lines = page.evaluate("""() => timelines[0].lanes.map((lane, rank) => {
+        const { bottom, unit } = curveAxis(lane), curve = timelines[0].memory[rank];
+        const deepest = curve.host.indexOf(largest(curve.host));
+        const [from, to] = [deepest, deepest + 1].map((i) => x(curve.time[i]));
+        const heights = [bottom, bottom + unit * curve.host[deepest], lane.curveY + lane.curve];
+        const limit = bottom - unit * data.limits[rank];
+        return [(from + to) / 2, ...[...heights, limit].map((y) => y - view.top)];
+    })""")
+    dark = page.evaluate("() => colors['memory-offloaded']")
+    for across, zero, deepest, end, limit in lines:
+        assert limit < zero < deepest <= end + 1
+        assert color_at(page, f"[{across}, {(zero + deepest) / 2}]") == dark
+        assert color_at(page, f"[{across}, {zero - 2}]") != dark
+    page.mouse.click(*point(page, "[20, timelines[0].lanes[0].y + 8]"))
+    page.get_by_role("button", name="what is held at the peak").click()
+    assert any(word.startswith("offloaded, in host memory besides: ") for word in details(page))
+
+
 # ---- model and code ----
 
 

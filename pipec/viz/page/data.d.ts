@@ -4,8 +4,8 @@ type Numbers = Int8Array | Int16Array | Int32Array | Float64Array;
 
 interface Named { key: string; name: string; letter: string; copies?: boolean }
 interface Curve {
-  time: Numbers; amount: Numbers; kinds?: Record<string, Numbers>;
-  most?: number; stack?: [string, Numbers, Numbers][]; // made when it is first drawn
+  time: Numbers; amount: Numbers; kinds?: Record<string, Numbers>; host?: Numbers;
+  most?: number; mostOnHost?: number; stack?: [string, Numbers, Numbers][]; // made when it is first drawn
 }
 
 interface Timeline {
