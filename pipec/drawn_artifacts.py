@@ -1,13 +1,15 @@
 """Draws the steps of an artifact: the planned one, the typical measured one, and those of a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipec.artifact.artifact import Artifact
-from pipec.ir import Plan, Program
+from pipec.ir import Plan, Program, StepPart
+from pipec.ir.step_parts import part_of_programs, plan_part, program_part
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.what_if import what_if_of_plan
-from pipec.runtime.step.timestamps import RecordedStep
+from pipec.runtime.recording import Recording
 from pipec.timeline.trace import Trace, measured_timeline
 from pipec.viz import DrawnPipeline, DrawnStep, DrawnText, draw_steps, page_html, steps_text, steps_title
 
@@ -25,7 +27,8 @@ def draw_artifact(
     plan, programs = artifact.plan, artifact.programs
     trace = trace or Trace(simulate_plan(plan, programs))
     steps = trace_steps(plan, programs, trace)
-    pipeline = DrawnPipeline(plan, programs, artifact.sources, memory_limits)
+    unrecorded = {number: note for number, note in trace.notes.items() if number not in trace.numbers}
+    pipeline = DrawnPipeline(plan, programs, artifact.sources, memory_limits, unrecorded)
     planned = trace.simulated or simulate_plan(plan, programs)
 
     def make_page() -> str:
@@ -38,45 +41,52 @@ def draw_artifact(
 
 
 def trace_steps(plan: Plan, programs: Sequence[Program], trace: Trace) -> list[DrawnStep]:
-    """The planned and the typical measured step; of several that were recorded, each in little."""
-    host = plan.host.step_seconds
-    steps = []
-    if trace.simulated:
-        steps.append(DrawnStep.of_plan(plan, programs, trace.simulated, "planned", host_seconds=host))
-    if trace.steps or not trace.simulated:
-        steps.append(DrawnStep.of_plan(plan, programs, trace.median_step(), "measured"))
-    if len(trace.steps) > 1:
-        stride = -(-len(trace.steps) // _MOST_STEPS)
-        numbers = trace.numbers or range(len(trace.steps))
-        notes = trace.notes or [""] * len(trace.steps)
-        steps += [
-            DrawnStep(
-                plan.schedule,
-                plan.num_microbatches,
-                timeline,
-                label=f"step {number}",
-                is_run=True,
-                note=note,
-            )
-            for k, (timeline, number, note) in enumerate(zip(trace.steps, numbers, notes, strict=True))
-            if k % stride == 0 or note
-        ]
-    return steps
+    """The planned and the typical measured step; of several that were recorded, each in little.
 
-
-def add_recorded_steps(
-    trace: Trace,
-    plan: Plan,
-    programs: Sequence[Program],
-    recorded: Sequence[RecordedStep],
-    first: int = 0,
-    note: str = "",
-) -> None:
-    """Put the timelines of recorded steps into a trace, and the predicted one beside them.
-
-    ``first`` is the number of the first of them, and ``note`` what was special about them.
+    Where parts of a step were recorded, these are a planned and a measured one of each part.
     """
+    steps = []
+    for part in trace.parts or [StepPart.WHOLE]:
+        own, own_programs, planned = plan_part(plan, part), programs, trace.simulated
+        if part is not StepPart.WHOLE:
+            own_programs = [program_part(program, plan.sync_spec, part) for program in programs]
+            planned = planned and simulate_plan(own, own_programs)
+        planned_name, measured_name = (f"{name}{_SUFFIXES[part]}" for name in ("planned", "measured"))
+        if planned:
+            host = own.host.step_seconds
+            steps.append(DrawnStep.of_plan(own, own_programs, planned, planned_name, host_seconds=host))
+        if trace.steps or not trace.simulated:
+            steps.append(DrawnStep.of_plan(own, own_programs, trace.median_step(part), measured_name))
+    return steps + _run_steps(plan, trace)
+
+
+_SUFFIXES = {StepPart.WHOLE: "", StepPart.ACCUMULATE: " without update", StepPart.UPDATE: " update alone"}
+
+
+def _run_steps(plan: Plan, trace: Trace) -> list[DrawnStep]:
+    """Of several recorded steps evenly spaced ones, and those that were special."""
+    stride = -(-len(trace.steps) // _MOST_STEPS)
+    numbers = trace.numbers or range(len(trace.steps))
+    return [
+        DrawnStep(
+            plan.schedule,
+            plan.num_microbatches,
+            timeline,
+            label=f"step {number}{_SUFFIXES[timeline.sync_spec.part]}",
+            is_run=True,
+            note=trace.notes.get(number, ""),
+        )
+        for k, (timeline, number) in enumerate(zip(trace.steps, numbers, strict=True))
+        if len(trace.steps) > 1 and (k % stride == 0 or number in trace.notes)
+    ]
+
+
+def add_recorded_steps(trace: Trace, plan: Plan, programs: Sequence[Program], recording: Recording) -> None:
+    """Put the timelines of recorded steps into a trace, and the predicted one beside them."""
     trace.simulated = simulate_plan(plan, programs)
-    trace.steps += [measured_timeline(x.programs, x.timestamps, plan.sync_spec) for x in recorded]
-    trace.numbers += range(first, first + len(recorded))
-    trace.notes += [note, *[""] * (len(recorded) - 1)][: len(recorded)]
+    for step in recording.steps:
+        part = part_of_programs(step.programs, plan.sync_spec)
+        sync_spec = replace(plan.sync_spec, part=part)
+        trace.steps.append(measured_timeline(step.programs, step.timestamps, sync_spec))
+    trace.numbers += recording.numbers[: len(recording.steps)]
+    trace.notes |= recording.notes

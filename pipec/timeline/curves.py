@@ -72,8 +72,11 @@ def rank_memory_over_time(
 ) -> tuple[MemoryCurves, ...]:
     """The bytes that each rank holds over time, as ``rank_memory`` counts them.
 
-    There are none if the timeline does not belong to these programs.
+    There are none if the timeline does not belong to these programs, and none of an update alone: nothing
+    tells which gradients there were before it.
     """
+    if not plan.sync_spec.runs_microbatches:
+        return ()
     curves = []
     for rank, program in enumerate(
         steady_excerpt(as_in_full_step(programs), plan.sync_spec.stream, plan.placement)

@@ -171,6 +171,8 @@ def summary(timeline: Timeline) -> str:
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
     idle = f"idle {idle_share(timeline):.1%} of makespan {makespan}"
+    if not len(timeline.computes):
+        return idle
     in_flight = f"at most {max(timeline.peak_in_flight, default=0)} in flight"
     if steady := steady_state(timeline):
         every = format_duration(steady.batch_interval, timeline)

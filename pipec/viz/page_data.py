@@ -86,6 +86,7 @@ def _step_data(step: DrawnStep, scale: float, whole: bool) -> dict[str, object]:
     return {
         "name": step.name,
         "schedule": step.schedule,
+        "part": timeline.sync_spec.part,
         "microbatches": step.num_microbatches,
         "summary": summary(timeline),
         "findings": bottleneck_lines(timeline, found),

@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -566,16 +567,66 @@ def test_a_trace_of_every_nth_step_is_one_run() -> None:
     torch.manual_seed(0)
     tokens, target = torch.randint(16, (8,)), torch.randint(16, (8,))
     pipe = pipec.compile(Tied(), devices=2, loss_fn=loss_fn, microbatches=4)
-    run = None
-    for number in range(5):
-        if number % 2:
+    with pipe.trace(every=2) as run:
+        for _ in range(5):
             pipe.step(tokens, target=target)
-            continue
-        with pipe.trace(run) as run:
-            pipe.step(tokens, target=target)
-    assert (run.numbers, run.notes) == ([0, 2, 4], ["compiled", "", ""])
+    assert (run.numbers, run.notes) == ([0, 2, 4], {0: "compiled"})
     names = [step.name for step in trace_steps(pipe.plan, pipe.programs, run)]
     assert names == ["planned", "measured", "step 0", "step 2", "step 4"]
+
+
+@in_browser
+def test_parts_of_a_step_are_shown_beside_the_plan_of_the_same_part(open_page: Open) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    pipe = pipec.compile(
+        layers,
+        2,
+        loss_fn=nn.functional.mse_loss,
+        microbatches=4,
+        on_nan="skip",
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    x = torch.randn(8, 8)
+    with pipe.trace(every=2) as run:
+        for number in range(6):
+            with pipe.accumulate():
+                pipe.step(x * (nan if number == 3 else 1), target=x)
+            if number % 2:
+                pipe.optimizer.step()
+    sources = [pipe.source(stage) for stage in range(2)]
+    steps = trace_steps(pipe.plan, pipe.programs, run)
+    page = open_page(
+        {}, steps=steps, pipeline=DrawnPipeline(pipe.plan, pipe.programs, sources, notes={7: "skipped"})
+    )
+    names = [
+        "planned without update",
+        "measured without update",
+        "planned update alone",
+        "measured update alone",
+    ]
+    assert page.evaluate("() => timelines.map(({ name }) => name)") == names
+    letters = page.evaluate("""() => timelines.map(({ computes }) =>
+        [...computes.phase].map((phase) => data.phases[phase].letter).sort().join(""))""")
+    assert letters == ["B" * 8 + "F" * 8] * 2 + ["UU"] * 2
+    tab(page, "summary")
+    words = page.locator("#sentences").inner_text()
+    assert "for a step without its update of 1f1b with 4 microbatches" in words
+    assert "for the update alone, after steps without one" in words
+    compared = re.findall(r"^(.+) takes .* (?:than|as) (planned.+)\.$", words, re.MULTILINE)
+    assert compared == [("Measured without update", names[0]), ("Measured update alone", names[2])]
+    tab(page, "timeline")
+    page.evaluate("() => select({ kind: 'compute', timeline: timelines[3], rank: 1, index: 1 })")
+    page.get_by_role("button", name="code", exact=True).click()
+    settle(page)
+    assert re.match(r"\d+\s*update +stage 1", page.locator("#program .marked").inner_text())
+    tab(page, "runs")
+    words = page.locator("#runWords").inner_text()
+    assert "3 steps took" in words
+    assert "step 3 update alone: skipped" in words
+    assert "Not recorded: step 7 (skipped)." in words
+    assert page.locator(".multiple").count() == 6
+    assert page.locator(".chart button").count() == 3
 
 
 # ---- large steps, narrow windows, notebooks, print ----

@@ -9,7 +9,7 @@ interface Curve {
 }
 
 interface Timeline {
-  name: string; schedule: string; microbatches: number; summary: string; findings: string[];
+  name: string; schedule: string; part: "whole" | "accumulate" | "update"; microbatches: number; summary: string; findings: string[];
   makespan: number; span: number; bubble: number; idle: number; host: number;
   isRun: boolean; note: string; allMessages: boolean;
   peaks: number[]; names: string[]; numbers: number[]; replicas: string[]; groups: number[];
@@ -47,6 +47,7 @@ interface Pipeline {
   costSource: string; sources: string[];
   programs: { rank: number; period: number; lines: string[]; blocking: number[] }[];
   operators: Operator[];
+  notes: [number, string][];
   alternatives: { schedule: string; microbatches: number; stages: number; seconds: number; peak: number; rejected: string }[];
 }
 
