@@ -508,7 +508,7 @@ class Pipeline(PipelineBase):
         check_arguments(METHOD_ARGUMENTS, locals())
         trace, recording = Trace() if trace is None else trace, None
         try:
-            with self.record(every, lambda: sum(self.compile_seconds.values())) as recording:
+            with self.record(every, lambda: sum(self._compiler.stopwatch.seconds.values())) as recording:
                 yield trace
         finally:
             if recording is not None and recording.steps:
