@@ -52,12 +52,12 @@ def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
     A microbatch is in flight from its forward to its last compute.
     """
     computes = timeline.computes.where(timeline.computes.instructions.is_compute_start)
-    growths = np.array([_IN_FLIGHT.growth(phase) for phase in PHASES])[computes.instructions.phases]
+    growths = np.array([_IN_FLIGHT.growth(phase) for phase in PHASES])
     curves = []
     for rank in range(timeline.num_ranks):
-        own = computes.ranks == rank
-        times = np.stack([computes.starts[own], computes.ends[own]], axis=1).reshape(-1)
-        changes = growths[own].reshape(-1)
+        own = computes.of_rank(rank)
+        times = np.stack([own.starts, own.ends], axis=1).reshape(-1)
+        changes = growths[own.instructions.phases].reshape(-1)
         times, changes = np.append(0.0, times[changes != 0]), np.append(0.0, changes[changes != 0])
         order = np.argsort(times, kind="stable")
         curves.append(_last_of_each_time(times[order], np.cumsum(changes[order])))
