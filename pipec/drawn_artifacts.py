@@ -52,6 +52,8 @@ def trace_steps(plan: Plan, programs: Sequence[Program], trace: Trace) -> list[D
             own_programs = [program_part(program, plan.sync_spec, part) for program in programs]
             planned = planned and simulate_plan(own, own_programs)
         planned_name, measured_name = (f"{name}{_SUFFIXES[part]}" for name in ("planned", "measured"))
+        if trace.steps and any(trace.median_step(part) is trace.steps[k] for k in trace.of_other_plans):
+            measured_name += ", of another plan"
         if planned:
             host = own.host.step_seconds
             steps.append(DrawnStep.of_plan(own, own_programs, planned, planned_name, host_seconds=host))
@@ -74,19 +76,24 @@ def _run_steps(plan: Plan, trace: Trace) -> list[DrawnStep]:
             timeline,
             label=f"step {number}{_SUFFIXES[timeline.sync_spec.part]}",
             is_run=True,
-            note=trace.notes.get(number, ""),
+            note=", ".join(
+                filter(None, [trace.notes.get(number), "another plan" if k in trace.of_other_plans else ""])
+            ),
         )
         for k, (timeline, number) in enumerate(zip(trace.steps, numbers, strict=True))
         if len(trace.steps) > 1 and (k % stride == 0 or number in trace.notes)
     ]
 
 
-def add_recorded_steps(trace: Trace, plan: Plan, programs: Sequence[Program], recording: Recording) -> None:
-    """Put the timelines of recorded steps into a trace, and the predicted one beside them."""
-    trace.simulated = simulate_plan(plan, programs)
-    for step in recording.steps:
+def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -> None:
+    """Put the timelines of recorded steps into a trace, and beside them the one predicted for an artifact."""
+    plan = artifact.plan
+    trace.simulated = simulate_plan(plan, artifact.programs)
+    for step, ran in zip(recording.steps, recording.artifacts, strict=True):
         part = part_of_programs(step.programs, plan.sync_spec)
+        if ran is not None and ran.plan != plan:
+            trace.of_other_plans.add(len(trace.steps))
         sync_spec = replace(plan.sync_spec, part=part)
         trace.steps.append(measured_timeline(step.programs, step.timestamps, sync_spec))
-    trace.numbers += recording.numbers[: len(recording.steps)]
+    trace.numbers += recording.numbers
     trace.notes |= recording.notes

@@ -45,7 +45,7 @@ def trace(
         for _ in range(steps):
             pipe.step_with_leaves(next(batches))
     made = Trace()
-    add_recorded_steps(made, pipe.plan, pipe.programs, recording)
+    add_recorded_steps(made, pipe._artifact, recording)
     text = draw_artifact(pipe._artifact, made, output if is_rank_zero() else None)
     if as_json:
         show_json({name: timeline_report(timeline) for name, timeline in made.timelines().items()})

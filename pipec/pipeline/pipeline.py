@@ -512,7 +512,7 @@ class Pipeline(PipelineBase):
                 yield trace
         finally:
             if recording is not None and recording.steps:
-                add_recorded_steps(trace, self.plan, self.programs, recording)
+                add_recorded_steps(trace, self._artifact, recording)
 
     @property
     def compile_seconds(self) -> dict[str, float]:

@@ -182,12 +182,12 @@ class PipelineBase(nn.Module):
             yield recording
         except BaseException:
             if self._context.is_distributed:  # the other ranks may be elsewhere
-                recording.steps.clear()
+                recording.numbers.clear()
             raise
-        else:
-            recording.steps = self._context.ranks.gathered(recording.steps)
         finally:
             steps.recording = outer
+            recording.drop_unfinished()
+        recording.steps = self._context.ranks.gathered(recording.steps)
 
     def before_stop(self, call: Callable[[], object]) -> None:
         """Let ``call`` be called on every rank when all end because one was sent SIGTERM or SIGINT.

@@ -37,7 +37,7 @@ class StepState:
         Raises NonFiniteError for a value ``found`` that is not finite, if ``on_nan`` is "raise".
         """
         if self.recording is not None:
-            self.recording.count_step(self.num_steps)
+            self.recording.count_step(self.num_steps, trained)
         self._require_finite(found, trained, self.num_steps)
         self.num_steps += 1
         if self._updates is None or not self.accumulates:
@@ -49,7 +49,7 @@ class StepState:
         """Count the update after the last step; raises as ``count``."""
         last, updates = self.num_steps - 1, self._updates
         if self.recording is not None:
-            self.recording.count_update(last)
+            self.recording.count_update(last, trained)
         self._require_finite(found, trained, last)
         if found is not None:
             self.num_skipped += 1

@@ -19,13 +19,15 @@ class Trace:
 
     A timeline may be that of a part of a step, by its ``sync_spec``. ``numbers`` counts the steps from the
     first of the training, and ``notes`` has what was special about a step, recorded or not, by its number:
-    whether it was skipped or compiled. ``simulated`` is the timeline of a whole step.
+    whether it was skipped or compiled. ``simulated`` is the timeline of a whole step of one plan, and
+    ``of_other_plans`` are the positions of steps of others, such as of batches of another size.
     """
 
     simulated: Timeline | None = None
     steps: list[Timeline] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     notes: dict[int, str] = field(default_factory=dict)
+    of_other_plans: set[int] = field(default_factory=set)
 
     @property
     def parts(self) -> list[StepPart]:
@@ -34,14 +36,16 @@ class Trace:
         return [part for part in StepPart if part in found]
 
     def median_step(self, part: StepPart | None = None) -> Timeline:
-        """The step of median makespan, of ``part`` or of the first of ``parts``.
+        """The step of median makespan, of ``part`` or of the first of ``parts``; of the plan if there is one.
 
         Raises InputError if there is none.
         """
         if not self.steps:
             raise InputError("nothing was recorded; call step() inside `with pipe.trace() as trace:`")
-        own = [step for step in self.steps if step.sync_spec.part is (part or self.parts[0])]
-        return sorted(own, key=lambda step: step.makespan)[(len(own) - 1) // 2]
+        part = part or self.parts[0]
+        own = [k for k, step in enumerate(self.steps) if step.sync_spec.part is part]
+        typical = [self.steps[k] for k in own if k not in self.of_other_plans] or [self.steps[k] for k in own]
+        return sorted(typical, key=lambda step: step.makespan)[(len(typical) - 1) // 2]
 
     def timelines(self) -> dict[str, Timeline]:
         """The typical measured step, and if it is a whole one the planned one, by name."""

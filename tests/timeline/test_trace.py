@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import pipec
 from pipec.cli import app
+from pipec.drawn_artifacts import trace_steps
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Instruction, Op, Program, StepPart
 from pipec.pipeline import Pipeline
@@ -169,6 +170,27 @@ def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_sp
     assert (inner.numbers, len(inner.steps)) == ([6], 1)
     counts = [sum(event.instruction.op is Op.UPDATE for event in step.events) for step in run.steps]
     assert counts == [2, 2, 0, 2, 0, 2]
+
+
+def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
+    """Batches of another size have another plan, where sizes do not vary."""
+    pipe = pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss, dynamic=False)
+    with pipe.trace() as run:
+        for rows in (4, 4, 4, 8):
+            pipe.step(X[:rows], target=Y[:rows])
+    assert run.of_other_plans == {0, 1, 2}
+    assert run.median_step() is run.steps[3]
+    pipe.step(X[:4], target=Y[:4])
+    with pipe.trace() as run:
+        pipe.step(X, target=Y)
+        pipe.step(X, target=Y)
+        with pytest.raises(InputError):
+            pipe.step(X)
+        pipe.step(X[:4], target=Y[:4])
+    del run.steps[2], run.numbers[2]
+    steps = trace_steps(pipe.plan, pipe.programs, run)
+    assert [step.name for step in steps[:2]] == ["planned", "measured, of another plan"]
+    assert [step.note for step in steps[2:]] == ["another plan"] * 2
 
 
 def test_a_run_that_an_error_ends_keeps_its_steps(pipe: Pipeline) -> None:
