@@ -173,20 +173,27 @@ def _filled(
     timeline: Timeline,
     notes: Sequence[str],
 ) -> Grid:
-    """Play as many cells as the budget allows. A cell that no schedule can run is left out."""
+    """Play as many cells as the budget allows.
+
+    A cell that no schedule can run is left out, and so is an axis of which nothing was played.
+    """
     unchanged = {axis.name: axis.values[0] for axis in axes}
     axes = [axis for axis in axes if len(axis.choices) > 1]
-    most = BUDGET // (_CELL_EVENTS + len(timeline.events))
+    most_cells = BUDGET // (_CELL_EVENTS + len(timeline.events))
     cells = [((0,) * len(axes), *_figures(timeline))]
     for positions in _by_changes([len(axis.choices) for axis in axes]):
-        if len(cells) > most:
+        if len(cells) > most_cells:
             break
         changed = {axis.name: axis.values[at] for axis, at in zip(axes, positions, strict=True)}
         try:
             cells.append((positions, *_figures(play(unchanged | changed))))
         except PipecError:
             continue
-    return Grid(axes, cells, notes)
+    played = [k for k in range(len(axes)) if any(positions[k] for positions, *_ in cells)]
+    kept = [
+        (tuple(at[k] for k in played), makespan, idle, in_flight) for at, makespan, idle, in_flight in cells
+    ]
+    return Grid([axes[k] for k in played], kept, notes)
 
 
 def _by_changes(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:

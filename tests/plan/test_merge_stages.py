@@ -85,3 +85,16 @@ def test_what_cannot_be_merged_is_refused() -> None:
     interleaved = compiled(layers, 2, schedule="interleaved-1f1b").plan
     assert [rank for (rank,) in interleaved.placement] == [0, 1, 0, 1]
     assert [rank for (rank,) in merge_stages(interleaved, 2).placement] == [0, 0]
+
+
+def test_what_if_has_no_axis_of_which_nothing_was_played() -> None:
+    """Stages of which each rank has two cannot run in the orders of one, nor as one."""
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    pipe = compiled(layers, 2, schedule="interleaved-1f1b", microbatches=4)
+    grid = what_if_of_plan(pipe.plan, pipe.programs, pipe.simulate())
+    names = [axis.name for axis in grid.axes]
+    assert "seconds of messages" in names
+    assert "schedule" not in names
+    for axis in range(len(names)):
+        assert any(positions[axis] for positions, *_ in grid.cells)
+    assert all(len(positions) == len(names) for positions, *_ in grid.cells)
