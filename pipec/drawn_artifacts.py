@@ -91,7 +91,7 @@ def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -
     trace.simulated = simulate_plan(plan, artifact.programs)
     for step, ran in zip(recording.steps, recording.artifacts, strict=True):
         part = part_of_programs(step.programs, plan.sync_spec)
-        if ran is not None and ran.plan != plan:
+        if ran is None or ran.plan != plan:
             trace.of_other_plans.add(len(trace.steps))
         sync_spec = replace(plan.sync_spec, part=part)
         trace.steps.append(measured_timeline(step.programs, step.timestamps, sync_spec))

@@ -12,8 +12,9 @@ class Recording:
     """Every ``every``-th step from step ``first`` on, and the update that follows it, if it is made apart.
 
     ``numbers[k]`` is the number of the step that ``steps[k]`` is, or a part of, and ``artifacts[k]`` what ran
-    it. ``notes`` tells what was special about a step, recorded or not, by its number. ``compile_seconds``
-    were spent on compilation so far.
+    it. Where the microbatches of a step need several artifacts, it is None for all but the last. ``notes``
+    tells what was special about a step, recorded or not, by its number. ``compile_seconds`` were spent on
+    compilation so far.
     """
 
     every: int
@@ -51,7 +52,7 @@ class Recording:
     def _give_number(self, number: int, trained: Artifact | None) -> bool:
         added = len(self.steps) - len(self.numbers)
         self.numbers += [number] * added
-        self.artifacts += [trained] * added
+        self.artifacts += [None] * (added - 1) + [trained] * bool(added)
         return added > 0
 
     def drop_unfinished(self) -> None:

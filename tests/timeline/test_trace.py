@@ -180,6 +180,9 @@ def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
             pipe.step(X[:rows], target=Y[:rows])
     assert run.of_other_plans == {0, 1, 2}
     assert run.median_step() is run.steps[3]
+    with pipe.trace() as run:
+        pipe.step(X[:7], target=Y[:7])  # microbatches of 2 rows, and one of 1
+    assert (run.numbers, run.of_other_plans) == ([4, 4], {0})
     pipe.step(X[:4], target=Y[:4])
     with pipe.trace() as run:
         pipe.step(X, target=Y)
