@@ -180,14 +180,14 @@ class PipelineBase(nn.Module):
         recording = steps.recording
         try:
             yield recording
+            recording.steps = self._context.ranks.gathered(recording.steps)
         except BaseException:
             if self._context.is_distributed:  # the other ranks may be elsewhere
-                recording.numbers.clear()
+                recording.steps.clear()
             raise
         finally:
             steps.recording = outer
             recording.drop_unfinished()
-        recording.steps = self._context.ranks.gathered(recording.steps)
 
     def before_stop(self, call: Callable[[], object]) -> None:
         """Let ``call`` be called on every rank when all end because one was sent SIGTERM or SIGINT.
