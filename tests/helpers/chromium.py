@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -49,8 +48,7 @@ def install() -> None:
         for name in ("al2023", "fonts"):
             archive = Path(fetched, f"{name}.tar")
             _run("node", "-e", _UNPACK, str(packed / f"{name}.tar.br"), str(archive))
-            with tarfile.open(archive) as files:
-                files.extractall(folder, filter="data")
+            shutil.unpack_archive(archive, folder)
     (folder / "headless").chmod(0o755)
     start.write_text(_START.format(folder=folder))
     start.chmod(0o755)
