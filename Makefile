@@ -31,6 +31,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --disable-pip-version-check -qq --editable '.[dev]'
+	@$(RUN) tests/helpers/chromium.py
 	@touch $@
 else
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)

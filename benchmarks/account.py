@@ -64,12 +64,13 @@ def main() -> None:
     pipe, (inputs, target) = pipeline(case), case.batch()
     rank, accounts = int(os.environ["RANK"]), []
     for _ in range(WARMUP_STEPS + args.steps):
-        with pipe.record() as recorded:
+        with pipe.record() as recording:
             begun = time.time_ns()
             pipe.zero_grad()
             pipe.step(inputs, target=target)
             ended = time.time_ns()
-        accounts.append(account(recorded[0].programs[rank], recorded[0].timestamps[rank], begun, ended))
+        (step,) = recording.steps
+        accounts.append(account(step.programs[rank], step.timestamps[rank], begun, ended))
     every: list[dict[str, float]] = [{} for _ in range(RANKS)]
     dist.all_gather_object(every, medians(accounts[WARMUP_STEPS:]))
     if rank == 0:

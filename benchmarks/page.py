@@ -5,7 +5,9 @@ middle of the step, and scrolling through the ranks. Chromium draws at most 60 f
 """
 
 import argparse
+import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -96,7 +98,8 @@ def main() -> None:
     print("| ranks, microbatches | cells | write | file | open | zoom: median, worst frame | scroll |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        found = shutil.which("chromium", path=f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}")
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         for size in SIZES:
             if size[0] > most:
                 continue

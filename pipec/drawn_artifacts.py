@@ -1,12 +1,15 @@
 """Draws the steps of an artifact: the planned one, the typical measured one, and those of a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipec.artifact.artifact import Artifact
+from pipec.ir import Plan, StepPart
+from pipec.ir.step_parts import part_of_programs, plan_part, program_part
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.what_if import what_if_of_plan
-from pipec.runtime.step.timestamps import RecordedStep
+from pipec.runtime.recording import Recording
 from pipec.timeline.trace import Trace, measured_timeline
 from pipec.viz import DrawnPipeline, DrawnStep, DrawnText, draw_steps, page_html, steps_text, steps_title
 
@@ -24,7 +27,8 @@ def draw_artifact(
     plan, programs = artifact.plan, artifact.representative_programs
     trace = trace or Trace(simulate_plan(plan, programs))
     steps = trace_steps(artifact, trace)
-    pipeline = DrawnPipeline(plan, programs, artifact.sources, memory_limits)
+    unrecorded = {number: note for number, note in trace.notes.items() if number not in trace.numbers}
+    pipeline = DrawnPipeline(plan, programs, artifact.sources, memory_limits, unrecorded)
     planned = trace.simulated or simulate_plan(plan, programs)
 
     def make_page() -> str:
@@ -37,46 +41,60 @@ def draw_artifact(
 
 
 def trace_steps(artifact: Artifact, trace: Trace) -> list[DrawnStep]:
-    """The planned and the typical measured step; of several that were recorded, each in little."""
-    plan, host = artifact.plan, artifact.plan.host.step_seconds
-    steps = []
-    if trace.simulated:
-        few = artifact.representative_programs
-        steps.append(DrawnStep.of_plan(plan, few, trace.simulated, "planned", host_seconds=host))
-    if trace.steps or not trace.simulated:
-        steps.append(DrawnStep.of_plan(plan, artifact.programs, trace.median_step(), "measured"))
-    if len(trace.steps) > 1:
-        stride = -(-len(trace.steps) // _MOST_STEPS)
-        numbers = trace.numbers or range(len(trace.steps))
-        notes = trace.notes or [""] * len(trace.steps)
-        steps += [
-            DrawnStep(
-                plan.schedule,
-                plan.num_microbatches,
-                timeline,
-                label=f"step {number}",
-                is_run=True,
-                note=note,
-            )
-            for k, (timeline, number, note) in enumerate(zip(trace.steps, numbers, notes, strict=True))
-            if k % stride == 0 or note
-        ]
-    return steps
+    """The planned and the typical measured step; of several that were recorded, each in little.
 
-
-def add_recorded_steps(
-    trace: Trace,
-    artifact: Artifact,
-    recorded: Sequence[RecordedStep],
-    first: int = 0,
-    note: str = "",
-) -> None:
-    """Put the timelines of recorded steps into a trace, and the predicted one beside them.
-
-    ``first`` is the number of the first of them, and ``note`` what was special about them.
+    Where parts of a step were recorded, these are a planned and a measured one of each part.
     """
+    plan, steps = artifact.plan, []
+    for part in trace.parts or [StepPart.WHOLE]:
+        own, planned = plan_part(plan, part), trace.simulated
+        few = [program_part(each, plan.sync_spec, part) for each in artifact.representative_programs]
+        if part is not StepPart.WHOLE:
+            planned = planned and simulate_plan(own, few)
+        planned_name, measured_name = (f"{name}{_SUFFIXES[part]}" for name in ("planned", "measured"))
+        if trace.steps and any(trace.median_step(part) is trace.steps[k] for k in trace.of_other_plans):
+            measured_name += ", of another plan"
+        if planned:
+            host = own.host.step_seconds
+            steps.append(DrawnStep.of_plan(own, few, planned, planned_name, host_seconds=host))
+        if trace.steps or not trace.simulated:
+            every = [program_part(each, plan.sync_spec, part) for each in artifact.programs]
+            steps.append(DrawnStep.of_plan(own, every, trace.median_step(part), measured_name))
+    return steps + _run_steps(plan, trace)
+
+
+_SUFFIXES = {StepPart.WHOLE: "", StepPart.ACCUMULATE: " without update", StepPart.UPDATE: " update alone"}
+
+
+def _run_steps(plan: Plan, trace: Trace) -> list[DrawnStep]:
+    """Of several recorded steps evenly spaced ones, and those that were special."""
+    stride = -(-len(trace.steps) // _MOST_STEPS)
+    numbers = trace.numbers or range(len(trace.steps))
+    return [
+        DrawnStep(
+            plan.schedule,
+            plan.num_microbatches,
+            timeline,
+            label=f"step {number}{_SUFFIXES[timeline.sync_spec.part]}",
+            is_run=True,
+            note=", ".join(
+                filter(None, [trace.notes.get(number), "another plan" if k in trace.of_other_plans else ""])
+            ),
+        )
+        for k, (timeline, number) in enumerate(zip(trace.steps, numbers, strict=True))
+        if len(trace.steps) > 1 and (k % stride == 0 or number in trace.notes)
+    ]
+
+
+def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -> None:
+    """Put the timelines of recorded steps into a trace, and beside them the one predicted for an artifact."""
     plan = artifact.plan
     trace.simulated = simulate_plan(plan, artifact.representative_programs)
-    trace.steps += [measured_timeline(x.programs, x.timestamps, plan.sync_spec) for x in recorded]
-    trace.numbers += range(first, first + len(recorded))
-    trace.notes += [note, *[""] * (len(recorded) - 1)][: len(recorded)]
+    for step, ran in zip(recording.steps, recording.artifacts, strict=True):
+        part = part_of_programs(step.programs, plan.sync_spec)
+        if ran is None or ran.plan != plan:
+            trace.of_other_plans.add(len(trace.steps))
+        sync_spec = replace(plan.sync_spec, part=part)
+        trace.steps.append(measured_timeline(step.programs, step.timestamps, sync_spec))
+    trace.numbers += recording.numbers
+    trace.notes |= recording.notes

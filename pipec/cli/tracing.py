@@ -41,11 +41,11 @@ def trace(
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
         pipe.step_with_leaves(next(batches))
-    with pipe.record() as recorded:
+    with pipe.record() as recording:
         for _ in range(steps):
             pipe.step_with_leaves(next(batches))
     made = Trace()
-    add_recorded_steps(made, pipe._artifact, recorded, first=WARMUP)
+    add_recorded_steps(made, pipe._artifact, recording)
     text = draw_artifact(pipe._artifact, made, output if is_rank_zero() else None)
     if as_json:
         show_json({name: timeline_report(timeline) for name, timeline in made.timelines().items()})

@@ -138,6 +138,9 @@ A measurement only distinguishes all memory that a step makes, as ``step``.
 """
 
 
+_CURVES = ("most", "after", "host_after")
+
+
 def _nothing() -> NDArray[np.float64]:
     return np.empty(0)
 
@@ -149,8 +152,8 @@ class RankMemory:
     ``bytes_by_category`` is the memory at its peak, during instruction ``position`` of its program, with
     ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the peak during instruction ``i``, and
     ``after[i]`` the memory after it. ``host_bytes`` is the peak of host memory, which is not counted in the
-    device's peak. ``reserved_bytes`` is the most that torch's allocator held of a GPU, with gaps between
-    blocks.
+    device's peak, and ``host_after[i]`` the host memory after instruction ``i``. ``reserved_bytes`` is the
+    most that torch's allocator held of a GPU, with gaps between blocks.
     """
 
     rank: int
@@ -160,6 +163,7 @@ class RankMemory:
     host_bytes: float = 0.0
     most: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
     after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
+    host_after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
     reserved_bytes: float = 0.0
 
     @property
@@ -168,11 +172,11 @@ class RankMemory:
 
     def as_json(self) -> dict[str, Any]:
         """The data that ``from_json`` reads."""
-        return {**asdict(self), "most": self.most.tolist(), "after": self.after.tolist()}
+        return {**asdict(self), **{name: getattr(self, name).tolist() for name in _CURVES}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RankMemory":
-        return cls(**{**data, "most": np.array(data["most"]), "after": np.array(data["after"])})
+        return cls(**{**data, **{name: np.array(data[name]) for name in _CURVES}})
 
     @property
     def running(self) -> float:

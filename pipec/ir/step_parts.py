@@ -24,7 +24,10 @@ from pipec.ir.sync_spec import StepPart, SyncSpec
 def plan_part(plan: Plan, part: StepPart) -> Plan:
     """The plan of a part of a step. An update has no microbatches and sends no messages."""
     plan = replace(plan, sync_spec=replace(plan.sync_spec, part=part))
-    return plan if plan.sync_spec.runs_microbatches else replace(plan, num_microbatches=0, links=())
+    if plan.sync_spec.runs_microbatches:
+        return plan
+    host = replace(plan.host, step_seconds=0.0)  # an update has no arguments to be checked
+    return replace(plan, num_microbatches=0, links=(), link_seconds=(), host=host)
 
 
 def program_part(program: Program, sync_spec: SyncSpec, part: StepPart) -> Program:
@@ -33,6 +36,14 @@ def program_part(program: Program, sync_spec: SyncSpec, part: StepPart) -> Progr
         return program
     numbers = instructions_of_part(program, sync_spec, part)
     return replace(program, instructions=[program.instructions[number] for number in numbers])
+
+
+def part_of_programs(programs: Sequence[Program], sync_spec: SyncSpec) -> StepPart:
+    """The part of a step that these programs are."""
+    ops = {instruction.op for program in programs for instruction in program.instructions}
+    if not sync_spec.updates or {Op.FORWARD, Op.UPDATE} <= ops:
+        return StepPart.WHOLE
+    return StepPart.UPDATE if Op.FORWARD not in ops else StepPart.ACCUMULATE
 
 
 def instructions_of_part(program: Program, sync_spec: SyncSpec, part: StepPart) -> Sequence[int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.optim import Optimizer
 
-from pipec.ir.argument_checks import FLAG, FUNCTION, NONE, PATH, ArgumentRule, instance
+from pipec.ir.argument_checks import FLAG, FUNCTION, NONE, PATH, ArgumentRule, instance, integer_between
 from pipec.timeline.trace import Trace
 
 
@@ -32,6 +32,7 @@ METHOD_ARGUMENTS = {
     "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
     | NONE,
     "scheduler": ArgumentRule("an LR scheduler, or a list of them", _are_schedulers) | NONE,
+    "every": integer_between(1, 10**9),
     "model_only": FLAG,
     "model": instance("an nn.Module", nn.Module),
     "path": PATH | NONE,

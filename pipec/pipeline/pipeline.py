@@ -535,23 +535,27 @@ class Pipeline(PipelineBase):
         return draw_artifact(self._artifact, trace, drawn, [device.memory_bytes for device in devices])
 
     @contextlib.contextmanager
-    def trace(self, trace: Trace | None = None) -> Iterator[Trace]:
-        """Record the steps that are made inside a ``with``. After it, the trace has their timelines.
+    def trace(self, trace: Trace | None = None, every: int = 1) -> Iterator[Trace]:
+        """Record steps that are made inside a ``with``. After it, the trace has their timelines.
 
         Every rank records, or none; each then has the times of all. They are times of the host: work that a
-        GPU still has to do is not in them. Steps are added to ``trace`` if one is given: so a script that
-        traces every n-th step gets one trace of the run, with the steps that were skipped or compiled.
+        GPU still has to do is not in them. A step that accumulates, and ``optimizer.step()``, are parts of a
+        step, each with a timeline. In one process, a ``with`` that an error ends keeps the steps before it.
+
+        Args:
+            trace: what another ``with`` gave, to which the steps are added.
+            every: record the first step and every so many steps one more, so that a ``with`` around a whole
+                training gets a trace of the run. The others take the time that they take without a trace.
+                Steps that were skipped or compiled are noted, whether they are recorded or not.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        trace = Trace() if trace is None else trace
-        first, skipped, compiled = self.num_steps, self.num_skipped, sum(self.compile_seconds.values())
-        with self.record() as recorded:
-            yield trace
-        if recorded:
-            note = "skipped" if self.num_skipped > skipped else ""
-            if sum(self.compile_seconds.values()) > compiled:
-                note = "compiled" if not note else f"{note}, compiled"
-            add_recorded_steps(trace, self._artifact, recorded, first, note)
+        trace, recording = Trace() if trace is None else trace, None
+        try:
+            with self.record(every, lambda: sum(self._compiler.stopwatch.seconds.values())) as recording:
+                yield trace
+        finally:
+            if recording is not None and recording.steps:
+                add_recorded_steps(trace, self._artifact, recording)
 
     @property
     def compile_seconds(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipec.errors import InputError, PipecError
 from pipec.ir import Phase, Plan, Program, Schedule
+from pipec.plan.merge_stages import merge_stages
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_step
@@ -32,7 +33,7 @@ _FACTORS = (0.5, 0.8, 1.25, 2.0)
 
 
 def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline) -> Grid | None:
-    """The grid of a plan: other microbatches and orders of the same stages, other links and slower stages.
+    """The grid of a plan: other microbatches, orders and merged stages, other links and slower stages.
 
     None for asynchronous schedules and for stages with replicas, whose steps depend on more.
     """
@@ -40,10 +41,12 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
         return None
     rows = plan.num_microbatches * plan.microbatch_size
     counts = [m for m in _around(plan.num_microbatches) if rows % m == 0]
+    ranks = [plan.num_ranks, *(plan.num_ranks // k for k in (2, 4) if plan.num_ranks % k == 0)]
     seconds = [sum(stage.cost.seconds.values()) for stage in plan.stages]
     axes = [
         Axis("microbatches", [str(m) for m in counts], counts),
         Axis("schedule", names := _orders(plan), names),
+        Axis("ranks", [str(n) for n in ranks], ranks),
         Axis.of_factors("seconds of messages", (0.25, 0.5, 2.0, 4.0)),
         *_slowed(seconds),
     ]
@@ -52,10 +55,13 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
 
     def play(chosen: Mapping[str, object]) -> Timeline:
         changed = _with_costs(plan, chosen)
-        if changed.num_microbatches == plan.num_microbatches and chosen["schedule"] == plan.schedule:
+        number = int(str(chosen["ranks"]))
+        if number < plan.num_ranks:
+            changed = merge_stages(changed, plan.num_ranks // number)
+        elif changed.num_microbatches == plan.num_microbatches and chosen["schedule"] == plan.schedule:
             return simulate_plan(changed, programs)
-        schedule = _fixed_order(str(chosen["schedule"]), plan.num_ranks, changed.num_microbatches)
-        if schedule.placement != plan.placement:
+        schedule = _fixed_order(str(chosen["schedule"]), number, changed.num_microbatches)
+        if schedule.placement != changed.placement:
             raise PipecError(f"{schedule.name} needs other stages")
         changed = replace(changed, schedule=schedule.name)
         return simulate_plan(changed, _verified(changed, schedule))
@@ -63,6 +69,8 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
     notes = (
         f"The plan's costs ({plan.cost_source or 'given'}), played by the simulator that made the plan.",
         "With other microbatches, computes and messages take time in proportion to their rows.",
+        "On fewer ranks, neighbouring stages are merged; more ranks need another cut and were not simulated.",
+        "Whether a choice fits in memory was not checked.",
     )
     return _filled(axes, play, timeline, notes)
 
@@ -165,20 +173,27 @@ def _filled(
     timeline: Timeline,
     notes: Sequence[str],
 ) -> Grid:
-    """Play as many cells as the budget allows. A cell that no schedule can run is left out."""
+    """Play as many cells as the budget allows.
+
+    A cell that no schedule can run is left out, and so is an axis of which nothing was played.
+    """
     unchanged = {axis.name: axis.values[0] for axis in axes}
     axes = [axis for axis in axes if len(axis.choices) > 1]
-    most = BUDGET // (_CELL_EVENTS + len(timeline.events))
+    most_cells = BUDGET // (_CELL_EVENTS + len(timeline.events))
     cells = [((0,) * len(axes), *_figures(timeline))]
     for positions in _by_changes([len(axis.choices) for axis in axes]):
-        if len(cells) > most:
+        if len(cells) > most_cells:
             break
         changed = {axis.name: axis.values[at] for axis, at in zip(axes, positions, strict=True)}
         try:
             cells.append((positions, *_figures(play(unchanged | changed))))
         except PipecError:
             continue
-    return Grid(axes, cells, notes)
+    played = [k for k in range(len(axes)) if any(positions[k] for positions, *_ in cells)]
+    kept = [
+        (tuple(at[k] for k in played), makespan, idle, in_flight) for at, makespan, idle, in_flight in cells
+    ]
+    return Grid([axes[k] for k in played], kept, notes)
 
 
 def _by_changes(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:

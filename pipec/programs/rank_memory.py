@@ -103,12 +103,17 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     return _counted(plan, program).result()
 
 
-def memory_by_category(plan: Plan, program: Program) -> Mapping[str, tuple[float, Floats, Floats]]:
-    """The bytes of each category that occurs: before the program, while each instruction runs, and after it.
+Held = tuple[float, Floats, Floats]
+"""Bytes before the program, while each instruction runs, and after it."""
+
+
+def memory_by_category(plan: Plan, program: Program) -> tuple[Mapping[str, Held], Held]:
+    """The bytes of each category that occurs on the device, and those of host memory.
 
     While an instruction runs, these are the bytes at its highest total.
     """
-    return _counted(plan, program).by_category()
+    account = _counted(plan, program)
+    return account.by_category(), account.on_host()
 
 
 def _counted(plan: Plan, program: Program) -> "_Account":
@@ -141,7 +146,7 @@ class _Account:
     """Bytes by category: static ones, and their growth as instructions start and end.
 
     ``columns`` are the instructions segment by segment, and ``numbers`` the instructions of the segments.
-    ``host`` is the growth of host memory as instructions start.
+    ``host_starts`` and ``host_ends`` are the growth of host memory.
     """
 
     plan: Plan
@@ -155,7 +160,8 @@ class _Account:
         self.stages = [stage.cost.memory for stage in self.plan.stages]
         whole = InstructionColumns.of(self.program.instructions, self.plan.links)
         self.columns, self.numbers = split_into_segments(whole, self.plan.segments)
-        self.host: Floats = np.zeros(len(self.columns) + 1)
+        self.host_starts: Floats = np.zeros(len(self.columns))
+        self.host_ends: Floats = np.zeros(len(self.columns))
 
     def count_static(self) -> None:
         rows = self.plan.num_microbatches
@@ -191,8 +197,8 @@ class _Account:
             offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
             self.grow("saved", self._at(Op.WAIT_OFFLOAD, stage), 0.0, -amount)
             self.grow("saved", prefetches, amount, 0.0)
-            np.add.at(self.host, offloads, amount)
-            np.add.at(self.host, prefetches + 1, -amount)
+            np.add.at(self.host_starts, offloads, amount)
+            np.add.at(self.host_ends, prefetches, -amount)
 
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after a reduction to the next reduction.
@@ -361,8 +367,15 @@ class _Account:
         for growths, amount in ((self.starts, start), (self.ends, end)):
             np.add.at(growths.setdefault(kind, np.zeros(len(self.columns))), positions, amount)
 
-    def by_category(self) -> Mapping[str, tuple[float, Floats, Floats]]:
-        """Bytes before the program, while its instructions run, and after each of them."""
+    def on_host(self) -> Held:
+        """The bytes of host memory, which only instructions of one segment change."""
+        before = sum(self.stages[stage].host for stage in self.own)
+        after = before + np.cumsum(self.host_starts + self.host_ends)
+        last = np.flatnonzero(np.append(np.diff(self.numbers) > 0, True)[: len(self.columns)])
+        return before, (after - self.host_ends)[last], after[last]
+
+    def by_category(self) -> Mapping[str, Held]:
+        """The bytes of each category that occurs."""
         size = len(self.columns)
         zeros = np.zeros(size)
         during = {
@@ -396,8 +409,11 @@ class _Account:
         }
         after = most + sum(self.ends.values(), np.zeros(size))
         pairs = int(in_flight(self.columns)[peak])
-        host = float(np.cumsum(self.host).max()) + sum(self.stages[stage].host for stage in self.own)
+        _, host, host_after = self.on_host()
+        host_bytes = float(host.max())
         firsts = np.flatnonzero(np.diff(self.numbers, prepend=-1))
         highest, at_last = np.maximum.reduceat(most, firsts), after[np.append(firsts[1:], size) - 1]
         number = int(self.numbers[peak])
-        return RankMemory(self.program.rank, bytes_by_category, number, pairs, host, highest, at_last)
+        return RankMemory(
+            self.program.rank, bytes_by_category, number, pairs, host_bytes, highest, at_last, host_after
+        )

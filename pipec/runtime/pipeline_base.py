@@ -18,7 +18,7 @@ from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
 from pipec.runtime.pipeline_context import PipelineContext
-from pipec.runtime.step.timestamps import RecordedStep
+from pipec.runtime.recording import Recording
 from pipec.runtime.stream.call_arguments import ITERABLE
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
@@ -122,7 +122,9 @@ class PipelineBase(nn.Module):
         if not any(found):
             refuse_update()
         execution = self._linked.execution(context.artifact)
-        execution.update(context.steps.recorded, context.steps.measured)
+        recording = context.steps.recording
+        recorded = recording.of_update() if recording is not None else None
+        execution.update(recorded, context.steps.measured)
         context.steps.count_update(execution.non_finite, context.artifact)
 
     @property
@@ -165,19 +167,27 @@ class PipelineBase(nn.Module):
             steps.accumulates = before
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[list[RecordedStep]]:
-        """Note when every instruction runs, in the steps that are made inside a ``with``.
+    def record(
+        self, every: int = 1, compile_seconds: Callable[[], float] = lambda: 0.0
+    ) -> Iterator[Recording]:
+        """Note when every instruction runs, in every ``every``-th step that is made inside a ``with``.
 
-        The list is filled when the ``with`` ends. It then has the times of every rank, so all ranks record,
-        or none.
+        When the ``with`` ends, the recording has the times of every rank, so all ranks record, or none. If it
+        ends with an error, in one process it has the steps before; under ``torchrun`` it has none.
         """
-        recorded: list[RecordedStep] = []
-        of_this_process = self._context.steps.recorded = []
+        steps = self._context.steps
+        outer, steps.recording = steps.recording, Recording(every, steps.num_steps, compile_seconds)
+        recording = steps.recording
         try:
-            yield recorded
+            yield recording
+            recording.steps = self._context.ranks.gathered(recording.steps)
+        except BaseException:
+            if self._context.is_distributed:  # the other ranks may be elsewhere
+                recording.steps.clear()
+            raise
         finally:
-            self._context.steps.recorded = None
-        recorded += self._context.ranks.gathered(of_this_process)
+            steps.recording = outer
+            recording.drop_unfinished()
 
     def before_stop(self, call: Callable[[], object]) -> None:
         """Let ``call`` be called on every rank when all end because one was sent SIGTERM or SIGINT.

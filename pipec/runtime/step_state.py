@@ -4,6 +4,7 @@ from pipec.artifact.artifact import Artifact
 from pipec.console import notice
 from pipec.errors import NonFiniteError
 from pipec.ir import NonFiniteAction, RankMemory, SyncSpec
+from pipec.runtime.recording import Recording
 from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite_message, skip_notice
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.timestamps import RecordedStep
@@ -13,8 +14,8 @@ class StepState:
     """Counts each step once all ranks have completed it, and updates the loss scale.
 
     ``num_steps`` includes the steps before a loaded checkpoint; ``num_skipped`` of them were skipped because
-    a loss or gradient was not finite. A step adds its timestamps to ``recorded`` and its memory to
-    ``measured``, unless they are None. If it ``accumulates``, it makes no update.
+    a loss or gradient was not finite. If a ``recording`` is made, some steps add their timestamps to it. A
+    step adds its memory to ``measured``, unless it is None. If it ``accumulates``, it makes no update.
     """
 
     def __init__(self, updates: OptimizerUpdates | None) -> None:
@@ -22,14 +23,21 @@ class StepState:
         self.num_steps = 0
         self.num_skipped = 0
         self.accumulates = False
-        self.recorded: list[RecordedStep] | None = None
+        self.recording: Recording | None = None
         self.measured: list[RankMemory] | None = None
+
+    @property
+    def recorded(self) -> list[RecordedStep] | None:
+        """Where the next step adds its timestamps; None if it is not recorded."""
+        return None if self.recording is None else self.recording.of_step(self.num_steps)
 
     def count(self, found: NonFinite | None, trained: Artifact | None) -> None:
         """Count a step of ``trained``, and its update if it made one.
 
         Raises NonFiniteError for a value ``found`` that is not finite, if ``on_nan`` is "raise".
         """
+        if self.recording is not None:
+            self.recording.count_step(self.num_steps, trained)
         self._require_finite(found, trained, self.num_steps)
         self.num_steps += 1
         if self._updates is None or not self.accumulates:
@@ -40,9 +48,13 @@ class StepState:
     def count_update(self, found: NonFinite | None, trained: Artifact | None) -> None:
         """Count the update after the last step; raises as ``count``."""
         last, updates = self.num_steps - 1, self._updates
+        if self.recording is not None:
+            self.recording.count_update(last, trained)
         self._require_finite(found, trained, last)
         if found is not None:
             self.num_skipped += 1
+            if self.recording is not None:
+                self.recording.note(last, "skipped")
             if self.num_skipped == 1:
                 notice(skip_notice(found, last, _sync_spec(trained)))
         if updates is not None and updates.loss_scale is not None:
@@ -55,6 +67,8 @@ class StepState:
             return
         sync_spec = _sync_spec(trained)
         if sync_spec.on_nan is NonFiniteAction.RAISE and not is_overflow(found, sync_spec):
+            if self.recording is not None:
+                self.recording.note(step, "not finite")
             raise NonFiniteError(non_finite_message(found, step, sync_spec))
 
 

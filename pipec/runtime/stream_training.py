@@ -159,7 +159,8 @@ class StreamTraining:
                 if stream_session is not None and self._context.pending_signal:
                     # the losses of the batches that were begun come before the end
                     stream_session.drain(self._context.optimizer.hyperparameters())
-                require_no_recording(self._context.steps.recorded)
+                recording = self._context.steps.recording
+                require_no_recording(recording.steps if recording is not None else None)
                 require_no_accumulation(self._context.steps.accumulates)
                 if stream_session is None:
                     ahead.request(number)

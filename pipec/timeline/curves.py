@@ -8,7 +8,7 @@ import numpy as np
 from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, PHASES, Floats, InstructionColumns
 from pipec.programs.lower_periodic import steady_excerpt
-from pipec.programs.rank_memory import memory_by_category
+from pipec.programs.rank_memory import Held, memory_by_category
 from pipec.timeline.events import Timeline
 
 
@@ -35,10 +35,14 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurves:
-    """The bytes of a rank over time: the ``total``, and by category the part of each, at the same times."""
+    """The bytes of a rank over time: the ``total``, and by category the part of each, at the same times.
+
+    ``host`` are the bytes in host memory, which are not in the total; None if there are none.
+    """
 
     total: Curve
     by_category: Mapping[str, Floats]
+    host: Floats | None = None
 
 
 def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
@@ -47,12 +51,12 @@ def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
     A microbatch is in flight from its forward to its last compute.
     """
     computes = timeline.computes.where(timeline.computes.instructions.is_compute_start)
-    growths = np.array([_IN_FLIGHT.growth(phase) for phase in PHASES])[computes.instructions.phases]
+    growths = np.array([_IN_FLIGHT.growth(phase) for phase in PHASES])
     curves = []
     for rank in range(timeline.num_ranks):
-        own = computes.ranks == rank
-        times = np.stack([computes.starts[own], computes.ends[own]], axis=1).reshape(-1)
-        changes = growths[own].reshape(-1)
+        own = computes.of_rank(rank)
+        times = np.stack([own.starts, own.ends], axis=1).reshape(-1)
+        changes = growths[own.instructions.phases].reshape(-1)
         times, changes = np.append(0.0, times[changes != 0]), np.append(0.0, changes[changes != 0])
         order = np.argsort(times, kind="stable")
         curves.append(_last_of_each_time(times[order], np.cumsum(changes[order])))
@@ -67,8 +71,11 @@ def rank_memory_over_time(
 ) -> tuple[MemoryCurves, ...]:
     """The bytes that each rank holds over time, as ``rank_memory`` counts them.
 
-    There are none if the timeline does not belong to these programs.
+    There are none if the timeline does not belong to these programs, and none of an update alone: nothing
+    tells which gradients there were before it.
     """
+    if not plan.sync_spec.runs_microbatches:
+        return ()
     curves = []
     for rank, program in enumerate(steady_excerpt(programs, plan.sync_spec.stream, plan.placement)):
         events = timeline.columns.of_rank(rank)
@@ -80,19 +87,18 @@ def rank_memory_over_time(
         ends, starts = np.zeros(len(columns)), np.zeros(len(columns))
         starts[timed], ends[timed] = events.starts[chosen], events.ends[chosen]
         times = np.append(0.0, np.maximum.accumulate(np.stack([starts, ends], axis=1).reshape(-1)))
-        amounts = {
-            category: np.append(before, np.stack([during, after], axis=1).reshape(-1))
-            for category, (before, during, after) in memory_by_category(plan, program).items()
-        }
-        curves.append(_memory_curves(times, amounts))
+        last = np.append(times[1:] != times[:-1], True)
+        categories, on_host = memory_by_category(plan, program)
+        amounts = {category: _steps(held)[last] for category, held in categories.items()}
+        total, host = sum(amounts.values(), np.zeros(int(last.sum()))), _steps(on_host)[last]
+        curves.append(MemoryCurves(Curve(times[last], total), amounts, host if host.any() else None))
     return tuple(curves)
 
 
-def _memory_curves(times: Floats, amounts: Mapping[str, Floats]) -> MemoryCurves:
-    """Of several steps at one time the last, as in all categories."""
-    total = sum(amounts.values(), np.zeros(times.size))
-    last = np.append(times[1:] != times[:-1], True)
-    return MemoryCurves(Curve(times[last], total[last]), {name: held[last] for name, held in amounts.items()})
+def _steps(held: Held) -> Floats:
+    before, during, after = held
+    steps: Floats = np.append(before, np.stack([during, after], axis=1).reshape(-1))
+    return steps
 
 
 def _last_of_each_time(times: Floats, amounts: Floats) -> Curve:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipec.errors import InputError
-from pipec.ir import NO_SYNC, Program, SyncSpec
+from pipec.ir import NO_SYNC, Program, StepPart, SyncSpec
 from pipec.ir.columns import with_shared_links
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.timeline.events import Events, Timeline
@@ -17,25 +17,42 @@ from pipec.timeline.step_events import StepEvents
 class Trace:
     """Timelines of the recorded steps, in order, and the planned timeline of the same step.
 
-    ``numbers`` counts the steps from the first of the training, and ``notes`` has what was special about a
-    step: whether it was skipped or compiled.
+    A timeline may be that of a part of a step, by its ``sync_spec``. ``numbers`` counts the steps from the
+    first of the training, and ``notes`` has what was special about a step, recorded or not, by its number:
+    whether it was skipped or compiled. ``simulated`` is the timeline of a whole step of one plan, and
+    ``of_other_plans`` are the positions of steps of others, such as of batches of another size.
     """
 
     simulated: Timeline | None = None
     steps: list[Timeline] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: dict[int, str] = field(default_factory=dict)
+    of_other_plans: set[int] = field(default_factory=set)
 
-    def median_step(self) -> Timeline:
-        """The step of median makespan. Raises InputError if there is none."""
+    @property
+    def parts(self) -> list[StepPart]:
+        """The parts of a step that were recorded, the whole step first."""
+        found = {step.sync_spec.part for step in self.steps}
+        return [part for part in StepPart if part in found]
+
+    def median_step(self, part: StepPart | None = None) -> Timeline:
+        """The step of median makespan, of ``part`` or of the first of ``parts``; of the plan if there is one.
+
+        Raises InputError if there is none.
+        """
         if not self.steps:
             raise InputError("nothing was recorded; call step() inside `with pipe.trace() as trace:`")
-        return sorted(self.steps, key=lambda step: step.makespan)[(len(self.steps) - 1) // 2]
+        part = part or self.parts[0]
+        own = [k for k, step in enumerate(self.steps) if step.sync_spec.part is part]
+        typical = [self.steps[k] for k in own if k not in self.of_other_plans] or [self.steps[k] for k in own]
+        return sorted(typical, key=lambda step: step.makespan)[(len(typical) - 1) // 2]
 
     def timelines(self) -> dict[str, Timeline]:
-        """The planned step and the typical measured one, by name, to be drawn on one axis."""
-        planned = {"planned": self.simulated} if self.simulated else {}
-        return {**planned, "measured": self.median_step()}
+        """The typical measured step, and if it is a whole one the planned one, by name."""
+        measured = self.median_step()
+        is_whole = measured.sync_spec.part is StepPart.WHOLE
+        planned = {"planned": self.simulated} if self.simulated and is_whole else {}
+        return {**planned, "measured": measured}
 
 
 _CALL_SECONDS = 5e-5

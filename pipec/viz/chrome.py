@@ -8,8 +8,9 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+from pipec.ir.columns import Floats
 from pipec.timeline.attribution import attribute_waits
-from pipec.timeline.curves import in_flight_over_time
+from pipec.timeline.curves import MemoryCurves, in_flight_over_time
 from pipec.timeline.events import Event
 from pipec.viz.drawing_checks import check_steps, check_trace
 from pipec.viz.drawn_steps import DrawnStep
@@ -32,7 +33,8 @@ def chrome_trace(steps: Sequence[DrawnStep]) -> str:
     Below the track of a rank is one for its collectives and copies, or several if some of them overlap.
     An arrow leads from the compute before a send to the compute that reads the message. A message that is
     read after the step, a result or the gradient of a borrowed weight, has no arrow. Counters show how many
-    microbatches are in flight on each rank, and its bytes by category where a step's ``memory`` gives them.
+    microbatches are in flight on each rank, and its bytes by category where a step's ``memory`` gives them:
+    those of the device, and those in host memory.
 
     Raises:
         InputError: the steps have different units, or so many events that no viewer opens them, or the
@@ -145,10 +147,17 @@ class _Process:
                 yield self._event("C", name, ts=self._time(time) / 1000, args={"microbatches": amount})
         for rank, curves in enumerate(self._memory):
             name = f"memory, rank {self._timeline.global_rank(rank)}"
-            columns = [held.tolist() for held in curves.by_category.values()]
-            for time, *amounts in zip(curves.total.times.tolist(), *columns, strict=True):
-                held = dict(zip(curves.by_category, amounts, strict=True))
-                yield self._event("C", name, ts=self._time(time) / 1000, args=held)
+            yield from self._memory_counter(name, curves, curves.by_category)
+            if curves.host is not None:
+                yield from self._memory_counter(f"host {name}", curves, {"offloaded": curves.host})
+
+    def _memory_counter(
+        self, name: str, curves: MemoryCurves, amounts: Mapping[str, Floats]
+    ) -> Iterator[dict[str, object]]:
+        columns = [held.tolist() for held in amounts.values()]
+        for time, *held in zip(curves.total.times.tolist(), *columns, strict=True):
+            args = dict(zip(amounts, held, strict=True))
+            yield self._event("C", name, ts=self._time(time) / 1000, args=args)
 
     def _event(self, phase: str, name: str, rank: int = -1, **fields: object) -> dict[str, object]:
         return {"ph": phase, "name": name, "pid": self._number, "tid": rank + 1, **fields}

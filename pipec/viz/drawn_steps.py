@@ -1,7 +1,7 @@
 """Steps as a user sees them: each a timeline with a title, and the pipeline that they belong to."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pipec.ir import Plan, Program
 from pipec.timeline.curves import MemoryCurves, rank_memory_over_time
@@ -50,20 +50,23 @@ class DrawnStep:
     @property
     def title(self) -> str:
         label = f"{self.label}: " if self.label else ""
-        return f"{label}{self.schedule}, {self.num_microbatches} microbatches"
+        count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
+        return f"{label}{self.schedule}{count}"
 
 
 @dataclass(frozen=True)
 class DrawnPipeline:
     """What the steps run: the plan, the program of each rank, and the code of each stage.
 
-    ``memory_limits`` are the bytes of each rank's device, where they are known.
+    ``memory_limits`` are the bytes of each rank's device, where they are known. ``notes`` tells what was
+    special about steps of a run that are not shown, by their number.
     """
 
     plan: Plan
     programs: Sequence[Program]
     sources: Sequence[str]
     memory_limits: Sequence[float] = ()
+    notes: Mapping[int, str] = field(default_factory=dict)
 
 
 def steps_text(steps: Sequence[DrawnStep]) -> str:

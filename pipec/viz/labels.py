@@ -104,6 +104,8 @@ def payload_description(timeline: Timeline, event: Event) -> str:
     if event.is_copy:
         return f"saved values of stage {instruction.stage}, microbatch {instruction.microbatch}"
     stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
+    if instruction.op is Op.SUM_COUNTS:
+        return f"batch counts of {stage}"
     if instruction.model_collective >= 0:
         return (
             f"model collective {instruction.model_collective} of {stage}, microbatch {instruction.microbatch}"
@@ -171,6 +173,8 @@ def summary(timeline: Timeline) -> str:
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
     idle = f"idle {idle_share(timeline):.1%} of makespan {makespan}"
+    if not timeline.sync_spec.runs_microbatches:
+        return idle
     in_flight = f"at most {max(timeline.peak_in_flight, default=0)} in flight"
     if steady := steady_state(timeline):
         every = format_duration(steady.batch_interval, timeline)

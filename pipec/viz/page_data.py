@@ -86,6 +86,7 @@ def _step_data(step: DrawnStep, scale: float, whole: bool) -> dict[str, object]:
     return {
         "name": step.name,
         "schedule": step.schedule,
+        "part": timeline.sync_spec.part,
         "microbatches": step.num_microbatches,
         "summary": summary(timeline),
         "findings": bottleneck_lines(timeline, found),
@@ -136,7 +137,8 @@ def _curve(curve: Curve, times: Callable[[Floats], Column]) -> dict[str, Column]
 
 def _memory(curves: MemoryCurves, times: Callable[[Floats], Column]) -> dict[str, object]:
     kinds = {kind: Column.of(np.rint(held)) for kind, held in curves.by_category.items()}
-    return {**_curve(curves.total, times), "kinds": kinds}
+    host = {} if curves.host is None else {"host": Column.of(np.rint(curves.host))}
+    return {**_curve(curves.total, times), "kinds": kinds, **host}
 
 
 def _groups(timeline: Timeline) -> list[int]:

@@ -30,6 +30,7 @@ def pipeline_data(pipeline: DrawnPipeline) -> dict[str, object]:
         "links": _links(plan),
         "tied": _tied(plan),
         "costSource": plan.cost_source,
+        "notes": sorted(pipeline.notes.items()),
         "sources": pipeline.sources,
         "programs": [
             {"rank": each.rank, "period": each.period, "lines": instruction_lines(each), **_numbers(each)}

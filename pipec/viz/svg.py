@@ -47,9 +47,13 @@ text { fill: #57606a; font-size: 11px; }
 .backward_weight { fill: #8fd0a4; }
 .update { fill: #f2d45c; }
 .reduce_grad { fill: #e39bb6; }
-.average_buffers, .sum_counts { fill: #a9c48f; }
+.average_buffers { fill: #a9c48f; }
+.sum_counts { fill: #d6cd8b; }
 .grad_norm { fill: #b9b0a2; }
 .unshard { fill: #7fc4c4; }
+.all_reduce { fill: #f0bccb; }
+.all_gather { fill: #a5dcd0; }
+.reduce_scatter { fill: #cf8fd0; }
 .offload { fill: #d2a37c; }
 .prefetch { fill: #a3b3d9; }
 .message { fill: none; stroke-width: 1; }

@@ -66,7 +66,7 @@ def timeline_text(timeline: Timeline, title: str = "") -> str:
 
 def _panels(timeline: Timeline, label: Callable[[Event], str]) -> list[_Panel]:
     """Panels with room for the label of every cell and a blank; one panel, if those would be too many."""
-    computes = timeline.computes
+    computes = timeline.computes if len(timeline.computes) else timeline.blocking
     durations = computes.ends - computes.starts
     if not durations.any():
         return [_Panel(0.0, timeline.makespan, 0.0)]

@@ -24,13 +24,14 @@ def draw_steps(
     """Draw the steps in the format of the suffix of ``path``; the first has the number of microbatches.
 
     ``.html`` is a page to explore, and ``.json`` a trace for Perfetto or chrome://tracing. Both show all
-    steps, and the memory of each rank. ``.svg`` and ``.txt`` show the last step that is not one of a run.
+    steps, and the memory of each rank. ``.svg`` and ``.txt`` show one: of the first two that are not of a
+    run, such as the planned and the measured step, the second.
 
     Raises:
         InputError: the path has another ending, or cannot be written.
     """
     check_drawing(path)
-    last = [step for step in steps if not step.is_run][-1]
+    last = [step for step in steps[:2] if not step.is_run][-1]
     match path.suffix:
         case ".html":
             drawn = page_html(steps, steps_title(steps), pipeline, what_if)

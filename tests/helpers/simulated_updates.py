@@ -12,7 +12,7 @@ from pipec.schedules.replicated import replicate_schedule, round_robin
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 
-REDUCE, GATHER, NORM, UPDATE = 1.5, 1.0, 0.25, 0.5
+REDUCE, GATHER, NORM, UPDATE, COUNT = 1.5, 1.0, 0.25, 0.5, 0.75
 """The units that each takes."""
 
 
@@ -37,6 +37,7 @@ def ended(replicas: int | tuple[int, ...], num_microbatches: int, **options: obj
     endings = {(Op.GRAD_NORM, -1, -1): NORM}
     endings |= {(Op.REDUCE_GRAD, bucket.stage, k): REDUCE for k, bucket in enumerate(buckets)}
     endings |= {(Op.UNSHARD, bucket.stage, k): GATHER for k, bucket in enumerate(buckets)}
+    endings |= {(Op.SUM_COUNTS, stage, -1): COUNT for stage in sync_spec.count_stages}
     endings |= {(Op.UPDATE, stage, -1): UPDATE for stage in range(schedule.num_stages)}
     costs = SimulationCosts.uniform(schedule.num_stages, links=links)
     return replace(simulate(programs, replace(costs, sync_times=endings)), sync_spec=sync_spec)

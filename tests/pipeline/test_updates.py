@@ -89,14 +89,14 @@ def test_a_loop_that_calls_backward_and_optimizer_step(shard: str | None) -> Non
 
 def test_what_is_recorded_of_an_update_is_its_own_program() -> None:
     pipe, _ = pair(clip=0.5, shard="gradients", **DATA_PARALLEL)
-    with pipe.record() as recorded:
+    with pipe.record() as recording:
         with pipe.accumulate():
             pipe.step(**next(batches(1)))
         pipe.optimizer.step()
-    microbatches, update = ([each.op for each in step.programs[0].instructions] for step in recorded)
+    microbatches, update = ([each.op for each in step.programs[0].instructions] for step in recording.steps)
     assert update == [Op.GRAD_NORM, Op.UPDATE, Op.UNSHARD, Op.WAIT_UNSHARD]
     assert not {*update} & {*microbatches}
-    assert len(recorded[1].timestamps[0]) == 2 * len(update)
+    assert len(recording.steps[1].timestamps[0]) == 2 * len(update)
 
 
 def test_a_step_that_fails_among_its_updates_says_so() -> None:

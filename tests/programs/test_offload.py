@@ -332,6 +332,7 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
         assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
         for mine, theirs in zip(predicted, measured, strict=True):
             assert mine.host_bytes == theirs.host_bytes > 0
+            assert mine.host_after.tolist() == theirs.host_after.tolist()
             assert mine.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.03)
     with pytest.raises(InfeasibleError):
         compiled(memory_limit=limit, recompute="none").prepare(x, target=y)

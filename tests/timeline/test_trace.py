@@ -5,6 +5,7 @@ import hashlib
 import json
 from dataclasses import replace
 from itertools import pairwise
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 
 import pipec
 from pipec.cli import app
+from pipec.drawn_artifacts import trace_steps
 from pipec.errors import ExecutionError, InputError
-from pipec.ir import Instruction, Op, Program
+from pipec.ir import Instruction, Op, Program, StepPart
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links
@@ -139,6 +141,74 @@ def test_a_step_that_fails_is_not_recorded(pipe: Pipeline, monkeypatch: pytest.M
     assert len(trace.steps) == 2
 
 
+def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_special() -> None:
+    torch.manual_seed(0)
+    pipe = pipec.compile(
+        net(),
+        devices=2,
+        microbatches=4,
+        loss_fn=nn.functional.mse_loss,
+        on_nan="skip",
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    )
+    pipe.step(X, target=Y)
+    with pipe.trace(every=3) as run:
+        for number in range(1, 6):
+            pipe.step(X * (nan if number == 3 else 1), target=Y)
+        with pipe.trace() as inner:
+            pipe.step(X, target=Y)
+        for number in range(7, 12):
+            with pipe.accumulate():
+                pipe.step(X, target=Y)
+            if number in (8, 9, 11):
+                pipe.optimizer.step()
+    whole, accumulate, update = StepPart
+    assert run.numbers == [1, 4, 7, 8, 10, 11]
+    assert [step.sync_spec.part for step in run.steps] == [whole, whole, *[accumulate, update] * 2]
+    assert run.notes == {3: "skipped"}
+    assert run.median_step() in run.steps[:2]
+    assert (inner.numbers, len(inner.steps)) == ([6], 1)
+    counts = [sum(event.instruction.op is Op.UPDATE for event in step.events) for step in run.steps]
+    assert counts == [2, 2, 0, 2, 0, 2]
+
+
+def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
+    """Batches of another size have another plan, where sizes do not vary."""
+    pipe = pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss, dynamic=False)
+    with pipe.trace() as run:
+        for rows in (4, 4, 4, 8):
+            pipe.step(X[:rows], target=Y[:rows])
+    assert run.of_other_plans == {0, 1, 2}
+    assert run.median_step() is run.steps[3]
+    with pipe.trace() as run:
+        pipe.step(X[:7], target=Y[:7])  # microbatches of 2 rows, and one of 1
+    assert (run.numbers, run.of_other_plans) == ([4, 4], {0})
+    pipe.step(X[:4], target=Y[:4])
+    with pipe.trace() as run:
+        pipe.step(X, target=Y)
+        pipe.step(X, target=Y)
+        with pytest.raises(InputError):
+            pipe.step(X)
+        pipe.step(X[:4], target=Y[:4])
+    del run.steps[2], run.numbers[2]
+    steps = trace_steps(pipe._artifact, run)
+    assert [step.name for step in steps[:2]] == ["planned", "measured, of another plan"]
+    assert [step.note for step in steps[2:]] == ["another plan"] * 2
+
+
+def test_a_run_that_an_error_ends_keeps_its_steps(pipe: Pipeline) -> None:
+    loss_of(pipe)
+    batches = iter([Y] * 3)
+
+    def train() -> None:
+        for _ in range(4):
+            pipe.step(X, target=next(batches))
+
+    with pytest.raises(StopIteration), pipe.trace(every=2) as run:
+        train()
+    assert len(run.steps) == len(run.numbers) == 2
+
+
 def test_waiting_is_no_part_of_a_compute() -> None:
     """Rank 1 posts its receive at 2, waits from 3 to 7 and ends at 9: it computed for two of those seven."""
     (link,) = chain_links(2, training=False)
@@ -193,10 +263,10 @@ def test_a_wait_that_is_moved_in_the_text_of_a_program_moves_on_the_timelines(tm
     for edit in (lambda saved: None, move_wait):
         edit(saved)
         loaded = pipec.load(saved)
-        with loaded.record() as steps:
+        with loaded.record() as recording:
             assert torch.equal(loaded.step(X, target=Y), expected)
         played.append(simulate_plan(loaded.plan, loaded.programs))
-        recorded += [measured_timeline(each.programs, each.timestamps) for each in steps]
+        recorded += [measured_timeline(each.programs, each.timestamps) for each in recording.steps]
     (start, _), (held, _) = (times(timeline, 1, Op.FORWARD, 0) for timeline in played)
     awaited = times(played[1], 0, Op.SEND, 1)[1]
     assert start < awaited <= held

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from page_views import CHROMIUM, Open, settle, steps_of
+from chromium import CHROMIUM
+from page_views import Open, settle, steps_of
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from pipec.timeline.curves import MemoryCurves
@@ -15,6 +16,7 @@ from pipec.viz import DrawnPipeline, DrawnStep, page_html
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    assert CHROMIUM, "CI tests the page in a Chromium, but `make setup` could not install one"
     with sync_playwright() as playwright:
         # Without its sandbox Chromium also runs as root, as in a container.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

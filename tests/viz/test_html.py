@@ -1,5 +1,6 @@
 """The interactive page, in a headless Chromium: what it shows, what it says, and how it is moved about."""
 
+import json
 import re
 from itertools import pairwise
 
@@ -29,7 +30,9 @@ from pipec.errors import InputError
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
-from pipec.viz import page_html
+from pipec.viz import DrawnStep, chrome_trace, page_html
+from pipec.viz.svg import timeline_svg
+from pipec.viz.terminal import timeline_text
 
 # ---- the file ----
 
@@ -226,6 +229,25 @@ def test_a_collective_says_what_it_carries_with_whom_and_who_came_last(open_page
         "rank 2 came last, at 24 units",
     ]
     assert hover(page, lane(2, 24.5, part=band))[-1] == "no rank came later"
+
+
+@in_browser
+def test_the_sum_of_the_counts_of_local_batches_has_its_place_in_every_picture(open_page: Open) -> None:
+    timeline = ended((3, 2, 1), 6, replicas_pass_own_rows=True, count_stages=(0,))
+    page = open_page({"3-2-1": timeline})
+    band = "timelines[0].lanes[0].bandY - timelines[0].lanes[0].y + y + 3"
+    told = ["sum of counts", "rank 0, replica 1 of 3", "batch counts of stage 0", "between ranks 0, 1, 2"]
+    assert hover(page, lane(0, 0.5, part=band)) == [
+        *told,
+        "0 to 0.75 units, took 0.75 units",
+        "no rank came later",
+    ]
+    assert "sum of counts" in page.locator("#legend").inner_text()
+    assert color_at(page, lane(0, 0.1, part=band)) == "#d6cd8b"
+    assert ">sum of counts</text>" in timeline_svg(timeline)
+    assert "C sum of counts" in timeline_text(timeline)
+    slices = json.loads(chrome_trace([DrawnStep("1f1b", 6, timeline)]))["traceEvents"]
+    assert [each["tid"] for each in slices if each["name"] == "C" and each["ph"] == "X"] == [7, 8, 9]
 
 
 @in_browser

@@ -1,16 +1,19 @@
 """The scripts of the page under TypeScript's checker, which needs no build: their types are in comments."""
 
 import json
+import os
 import shutil
 import subprocess
 from importlib import resources
 
 import pytest
+from chromium import PATH
 
 from pipec.viz.html import SCRIPTS
 
 PAGE = resources.files("pipec.viz").joinpath("page")
-TSC = ("npx", "--yes", "--package", "typescript@5.9.3", "tsc")
+NPX = shutil.which("npx", path=PATH)
+TSC = ("--yes", "--package", "typescript@5.9.3", "tsc")
 
 
 def test_every_script_is_checked_in_the_order_in_which_it_runs() -> None:
@@ -19,9 +22,13 @@ def test_every_script_is_checked_in_the_order_in_which_it_runs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("npx") is None, reason="no `npx` on PATH: install node to check types")
+@pytest.mark.skipif(NPX is None, reason="no `npx`: install node to check types")
 def test_types_of_the_scripts_fit() -> None:
-    if subprocess.run([*TSC, "--version"], capture_output=True, timeout=200).returncode:
+    def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command, environment = [str(NPX), *TSC, *arguments], {**os.environ, "PATH": PATH}
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+
+    if check("--version").returncode:
         pytest.skip("npx cannot fetch typescript")
-    made = subprocess.run([*TSC, "-p", str(PAGE)], capture_output=True, text=True, timeout=200)
+    made = check("-p", str(PAGE))
     assert made.returncode == 0, made.stdout

@@ -17,7 +17,7 @@ from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz import timeline_svg, timeline_text
-from pipec.viz.labels import BLOCKING_NAMES, time_axis
+from pipec.viz.labels import NAMES, time_axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -197,8 +197,8 @@ def test_every_op_has_a_colour_of_its_own() -> None:
         (timeline_svg(Timeline((), (0,))), r"\.{} {{ fill: (#\w+)"),
         (css, r"--{}: (#\w+)"),
     ):
-        colours = {op: re.search(pattern.format(op), text) for op in BLOCKING_NAMES}
-        assert len({found[1] for found in colours.values() if found}) == len(BLOCKING_NAMES)
+        colours = {op: re.search(pattern.format(op), text) for op in NAMES}
+        assert len({found[1] for found in colours.values() if found}) == len(NAMES)
 
 
 def test_pictures_are_deterministic() -> None:

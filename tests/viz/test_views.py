@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,48 @@ def test_memory_is_shown_by_kind_with_its_peak_and_the_limit(open_page: Open) ->
     assert words[-1] == "limit: 64 kB"
 
 
+@in_browser
+def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_page: Open) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(4)]
+    pipe = pipec.compile(
+        nn.Sequential(*layers),
+        2,
+        loss_fn=nn.functional.mse_loss,
+        schedule="gpipe",
+        microbatches=8,
+        memory_limit="1.2MB",
+        offload="activations",
+        recompute="none",
+    )
+    x = torch.randn(256, 8)
+    pipe.prepare(x, target=x)
+    steps = trace_steps(pipe._artifact, Trace(pipe.simulate()))
+    sources = [pipe.source(stage) for stage in range(2)]
+    page = open_page({}, steps=steps, pipeline=DrawnPipeline(pipe.plan, pipe.programs, sources, [1.2e6] * 2))
+    tab(page, "memory")
+    on_host = page.evaluate("() => timelines[0].memory.map(({ host }) => largest(host))")
+    assert on_host == [measured.host_bytes for measured in pipe.measure_memory(x, target=x)]
+    assert min(on_host) > 1e5
+    assert "below: offloaded, in host memory" in page.locator("#memoryLegend").inner_text()
+    lines = page.evaluate("""() => timelines[0].lanes.map((lane, rank) => {
+        const { bottom, unit } = curveAxis(lane), curve = timelines[0].memory[rank];
+        const deepest = curve.host.indexOf(largest(curve.host));
+        const [from, to] = [deepest, deepest + 1].map((i) => x(curve.time[i]));
+        const heights = [bottom, bottom + unit * curve.host[deepest], lane.curveY + lane.curve];
+        const limit = bottom - unit * data.limits[rank];
+        return [(from + to) / 2, ...[...heights, limit].map((y) => y - view.top)];
+    })""")
+    dark = page.evaluate("() => colors['memory-offloaded']")
+    for across, zero, deepest, end, limit in lines:
+        assert limit < zero < deepest <= end + 1
+        assert color_at(page, f"[{across}, {(zero + deepest) / 2}]") == dark
+        assert color_at(page, f"[{across}, {zero - 2}]") != dark
+    page.mouse.click(*point(page, "[20, timelines[0].lanes[0].y + 8]"))
+    page.get_by_role("button", name="what is held at the peak").click()
+    assert any(word.startswith("offloaded, in host memory besides: ") for word in details(page))
+
+
 # ---- model and code ----
 
 
@@ -446,18 +489,19 @@ def test_the_grid_of_a_plan_is_that_of_its_simulator() -> None:
     assert names == [
         "microbatches",
         "schedule",
+        "ranks",
         "seconds of messages",
         "seconds of stage 0",
         "seconds of stage 1",
     ]
     cells = {positions: makespan for positions, makespan, *_ in grid().cells}
-    assert cells[0, 0, 0, 0, 0] == timeline.makespan
-    slower = cells[0, 0, 0, 0, axes[4].choices.index("2 times")]
+    assert cells[0, 0, 0, 0, 0, 0] == timeline.makespan
+    slower = cells[0, 0, 0, 0, 0, axes[5].choices.index("2 times")]
     assert slower > timeline.makespan * 1.2
-    assert cells[0, 0, axes[2].choices.index("4 times"), 0, 0] > timeline.makespan
+    assert cells[0, 0, 0, axes[3].choices.index("4 times"), 0, 0] > timeline.makespan
     gpipe = pipec.compile(Tied(), devices=2, loss_fn=loss_fn, microbatches=4, schedule="gpipe")
     gpipe.prepare(torch.zeros(8, dtype=torch.long), target=torch.zeros(8, dtype=torch.long))
-    assert cells[0, axes[1].choices.index("gpipe"), 0, 0, 0] == pytest.approx(
+    assert cells[0, axes[1].choices.index("gpipe"), 0, 0, 0, 0] == pytest.approx(
         gpipe.simulate().makespan, rel=0.02
     )
 
@@ -523,16 +567,66 @@ def test_a_trace_of_every_nth_step_is_one_run() -> None:
     torch.manual_seed(0)
     tokens, target = torch.randint(16, (8,)), torch.randint(16, (8,))
     pipe = pipec.compile(Tied(), devices=2, loss_fn=loss_fn, microbatches=4)
-    run = None
-    for number in range(5):
-        if number % 2:
+    with pipe.trace(every=2) as run:
+        for _ in range(5):
             pipe.step(tokens, target=target)
-            continue
-        with pipe.trace(run) as run:
-            pipe.step(tokens, target=target)
-    assert (run.numbers, run.notes) == ([0, 2, 4], ["compiled", "", ""])
+    assert (run.numbers, run.notes) == ([0, 2, 4], {0: "compiled"})
     names = [step.name for step in trace_steps(pipe._artifact, run)]
     assert names == ["planned", "measured", "step 0", "step 2", "step 4"]
+
+
+@in_browser
+def test_parts_of_a_step_are_shown_beside_the_plan_of_the_same_part(open_page: Open) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    pipe = pipec.compile(
+        layers,
+        2,
+        loss_fn=nn.functional.mse_loss,
+        microbatches=4,
+        on_nan="skip",
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    x = torch.randn(8, 8)
+    with pipe.trace(every=2) as run:
+        for number in range(6):
+            with pipe.accumulate():
+                pipe.step(x * (nan if number == 3 else 1), target=x)
+            if number % 2:
+                pipe.optimizer.step()
+    sources = [pipe.source(stage) for stage in range(2)]
+    steps = trace_steps(pipe._artifact, run)
+    page = open_page(
+        {}, steps=steps, pipeline=DrawnPipeline(pipe.plan, pipe.programs, sources, notes={7: "skipped"})
+    )
+    names = [
+        "planned without update",
+        "measured without update",
+        "planned update alone",
+        "measured update alone",
+    ]
+    assert page.evaluate("() => timelines.map(({ name }) => name)") == names
+    letters = page.evaluate("""() => timelines.map(({ computes }) =>
+        [...computes.phase].map((phase) => data.phases[phase].letter).sort().join(""))""")
+    assert letters == ["B" * 8 + "F" * 8] * 2 + ["UU"] * 2
+    tab(page, "summary")
+    words = page.locator("#sentences").inner_text()
+    assert "for a step without its update of 1f1b with 4 microbatches" in words
+    assert "for the update alone, after steps without one" in words
+    compared = re.findall(r"^(.+) takes .* (?:than|as) (planned.+)\.$", words, re.MULTILINE)
+    assert compared == [("Measured without update", names[0]), ("Measured update alone", names[2])]
+    tab(page, "timeline")
+    page.evaluate("() => select({ kind: 'compute', timeline: timelines[3], rank: 1, index: 1 })")
+    page.get_by_role("button", name="code", exact=True).click()
+    settle(page)
+    assert re.match(r"\d+\s*update +stage 1", page.locator("#program .marked").inner_text())
+    tab(page, "runs")
+    words = page.locator("#runWords").inner_text()
+    assert "3 steps took" in words
+    assert "step 3 update alone: skipped" in words
+    assert "Not recorded: step 7 (skipped)." in words
+    assert page.locator(".multiple").count() == 6
+    assert page.locator(".chart button").count() == 3
 
 
 # ---- large steps, narrow windows, notebooks, print ----

@@ -61,20 +61,30 @@ class _Readings:
         self.first: dict[str, float] = {}
         self._most: list[float] = []
         self._after: list[float] = []
-        self._host_bytes = self._reserved_bytes = 0
+        self._host: list[float] = []
+        self._reserved_bytes = 0
 
     def add(self, most: float, after: float, host_bytes: int, reserved_bytes: int = 0) -> None:
         self._most.append(most)
         self._after.append(after)
-        self._host_bytes = max(self._host_bytes, host_bytes)
+        self._host.append(host_bytes)
         self._reserved_bytes = max(self._reserved_bytes, reserved_bytes)
 
     def memory(self, rank: int) -> RankMemory:
         most, after = np.array(self._most), np.array(self._after)
         peak = int(most.argmax())
         parts = {**self.first, "step": float(most[peak]) - sum(self.first.values())}
-        totals = {"host_bytes": self._host_bytes, "reserved_bytes": self._reserved_bytes}
-        return RankMemory(rank, parts, peak, **totals, most=most, after=after)
+        host = np.array(self._host)
+        return RankMemory(
+            rank,
+            parts,
+            peak,
+            host_bytes=float(host.max()),
+            most=most,
+            after=after,
+            host_after=host,
+            reserved_bytes=self._reserved_bytes,
+        )
 
 
 class CudaMemoryMeter:

@@ -66,8 +66,9 @@ function instructionOf(timeline, rank, index) {
   if (!program) return -1;
   if (program.blocking.length === first[rank + 1] - first[rank]) return program.blocking[index - first[rank]];
   const { key } = data.phases[computes.phase[index]];
-  const wanted = [key, `stage ${computes.stage[index]}`, `mb ${computes.microbatch[index]}`].join(" ");
-  return program.lines.findIndex((line) => line.replace(/^ *\d+ +/, "").replace(/ +/g, " ").startsWith(`${wanted}`));
+  const microbatch = computes.microbatch[index], segment = computes.segment[index];
+  const wanted = `${key} stage ${computes.stage[index]} ${microbatch < 0 ? "" : `mb ${microbatch} `}${segment < 0 ? "" : `segment ${segment} `}`;
+  return program.lines.findIndex((line) => `${line.replace(/^ *\d+ +/, "").replace(/ +/g, " ")} `.startsWith(wanted));
 }
 
 /** Open the program of the rank at a cell, and the function of its stage. */

@@ -4,12 +4,12 @@ type Numbers = Int8Array | Int16Array | Int32Array | Float64Array;
 
 interface Named { key: string; name: string; letter: string; copies?: boolean }
 interface Curve {
-  time: Numbers; amount: Numbers; kinds?: Record<string, Numbers>;
-  most?: number; stack?: [string, Numbers, Numbers][]; // made when it is first drawn
+  time: Numbers; amount: Numbers; kinds?: Record<string, Numbers>; host?: Numbers;
+  most?: number; mostOnHost?: number; stack?: [string, Numbers, Numbers][]; // made when it is first drawn
 }
 
 interface Timeline {
-  name: string; schedule: string; microbatches: number; summary: string; findings: string[];
+  name: string; schedule: string; part: "whole" | "accumulate" | "update"; microbatches: number; summary: string; findings: string[];
   makespan: number; span: number; bubble: number; idle: number; host: number;
   isRun: boolean; note: string; allMessages: boolean;
   peaks: number[]; names: string[]; numbers: number[]; replicas: string[]; groups: number[];
@@ -47,6 +47,7 @@ interface Pipeline {
   costSource: string; sources: string[];
   programs: { rank: number; period: number; lines: string[]; blocking: number[] }[];
   operators: Operator[];
+  notes: [number, string][];
   alternatives: { schedule: string; microbatches: number; stages: number; seconds: number; peak: number; rejected: string }[];
 }
 

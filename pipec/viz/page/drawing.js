@@ -28,7 +28,7 @@ function readColors() {
   const surfaces = ["page", "lane", "line", "edge", "text", "muted", "ink", "curve", "critical", "focus"];
   const happening = [...data.phases, ...data.ops].map(({ key }) => key);
   const kinds = known.flatMap(({ memory }) => memory.flatMap((curve) => Object.keys(curve.kinds ?? {})));
-  const names = [...surfaces, "activation", "gradient", "other", "waiting", "corner", "idle", ...happening, ...kinds.map((kind) => `memory-${kind}`)];
+  const names = [...surfaces, "activation", "gradient", "other", "waiting", "corner", "idle", ...happening, ...[...kinds, "offloaded"].map((kind) => `memory-${kind}`)];
   colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   for (const timeline of known)
     timeline.fills = data.phases.map(({ key }) => shades(colors[key], timeline.lastChunk + 1));
@@ -322,11 +322,21 @@ function curveTop(timeline) {
   return limit && limit < 2 * most ? Math.max(limit, most) : most;
 }
 
+/** The most that any rank holds in host memory, in any timeline, where bytes are drawn. */
+const hostTop = (timeline) =>
+  isMemory(timeline) ? Math.max(0, ...timelines.flatMap(({ memory }) => memory.map((curve) => (curve.mostOnHost ??= largest(curve.host ?? []))))) : 0;
+
+/** Where a lane has the zero of its curve, and how high one of its units is: below it is what is in host memory. */
+function curveAxis({ timeline, curveY, curve: height }) {
+  const top = curveTop(timeline), unit = height / (top + hostTop(timeline));
+  return { bottom: curveY + unit * top, unit };
+}
+
 function drawCurve(lane) {
-  const { timeline, rank, curveY, curve: height } = lane;
+  const { timeline, rank, curve: height } = lane;
   if (height < 2) return;
   const curve = curveOf(timeline, rank);
-  const bottom = curveY + height, unit = height / curveTop(timeline);
+  const { bottom, unit } = curveAxis(lane);
   if (isMemory(timeline)) drawMemory(lane, curve, bottom, unit);
   else fillSteps(timeline, curve, curve.amount, null, bottom, unit, colors.curve);
   fill(colors.line, GUTTER, bottom, laneWidth(), 1);
@@ -374,10 +384,11 @@ function stacked(curve) {
   return curve.stack;
 }
 
-/** Bytes by kind, one on the other; the peak has a mark, and the limit is a line. */
+/** Bytes by kind, one on the other; the peak has a mark, and the limit is a line. Below are those in host memory. */
 function drawMemory({ timeline, rank, curveY, curve: height }, curve, bottom, unit) {
   for (const [kind, amounts, below] of stacked(curve))
     fillSteps(timeline, curve, amounts, below, bottom, unit, colors[`memory-${kind}`] || colors.curve);
+  if (curve.host) fillSteps(timeline, { ...curve, amount: curve.host }, curve.host, null, bottom, -unit, colors["memory-offloaded"]);
   const limit = data.limits[rank];
   if (limit && bottom - unit * limit >= curveY - 1) fill(colors.critical, GUTTER, bottom - unit * limit, laneWidth(), 1.5);
   const peak = peakIndex(curve), px = x(curve.time[peak]), py = bottom - unit * curve.amount[peak];

@@ -206,6 +206,7 @@ function memoryWords(timeline, rank, curve, index, time) {
     bytes(curve.amount[index]),
     `rank ${timeline.numbers[rank]}, at ${clock(time)}`,
     ...listed.map(([name, held]) => `${name.replace("_", " ")}: ${bytes(held)}`),
+    ...(curve.host ? [`offloaded, in host memory besides: ${bytes(curve.host[index])} of at most ${bytes(largest(curve.host))}`] : []),
     ...(alive.length ? [`microbatches in flight, ${alive.join("; ")}`] : []),
     `peak: ${bytes(highest(curve))} at ${clock(curve.time[peakIndex(curve)])}`,
     ...(data.limits[rank] ? [`limit: ${bytes(data.limits[rank])}`] : []),

@@ -62,14 +62,15 @@ async function openOther(file) {
   const others = await unpack(found[1]).catch(() => null);
   if (!others) return problem(`the steps in ${file.name} cannot be read: it was written by another version`);
   if (others.unit !== data.unit) return problem(`${file.name} has times in ${others.unit}, this page in ${data.unit}`);
-  const added = others.timelines.filter(({ isRun }) => !isRun).slice(-1);
+  const added = others.timelines.slice(0, 2).filter(({ isRun }) => !isRun).slice(-1);
+  const own = known.findLastIndex(({ isRun, part }) => !isRun && part === added[0].part);
   for (const timeline of added) {
     timeline.name = `${timeline.name} of ${file.name}`;
     prepare(timeline, known.length);
     known.push(timeline);
   }
   compared.one = known.length - 1;
-  compared.other = known.findLastIndex(({ isRun }, k) => !isRun && k < known.length - 1);
+  compared.other = own < 0 ? 0 : own;
   readColors();
   problem(`opened ${file.name}`);
   showTimelines([...timelines, ...added]);
@@ -92,22 +93,30 @@ function fillMultiples() {
   byId("run").hidden = steps.length === 0;
   if (!steps.length) return;
   const slowest = steps.map(slowestRank);
-  byId("runWords").textContent = stragglerWords(steps, slowest);
-  byId("idleLine").replaceChildren(idleChart(steps));
+  byId("runWords").textContent = stragglerWords(steps);
+  byId("idleLine").replaceChildren(idleChart(computing(steps)));
   byId("multiples").replaceChildren(...steps.map((timeline, k) => multiple(timeline, slowest[k])));
 }
 
+/** The steps with microbatches, unless all are updates alone. */
+function computing(steps) {
+  const found = steps.filter(({ part }) => part !== "update");
+  return found.length ? found : steps;
+}
+
 /** A rank that is slowest in most steps is a straggler. */
-function stragglerWords(steps, slowest) {
-  const counts = new Map();
-  for (const rank of slowest) counts.set(rank, (counts.get(rank) ?? 0) + 1);
+function stragglerWords(all) {
+  const steps = computing(all), counts = new Map();
+  for (const rank of steps.map(slowestRank)) counts.set(rank, (counts.get(rank) ?? 0) + 1);
   const [rank, count] = [...counts].sort((one, other) => other[1] - one[1])[0];
   const times = steps.map(({ makespan }) => makespan).sort((one, other) => one - other);
   const spread = `${steps.length} steps took ${duration(times[0])} to ${duration(times.at(-1))}, half of them less than ${duration(times[times.length >> 1])}.`;
-  const noted = steps.filter(({ note }) => note);
+  const noted = all.filter(({ note }) => note);
   const notes = noted.length ? ` ${noted.map(({ name, note }) => `${name}: ${note}`).join("; ")}.` : "";
+  const others = (data.pipeline?.notes ?? []).map(([number, note]) => `step ${number} (${note})`);
+  const unrecorded = others.length ? ` Not recorded: ${others.slice(0, 8).join(", ")}${others.length > 8 ? ` and ${others.length - 8} more` : ""}.` : "";
   const busiest = count > steps.length / 2 ? ` ${capital(steps[0].names[rank])} computed longest in ${count} of ${steps.length} steps.` : " No rank was the slowest in most of them.";
-  return spread + busiest + notes;
+  return spread + busiest + notes + unrecorded;
 }
 
 /** The idle share of each step, as bars that can be clicked. */

@@ -124,11 +124,13 @@ function addLegend() {
   add("curve", "in flight");
   const kinds = new Set(known.flatMap(({ memory }) => memory.flatMap(({ kinds: own }) => Object.keys(own))));
   const memory = make("span", { id: "memoryLegend" });
-  for (const kind of kinds) {
+  const addMemory = (kind, words) => {
     const mark = make("i", {});
     mark.style.background = `var(--memory-${kind})`;
-    memory.append(make("span", {}, mark, kind.replace("_", " ")));
-  }
+    memory.append(make("span", {}, mark, words));
+  };
+  for (const kind of kinds) addMemory(kind, kind.replace("_", " "));
+  if (known.some(({ memory: curves }) => curves.some(({ host }) => host))) addMemory("offloaded", "below: offloaded, in host memory");
   legend.append(memory);
 }
 

@@ -14,10 +14,13 @@ function fillSummary() {
 }
 
 /** Makespan and span, each with its own idle share. */
-function timeWords({ makespan, span, idle, bubble, microbatches, schedule }) {
+function timeWords({ makespan, span, idle, bubble, microbatches, schedule, part }) {
+  if (part === "update")
+    return [make("b", {}, duration(makespan)), ` for the update alone, after steps without one, of which ranks are idle for ${percent(idle)}.`];
+  const what = part === "accumulate" ? "step without its update" : "step";
   return [
     make("b", {}, duration(makespan)),
-    ` for a step of ${schedule} with ${microbatches} microbatches (its makespan), of which ranks are idle for ${percent(idle)}. `,
+    ` for a ${what} of ${schedule} with ${microbatches} microbatches (its makespan), of which ranks are idle for ${percent(idle)}. `,
     `From its first to its last compute the slowest rank takes ${duration(span)} (the span); ranks compute nothing for ${percent(bubble)} of that (the bubble).`,
   ];
 }
@@ -26,7 +29,7 @@ const capital = (words) => words.charAt(0).toUpperCase() + words.slice(1);
 
 function findingsOf(timeline) {
   const found = [slowestStageWords(timeline), ...timeline.findings];
-  if (timeline === timelines[0]) found.push(...nextBestWords(timeline));
+  if (timeline === timelines[0] && timeline.part === "whole") found.push(...nextBestWords(timeline));
   return found.filter(Boolean).map((words) => `${capital(words)}.`);
 }
 
@@ -72,10 +75,11 @@ function nextBestWords(timeline) {
 
 const peaksOf = (timeline, stage) => (data.pipeline.stages[stage].ranks.map((rank) => timeline.peaks[rank] ?? 0));
 
-/** How each further step compares with the first. */
+/** How each further step, or part of a step, compares with the first of the same. */
 function comparedWords(steps) {
-  const [first, ...others] = steps;
-  return others.map((other) => {
+  return steps.flatMap((other) => {
+    const first = steps.find(({ part }) => part === other.part);
+    if (first === other) return [];
     const ratio = other.makespan / first.makespan;
     return Math.abs(ratio - 1) < 1e-3
       ? `${capital(other.name)} takes as long as ${first.name}.`
