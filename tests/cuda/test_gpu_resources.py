@@ -3,6 +3,7 @@
 import resource
 import statistics
 from collections.abc import Callable
+from operator import truediv
 
 import pytest
 import torch
@@ -68,16 +69,13 @@ def test_the_plan_knows_the_peak(gpu: torch.device) -> None:
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """How long a warm step takes, by the GPU's own clock."""
-    times = []
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(1e-3 * start.elapsed_time(end))
-    return statistics.median(times[3:])
+    """How long a step takes, by the GPU's own clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end)
 
 
 @pytest.mark.slow
@@ -89,17 +87,21 @@ def test_a_profile_adds_up_to_a_step(gpu: torch.device) -> None:
     found = count * sum(op.seconds(phase) for op in profile.operators for phase in ("forward", "backward"))
     pipe = pipec.compile(model, [gpu], microbatches=count, loss_fn=F.mse_loss, recompute="none")
     x, y = on(gpu, (x, y))
-    assert found == pytest.approx(seconds_of(lambda: pipe.step(x, target=y)), rel=0.25)
+    times = [seconds_of(lambda: pipe.step(x, target=y)) for _ in range(8)]
+    assert found == pytest.approx(statistics.median(times[3:]), rel=0.25)
 
 
 @pytest.mark.slow
 def test_a_recorded_step_lasts_as_long_as_it_takes_the_gpu(gpu: torch.device) -> None:
+    """Both are times of the same steps: other processes may delay some of them."""
     model, (x, y) = wide(4).to(gpu), on(gpu, vectors(1024))
     pipe = pipec.compile(model, [gpu] * 2, microbatches=4, loss_fn=F.mse_loss)
-    seconds = seconds_of(lambda: pipe.step(x, target=y))
-    with pipe.trace() as trace:
+    for _ in range(3):
         pipe.step(x, target=y)
-    assert trace.steps[0].makespan == pytest.approx(seconds, rel=0.25)
+    with pipe.trace() as trace:
+        seconds = [seconds_of(lambda: pipe.step(x, target=y)) for _ in range(5)]
+    recorded = [step.makespan for step in trace.steps]
+    assert statistics.median(map(truediv, recorded, seconds)) == pytest.approx(1, abs=0.25)
 
 
 @pytest.mark.slow

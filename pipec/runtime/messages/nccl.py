@@ -44,12 +44,12 @@ class NcclConnections:
     These groups use the pool of high priority, which a script's own streams do not use; kernels that wait for
     a message are launched as soon as it arrives.
 
-    A receive that is launched occupies the GPU until its message comes. If what is launched next waits for the
-    whole GPU, as ``cudaFree`` and the loading of a kernel do, it would wait for that message; and two
-    neighbours for each other. A posted receive is therefore launched by the next send, collective, or wait for
-    a posted receive, which is behind the launch of the compute that follows it in the program. It is launched
-    from a stream of its own, so that the message does not wait for this compute: only for what was launched
-    before it was posted, which may read the memory that it fills.
+    A receive that is launched occupies the GPU until its message comes. If what is launched next waits for
+    the whole GPU, as ``cudaFree`` and the loading of a kernel do, it would wait for that message, and two
+    neighbours for each other. A posted receive is therefore launched by the next send, collective or wait for
+    a posted receive: behind the launch of the compute that follows it in the program. It is launched from a
+    stream of its own, and does not wait for this compute, but only for what was launched before it was
+    posted, which may read the memory that it fills.
 
     At most ``MAX_IN_TRANSIT`` messages of a direction are in transit. This also bounds how far the host is
     ahead of the GPU, and the memory of messages.
@@ -364,8 +364,8 @@ def _warn_of_few_connections() -> None:
     given = os.environ.get(_CONNECTIONS, "")
     if given.isdecimal() and int(given) < _DEFAULT_CONNECTIONS:
         log.warning(
-            "%s=%s lets messages between ranks wait for each other, which can deadlock; unset it, or set it to "
-            "%d or more before CUDA starts",
+            "%s=%s lets messages between ranks wait for each other, which can deadlock; unset it, or set it "
+            "to %d or more before CUDA starts",
             _CONNECTIONS,
             given,
             _DEFAULT_CONNECTIONS,
