@@ -8,7 +8,7 @@ from operator import truediv
 
 import pytest
 import torch
-from gpu_models import decoder, free_unused_memory, on, token_loss, tokens, vectors, wide
+from gpu_models import LastLayer, decoder, free_unused_memory, on, token_loss, tokens, vectors, wide
 from torch import nn
 from torch.nn import functional as F
 
@@ -108,13 +108,7 @@ def test_a_recorded_step_lasts_as_long_as_it_takes_the_gpu(gpu: torch.device) ->
 @pytest.mark.slow
 def test_a_recurrent_network_takes_as_long_as_in_eager_torch(gpu: torch.device) -> None:
     """cuDNN runs the steps of a layer; Python would take ten times as long for them."""
-
-    class Last(nn.LSTM):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            output: torch.Tensor = super().forward(x)[0]
-            return output
-
-    model = Last(512, 512, 4, batch_first=True).to(gpu)
+    model = LastLayer(nn.LSTM(512, 512, 4, batch_first=True)).to(gpu)
     x, y = (torch.randn(32, 256, 512, device=gpu) for _ in range(2))
     pipe = pipec.compile(copy.deepcopy(model), [gpu] * 2, microbatches=1, loss_fn=F.mse_loss)
 
@@ -126,8 +120,14 @@ def test_a_recurrent_network_takes_as_long_as_in_eager_torch(gpu: torch.device) 
 
 
 @pytest.mark.slow
-def test_the_host_waits_nowhere_in_a_warm_step(gpu: torch.device) -> None:
-    model, (x, y) = decoder(dropout=0.1).to(gpu), on(gpu, tokens(16))
+@pytest.mark.parametrize("where", ["gpu", "cpu", "pinned memory"])
+def test_the_host_waits_nowhere_in_a_warm_step(gpu: torch.device, where: str) -> None:
+    """Neither for the batch nor for the labels that count in it."""
+    model, (x, y) = decoder(dropout=0.1).to(gpu), tokens(16)
+    if where == "gpu":
+        x, y = on(gpu, (x, y))
+    elif where == "pinned memory":
+        x, y = x.pin_memory(), y.pin_memory()
     pipe = pipec.compile(model, [gpu] * 4, microbatches=4, loss_fn=token_loss)
     for _ in range(2):
         pipe.step(x, target=y)

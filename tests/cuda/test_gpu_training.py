@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import decoder, eager_step, errors, on, token_loss, tokens, wide
+from gpu_models import LastLayer, decoder, eager_step, errors, on, token_loss, tokens, wide
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,18 +33,6 @@ def convolutions() -> nn.Sequential:
 def images() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(16, 3, 8, 8, generator=generator), torch.arange(16) % 5
-
-
-class LastLayer(nn.Module):
-    """The output of a recurrent network, which returns its states as well."""
-
-    def __init__(self, layers: nn.RNNBase) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layers(x)[0]
-        return output
 
 
 def recurrent(kind: type[nn.RNNBase]) -> nn.Module:

@@ -178,3 +178,8 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     Even a pinned tensor is copied: the script might overwrite it with the next batch meanwhile.
     """
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. The host waits for a copy that it reads itself, but not for one to a GPU."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
