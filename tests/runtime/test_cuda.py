@@ -184,7 +184,8 @@ def test_labels_are_counted_where_they_are_staged(monkeypatch: pytest.MonkeyPatc
     loss_fn = nn.CrossEntropyLoss(ignore_index=0)
     pipe = pipec.compile(nn.Linear(4, 3), ["cpu"], microbatches=4, loss_fn=loss_fn)
     x, y = torch.ones(8, 4), torch.arange(8) % 3
-    pipe.prepare(x, target=y)
+    pipe.step(x, target=y)
+    counted.clear()
     (linked,) = pipe._linked._executions.values()
     linked._read_by_gpus = {given.value.name for given in pipe.plan.inputs}  # as if the rank had a GPU
     pipe.step(x, target=y)
