@@ -834,13 +834,7 @@ def neighbours(
 
     What is rehearsed must have loaded every kernel.
     """
-    hidden, placement = Value("hidden", "float32", ("b", 2)), ((0,), (1,), (1,), (0,))
-    links = tuple(Link(k, k + 1, Payload.ACTIVATION, (hidden,)) for k in (0, 2))
-    orders = [tuple(Compute(Phase.FORWARD, stage, 0) for stage in order) for order in ((0, 3), (2, 1))]
-    schedule = Schedule("by hand", 1, placement, tuple(orders))
-    programs, stages = lower(schedule, links), tuple(Stage(k, k, k) for k in range(4))
-    inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b", 2))),)
-    plan = Plan(Mode.FORWARD, "by hand", 1, 2, placement, stages, links, inputs=inputs)
+    programs, plan = neighbours_plan()
 
     def run(rank: int, transport: emulated_nccl.Emulated) -> None:
         gpu = Loading(emulated, rank)
@@ -853,11 +847,40 @@ def neighbours(
     return programs, run
 
 
+def neighbours_plan() -> tuple[Sequence[Program], Plan]:
+    """Two ranks, each with a stage that makes a value for one of the other."""
+    hidden, placement = Value("hidden", "float32", ("b", 2)), ((0,), (1,), (1,), (0,))
+    links = tuple(Link(k, k + 1, Payload.ACTIVATION, (hidden,)) for k in (0, 2))
+    orders = [tuple(Compute(Phase.FORWARD, stage, 0) for stage in order) for order in ((0, 3), (2, 1))]
+    schedule = Schedule("by hand", 1, placement, tuple(orders))
+    programs, stages = lower(schedule, links), tuple(Stage(k, k, k) for k in range(4))
+    inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b", 2))),)
+    plan = Plan(Mode.FORWARD, "by hand", 1, 2, placement, stages, links, inputs=inputs)
+    return programs, plan
+
+
+@pytest.mark.parametrize(("every_size", "rehearsed"), [(False, [100, 128]), (True, [*range(100, 201)])])
+def test_powers_of_two_are_rehearsed(
+    emulated: emulated_nccl.Distributed, every_size: bool, rehearsed: list[int]
+) -> None:
+    """Else each new length costs a meeting of all ranks. Code that is compiled is so for each size."""
+    program, plan = neighbours_plan()
+    sink = Loading(emulated, 0).stages()
+    device, found = torch.device("cpu"), list[int]()
+    dry_runs = DryRuns(program[0], plan, sink, {}, {}, device, every_size=every_size)
+    for rows in range(100, 201):
+        batch_slice = BatchSlice([rows], rows)
+        if dry_runs.needs_dry_run(batch_slice):
+            found.append(rows)
+        dry_runs.dry_run([{"x": torch.ones(rows, 2)}], batch_slice, seed=0)
+    assert found == rehearsed
+
+
 def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) -> None:
     """Gradients of steps before, buffers that forwards move, and what is drawn are those of one process."""
     schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
     alone, models = Pipeline(schedule), [make_model() for _ in range(NUM_RANKS)]
-    batches = [SIZES, SIZES, (2, 2, 2, 2, 2), SIZES]
+    batches = [SIZES, (5, 6, 3, 7, 1), (2, 2, 2, 2, 2), SIZES]
     expected = [alone.step(sizes, step)[0] for step, sizes in enumerate(batches)]
     calls: list[int] = []
 
@@ -882,7 +905,8 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
 
     for of_rank in run_ranks(emulated, programs, train):
         torch.testing.assert_close(of_rank, expected, rtol=0, atol=0)
-    assert calls == [*SIZES * 3, *(2,) * 10, *SIZES], "the first step of either sizes is rehearsed"
+    small = (2,) * 5
+    assert calls == [*SIZES, *SIZES, *batches[1], *small, *small, *SIZES]
     for name, parameter in alone.model.parameters.items():
         owner = models[1 if name in ("w", "bias") else 0]
         assert torch.equal(owner.parameters[name].grad, parameter.grad)

@@ -83,7 +83,10 @@ class Execution:
                 Interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
             if ranks.has_gpu_messages or ranks.kernels != "source":
-                self._dry_runs.append(DryRuns(program, plan, modules, parameters, held, device, updates))
+                every_size = ranks.kernels != "source"
+                self._dry_runs.append(
+                    DryRuns(program, plan, modules, parameters, held, device, updates, every_size)
+                )
             if device.type == "cuda":
                 self._read_by_gpus |= self._interpreters[-1].inputs | self._interpreters[-1].counted_inputs
             self._of_batch += [
