@@ -822,6 +822,43 @@ def test_neighbours_that_wait_for_their_gpus_do_not_wait_for_each_other(
     run_ranks(emulated, programs, run)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_every_compute_may_wait_for_its_gpu(emulated: emulated_nccl.Distributed, name: str) -> None:
+    """As those do that free memory or load kernels: here each of them waits until all messages are over."""
+    schedule = make_schedule(name, NUM_RANKS, len(SIZES))
+    programs, plan = lower(schedule, LINKS), make_plan(schedule)
+    models = [make_model() for _ in range(NUM_RANKS)]
+
+    def train(rank: int, transport: emulated_nccl.Emulated) -> None:
+        gpu, model = Loading(emulated, rank), models[rank]
+        codes = {number: waiting(gpu, code) for number, code in STAGES.items()}
+        device = torch.device("cpu")
+        interpreter = Interpreter(
+            programs[rank], plan, codes, model.parameters, model.buffers, transport, device
+        )
+        for step in range(10):
+            interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step)
+
+    run_ranks(emulated, programs, train)
+
+
+def waiting(gpu: "Loading", code: type) -> Any:
+    """The code of a stage whose every call uses a kernel for the first time."""
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            gpu.loaded.clear()
+            gpu.use("kernel")
+            return function(*args, **kwargs)
+
+        return call
+
+    names = [name for name in dir(code) if not name.startswith("_")]
+    found = {name: getattr(code, name) for name in names}
+    return SimpleNamespace(**{name: wrapped(x) if callable(x) else x for name, x in found.items()})
+
+
 def test_kernels_are_loaded_before_any_message_is_posted(emulated: emulated_nccl.Distributed) -> None:
     programs, run = neighbours(emulated, rehearse=True)
     run_ranks(emulated, programs, run)

@@ -44,9 +44,9 @@ _OF_THE_END = (
 class DryRuns:
     """Dry runs of one rank: one for each power of two that sizes come to, or for ``every_size``.
 
-    Sizes between two powers of two use the same kernels as a rule. A kernel that is loaded later does not make
-    neighbours wait for each other (``NcclConnections``). Functions are compiled, and graphs recorded, for
-    each size.
+    Sizes between two powers of two use the same kernels as a rule. A kernel that is loaded later does not
+    make neighbours wait for each other (``NcclConnections``). Functions are compiled, and graphs recorded,
+    for each size.
 
     A dry run is of the whole step where some size is larger than before, so that memory grows while no rank
     waits. Else it is of one microbatch of each number of rows, unless graphs are recorded, which is a short
