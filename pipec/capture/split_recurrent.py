@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from pipec.capture.node_insertion import fake_value
-from pipec.primitives import ONEDNN_LSTM, RECURRENCE
-from pipec.torch_compat import computes_with_onednn
+from pipec.primitives import CUDNN_RNN, ONEDNN_LSTM, RECURRENCE
+from pipec.torch_compat import computes_with_cudnn, computes_with_onednn
 
 States = tuple[Tensor, ...]
 """The hidden state, and for an LSTM the cell state."""
@@ -44,16 +44,20 @@ def recurrent_layer(
 ) -> States:
     """One direction of one layer: its output, of shape (length, rows, width), and its last states."""
     w_ih, w_hh, *others = weights
+    h, c = states[0], states[1] if len(states) > 1 else None
+    is_projected = len(others) % 2 == 1
     if cell == ONEDNN:
         biases = others or [torch.zeros_like(w_ih), torch.zeros_like(w_hh)]
         h, c = (state.contiguous() for state in states)
         output, *last, _ = ONEDNN_LSTM(x.contiguous(), w_ih, w_hh, *biases, h, c, reverse, biased)
     else:
         b_ih, b_hh = others[:2] if biased else (None, None)
-        w_hr = others[-1] if len(others) % 2 else None
-        cell_state = states[1] if cell == "lstm" else None
-        gates = F.linear(x, w_ih, b_ih)
-        output, *last, _ = RECURRENCE(cell, gates, states[0], cell_state, w_hh, b_hh, w_hr, reverse)
+        if not is_projected and computes_with_cudnn([x, *states, *weights]):
+            output, *last, _ = CUDNN_RNN(cell, x, h, c, w_ih, w_hh, b_ih, b_hh, reverse)
+        else:
+            w_hr = others[-1] if is_projected else None
+            gates = F.linear(x, w_ih, b_ih)
+            output, *last, _ = RECURRENCE(cell, gates, h, c, w_hh, b_hh, w_hr, reverse)
     return output, *last[: len(states)]
 
 

@@ -134,6 +134,8 @@ PRIMITIVES = {
     primitives.cross_entropy_gradient: "cross_entropy_gradient",
     primitives.check_row_independence: "check_row_independence",
     primitives.require: "require",
+    primitives.CUDNN_RNN: "CUDNN_RNN",
+    primitives.CUDNN_RNN_BACKWARD: "CUDNN_RNN_BACKWARD",
     primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
     primitives.RECURRENCE: "RECURRENCE",
     primitives.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",

@@ -67,6 +67,11 @@ ITEM_NAMES = {
     torch.ops.aten.native_dropout.default: ("", "mask"),
     torch.ops.aten.max_pool2d_with_indices.default: ("", "indices"),
     primitives.ONEDNN_LSTM: ("", "h", "c", "kept"),
+    primitives.CUDNN_RNN: ("", "h", "c", "kept"),
+    primitives.CUDNN_RNN_BACKWARD: (
+        *("grad_x", "grad_h", "grad_c"),
+        *("grad_w_ih", "grad_w_hh", "grad_b_ih", "grad_b_hh"),
+    ),
     primitives.RECURRENCE: ("", "h", "c", "kept"),
     primitives.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
 }

@@ -106,6 +106,8 @@ RECURRENT_OPERATORS: Mapping[str, RecurrentOperator] = {
     "pipec::onednn_lstm": RecurrentOperator("x", ("w_ih", "w_hh"), 1, 0),
     "mkldnn_rnn_layer": RecurrentOperator("input", ("weight0", "weight1"), 1, 0),
     "mkldnn_rnn_layer_backward": RecurrentOperator("input", ("weight1", "weight2"), 2, 0),
+    "pipec::cudnn_rnn": RecurrentOperator("x", ("w_ih", "w_hh"), 1, 1),
+    "pipec::cudnn_rnn_backward": RecurrentOperator("x", ("w_ih", "w_hh"), 2, 2),
     "pipec::recurrence": RecurrentOperator("gates", ("w_hh", "w_hr"), 1, 10),
     "pipec::recurrence_backward": RecurrentOperator("output", ("w_hh", "w_hr"), 2, 20),
 }

@@ -1,6 +1,6 @@
 """What is assumed of GPUs of which no topology tells: the memory that plans may use, and the links.
 
-Nothing of it is measured. Plans print it, so that it can be corrected by a topology.
+Plans print it, so that it can be corrected by a topology.
 """
 
 import math
@@ -17,8 +17,11 @@ from pipec.hardware.topology import Device, Level, Topology
 from pipec.ir.text_format import format_bytes
 
 _RESERVED_BYTES = 2 * 2**30
-"""The context of CUDA with its kernels, half a gigabyte; channels of NCCL; a workspace of cuBLAS for each
-stream."""
+"""The context of CUDA with its kernels, half a gigabyte, and channels of NCCL."""
+
+_CUBLAS_BYTES = 33 * 2**20
+"""The workspaces of cuBLAS that torch keeps for each thread that multiplies, which is one for each rank:
+measured on an H200 under torch 2.11."""
 
 _RESERVED_FRACTION = 0.05
 """Gaps between blocks of the allocator, and blocks of sent values that wait for their stream."""
@@ -34,7 +37,8 @@ class GpuMemory:
     @property
     def reserve(self) -> int:
         """The bytes that plans leave free on the GPU; at most half of them."""
-        return min(_RESERVED_BYTES + math.ceil(_RESERVED_FRACTION * self.total), self.total // 2)
+        fixed = _RESERVED_BYTES + self.num_ranks * _CUBLAS_BYTES
+        return min(fixed + math.ceil(_RESERVED_FRACTION * self.total), self.total // 2)
 
     @property
     def plannable(self) -> int:

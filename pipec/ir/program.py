@@ -143,7 +143,8 @@ class Instruction:
     =============== ==================================================================================
     op              meaning
     =============== ==================================================================================
-    recv            post a receive of ``link`` from rank ``peer`` into buffer ``slot``; returns at once
+    recv            post a receive of ``link`` from rank ``peer`` into buffer ``slot``; returns at once. On a
+                    GPU it is launched behind the compute that follows
     send            start sending ``link`` to rank ``peer``; returns at once
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
     compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``

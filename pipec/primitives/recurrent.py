@@ -92,6 +92,136 @@ def _onednn_lstm_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor |
     return grad_x, grad_ih, grad_hh, *biases, grad_h, grad_c, None, None
 
 
+# a layer under cuDNN
+
+_library.define(
+    "cudnn_rnn(str cell, Tensor x, Tensor h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, "
+    "Tensor? b_hh, bool reverse) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "cudnn_rnn_backward(str cell, Tensor? grad_output, Tensor? grad_h, Tensor? grad_c, Tensor x, Tensor h, "
+    "Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor output, Tensor saved, "
+    "bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+CUDNN_RNN = torch.ops.pipec.cudnn_rnn.default
+"""Output, last states, and the tensor that the backward reads, for the cells of ``RECURRENCE``.
+
+An LSTM alone has a cell state ``c``. The biases are both given, or neither. cuDNN has no layer that goes
+backwards alone: its input and output are turned around.
+"""
+
+CUDNN_RNN_BACKWARD = torch.ops.pipec.cudnn_rnn_backward.default
+"""The gradients of ``x``, ``h``, ``c``, ``w_ih``, ``w_hh``, ``b_ih`` and ``b_hh``, empty for what is None."""
+
+_CUDNN_MODES = {"relu": 0, "tanh": 1, "lstm": _LSTM, "gru": 3}
+"""cuDNN's numbers for the cells (``cudnnRNNMode_t``)."""
+
+
+def _cudnn_rnn(
+    cell: str,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, ...]:
+    weights = _present(w_ih, w_hh, b_ih, b_hh)
+    x, states = _turned(x, reverse), [None if state is None else state[None].contiguous() for state in (h, c)]
+    output, last_h, last_c, saved, _ = _aten._cudnn_rnn(
+        x, weights, len(weights), None, *states, *_layer_options(cell, h), [], None
+    )
+    return _turned(output, reverse), last_h[0], _like(c, h) if c is None else last_c[0], saved
+
+
+def _like_cudnn_rnn(cell: str, x: Tensor, h: Tensor, c: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    """cuDNN chooses the size of the saved tensor, which is unknown here. Taken is that of ``RECURRENCE``."""
+    length, rows, _ = x.shape
+    size = length * rows * _NUM_SAVED[cell] * h.shape[-1] * x.dtype.itemsize
+    output = x.new_empty(length, rows, h.shape[-1])
+    return output, torch.empty_like(h), _like(c, h), x.new_empty(size, dtype=torch.uint8)
+
+
+def _keep_cudnn_rnn(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    cell, *tensors, reverse = inputs
+    ctx.mark_non_differentiable(*output[3 if cell == "lstm" else 2 :])
+    ctx.save_for_backward(*tensors, output[0], output[3])
+    ctx.cell, ctx.reverse = cell, reverse
+
+
+def _gradients_of_cudnn_rnn(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    found = CUDNN_RNN_BACKWARD(ctx.cell, *gradients[:3], *saved, ctx.reverse)
+    return None, *(None if of is None else x for of, x in zip(saved[:7], found, strict=True)), None
+
+
+def _cudnn_rnn_backward(
+    cell: str,
+    grad_output: Tensor | None,
+    grad_h: Tensor | None,
+    grad_c: Tensor | None,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    output: Tensor,
+    saved: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, ...]:
+    """cuDNN writes into what it saved, and takes the weights as one tensor, which is made again here."""
+    weights, options = _present(w_ih, w_hh, b_ih, b_hh), _layer_options(cell, h)
+    mode, width, projected, num_layers, batch_first, _, _, bidirectional = options
+    whole = torch._cudnn_rnn_flatten_weight(
+        [weight.detach() for weight in weights],
+        *(len(weights), x.shape[-1], mode, width, projected, num_layers, batch_first, bidirectional),
+    )
+    grad_x, grad_h, grad_c, grads = _aten._cudnn_rnn_backward(
+        _turned(x, reverse),
+        weights,
+        len(weights),
+        whole,
+        *(None if state is None else state[None].contiguous() for state in (h, c)),
+        _turned(output, reverse),
+        None if grad_output is None else _turned(grad_output, reverse),
+        *(None if grad is None else grad[None].contiguous() for grad in (grad_h, grad_c)),
+        *options,
+        [],
+        None,
+        saved.clone(),
+        [True] * 4,
+    )
+    none = h.new_empty(0)
+    biases = grads[2:] if b_ih is not None else (none, none)
+    return _turned(grad_x, reverse), grad_h[0], none if c is None else grad_c[0], *grads[:2], *biases
+
+
+def _like_cudnn_rnn_backward(
+    cell: str, grad_output: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, *others: Any
+) -> Sequence[Tensor]:
+    *tensors, _, _, _ = others
+    return [_like(tensor, tensors[0]) for tensor in tensors]
+
+
+def _present(*weights: Tensor | None) -> list[Tensor]:
+    return [weight for weight in weights if weight is not None]
+
+
+def _turned(steps: Tensor, reverse: bool) -> Tensor:
+    return (steps.flip(0) if reverse else steps).contiguous()
+
+
+def _layer_options(cell: str, h: Tensor) -> tuple[Any, ...]:
+    """One layer in one direction, without projection and dropout, in training."""
+    return _CUDNN_MODES[cell], h.shape[-1], 0, 1, False, 0.0, True, False
+
+
 # the steps of a layer, one after the other
 
 _library.define(
@@ -339,6 +469,8 @@ def _like_recurrence_backward(
 
 for _name, _computes, _fake in (
     ("onednn_lstm", _onednn_lstm, _like_onednn_lstm),
+    ("cudnn_rnn", _cudnn_rnn, _like_cudnn_rnn),
+    ("cudnn_rnn_backward", _cudnn_rnn_backward, _like_cudnn_rnn_backward),
     ("recurrence", _recurrence, _like_recurrence),
     ("recurrence_backward", _recurrence_backward, _like_recurrence_backward),
 ):
@@ -347,6 +479,9 @@ for _name, _computes, _fake in (
 
 torch.library.register_autograd(
     "pipec::onednn_lstm", _onednn_lstm_backward, setup_context=_keep_onednn_lstm, lib=_library
+)
+torch.library.register_autograd(
+    "pipec::cudnn_rnn", _gradients_of_cudnn_rnn, setup_context=_keep_cudnn_rnn, lib=_library
 )
 torch.library.register_autograd(
     "pipec::recurrence", _gradients_of_recurrence, setup_context=_keep_recurrence, lib=_library

@@ -67,6 +67,7 @@ from pipec.torch_compat.module_state import (
 )
 from pipec.torch_compat.operator_patches import (
     bound_ctc_loss_workspace,
+    computes_with_cudnn,
     computes_with_onednn,
     decompositions,
     keep_interpolation_operators,
@@ -102,6 +103,7 @@ __all__ = [
     "capture_with_autograd",
     "capture_with_dynamo",
     "capture_with_export",
+    "computes_with_cudnn",
     "computes_with_onednn",
     "constant_guard",
     "decide_branches",

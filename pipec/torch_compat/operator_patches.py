@@ -118,16 +118,23 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 @contextlib.contextmanager
 def keep_recurrent_operators() -> Iterator[None]:
-    """Let Dynamo trace recurrent networks for any length, as one operator each."""
+    """Let Dynamo trace recurrent networks for any length, as one operator each.
+
+    Their modules would rearrange weights that have been replaced for the capture, in memory that fake tensors
+    of a GPU do not have.
+    """
     operators = [getattr(torch.ops.aten, name).input for name in RECURRENT]
     before = [dict(operator.py_kernels) for operator in operators]
     for operator in operators:
         for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
             operator.py_kernels[key] = _recurrent
         operator._dispatch_cache.clear()
+    flatten_parameters = torch.nn.RNNBase.flatten_parameters
+    torch.nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]
     try:
         yield
     finally:
+        torch.nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]
         for operator, kernels in zip(operators, before, strict=True):
             operator.py_kernels.clear()
             operator.py_kernels.update(kernels)
@@ -150,6 +157,21 @@ def computes_with_onednn(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether eager torch calls oneDNN for an LSTM with these tensors. In 16 bits, the CPU decides."""
     enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return enabled and all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
+
+
+def computes_with_cudnn(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether eager torch calls cuDNN for a recurrent layer with these tensors.
+
+    Autocast converts some of them for its operators, which is not copied here.
+    """
+    cudnn = torch.backends.cudnn
+    return (
+        cudnn.is_available()
+        and bool(cudnn.enabled)
+        and not torch.is_autocast_enabled("cuda")
+        and all(x.device.type == "cuda" and x.dtype is tensors[0].dtype for x in tensors)
+        and tensors[0].dtype in cudnn.CUDNN_TENSOR_DTYPES
+    )
 
 
 @functools.cache

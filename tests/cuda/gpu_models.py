@@ -84,6 +84,18 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return gradients | {name: x.float() for name, x in model.named_buffers()}
 
 
+class LastLayer(nn.Module):
+    """The output of a recurrent network, which returns its states as well."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)[0]
+        return output
+
+
 def free_unused_memory() -> None:
     """Free the memory of a GPU that former tests of this process have left, and that of cuBLAS."""
     gc.collect()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import decoder, eager_step, errors, on, token_loss, tokens, wide
+from gpu_models import LastLayer, decoder, eager_step, errors, on, token_loss, tokens, wide
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,6 +35,17 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 3, 8, 8, generator=generator), torch.arange(16) % 5
 
 
+def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (kind(128, 64, batch_first=True, bidirectional=True, bias=biased) for biased in (True, False))
+    return nn.Sequential(*map(LastLayer, layers))
+
+
+def words() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 12, 128, generator=generator), torch.randn(16, 12, 128, generator=generator)
+
+
 @pytest.mark.slow
 def test_convolutions_and_batch_norm_in_mixed_precision(device: torch.device) -> None:
     """Convolutions run in bfloat16, and statistics are kept in float32."""
@@ -46,6 +57,24 @@ def test_convolutions_and_batch_norm_in_mixed_precision(device: torch.device) ->
         reference = eager_step(expected, F.cross_entropy, (x, y), 4)
     torch.testing.assert_close(loss.float(), reference.float(), rtol=2e-2, atol=0)
     assert max(errors(model, expected).values()) < 5e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_those_of_cudnn(
+    device: torch.device, caplog: pytest.LogCaptureFixture, kind: type[nn.RNNBase]
+) -> None:
+    """Dynamo traces them, and cuts fall between layers."""
+    expected, (x, y) = recurrent(kind).to(device), on(device, words())
+    model = copy.deepcopy(expected)
+    pipe = pipec.compile(model, [device] * 2, microbatches=4, loss_fn=F.mse_loss)
+    loss = pipe.step(x, target=y)
+    torch.testing.assert_close(loss, eager_step(expected, F.mse_loss, (x, y), 4), rtol=1e-4, atol=0)
+    assert max(errors(model, expected).values()) < 1e-3
+    assert ("CUDNN_RNN(" in pipe.source(0)) == ("CUDNN_RNN(" in pipe.source(1)) == (device.type == "cuda")
+    assert "Dynamo cannot trace" not in caplog.text
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x), expected(x), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

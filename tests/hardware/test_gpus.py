@@ -47,9 +47,12 @@ def test_a_plan_has_the_memory_of_a_gpu_less_a_reserve(compiled: Callable[..., T
 
 
 def test_ranks_share_the_memory_of_their_gpu(compiled: Callable[..., Topology]) -> None:
-    plannable = GpuMemory(TOTAL, 1).plannable
-    assert compiled(["cuda:0"] * 4).devices == (Device(plannable // 4),) * 4
-    assert compiled(["cuda:0", "cuda:0", "cuda:1"]).devices == (Device(plannable // 2),) * 3
+    """Each has a thread, for which cuBLAS keeps workspaces."""
+    one, two, four = (GpuMemory(TOTAL, num_ranks) for num_ranks in (1, 2, 4))
+    assert four.reserve - two.reserve == 2 * (two.reserve - one.reserve) == 66 * 2**20
+    assert compiled(["cuda:0"] * 4).devices == (Device(four.plannable),) * 4
+    assert four.plannable == (TOTAL - four.reserve) // 4
+    assert compiled(["cuda:0", "cuda:0", "cuda:1"]).devices == (Device(two.plannable),) * 3
 
 
 def test_offloading_has_a_limit_to_keep_to(compiled: Callable[..., Topology]) -> None:

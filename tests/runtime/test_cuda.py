@@ -20,7 +20,7 @@ from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 from pipec.runtime.messages.cuda import CudaGraphRecorder, PeerToPeerCopies
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.random_operators import call_with_generator
-from pipec.runtime.step import execution, interpreter
+from pipec.runtime.step import batch_counts, execution, interpreter
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.timestamps import CudaClock
 
@@ -165,6 +165,33 @@ def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.Mon
     linked._read_by_gpus = linked._interpreters[1].inputs  # as if that rank had a GPU
     pipe.step(x, target=y)
     assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
+
+
+def test_labels_are_counted_where_they_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the script's own labels to the GPU would wait for it."""
+    staged, counted = list[Tensor](), list[Tensor]()
+
+    def pinned_copy(tensor: Tensor) -> Tensor:
+        staged.append(tensor.clone())
+        return staged[-1]
+
+    def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+        counted.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(execution, "pinned_copy", pinned_copy)
+    monkeypatch.setattr(batch_counts, "on_device", on_device)
+    loss_fn = nn.CrossEntropyLoss(ignore_index=0)
+    pipe = pipec.compile(nn.Linear(4, 3), ["cpu"], microbatches=4, loss_fn=loss_fn)
+    x, y = torch.ones(8, 4), torch.arange(8) % 3
+    pipe.step(x, target=y)
+    counted.clear()
+    (linked,) = pipe._linked._executions.values()
+    linked._read_by_gpus = {given.value.name for given in pipe.plan.inputs}  # as if the rank had a GPU
+    pipe.step(x, target=y)
+    assert len(staged) == 2
+    assert counted
+    assert {tensor.data_ptr() for tensor in counted} == {staged[1].data_ptr()}
 
 
 # times

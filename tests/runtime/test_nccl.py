@@ -4,7 +4,9 @@ A stub stands for torch.distributed. It writes down what is asked of it, and its
 test says so. ``emulated_nccl`` carries messages between threads. ``tests/cuda`` has what needs GPUs.
 """
 
+import contextlib
 import functools
+import logging
 import os
 import re
 import threading
@@ -12,11 +14,11 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import permutations
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import emulated_nccl
 import pytest
@@ -39,7 +41,7 @@ from handwritten_stages import (
 from torch import Tensor
 from torch._C._distributed_c10d import WorkResult
 
-from pipec.errors import ExecutionError, InputError
+from pipec.errors import InputError
 from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
 from pipec.programs.lower import chain_links
 from pipec.runtime import Interpreter
@@ -276,10 +278,90 @@ def test_messages_take_the_group_of_their_direction(distributed: Distributed) ->
     distributed.asked.clear()
     found.send([torch.zeros(1), torch.zeros(2)], 2, tag=5)
     found.send([torch.zeros(1)], 0, tag=5)
-    work = found.receive(torch.zeros(1), 0, tag=7)
+    found.wait(found.receive(torch.zeros(1), 0, tag=7))
     assert distributed.asked == [("send", (1, 2)), ("send", (1, 2)), ("send", (1, 0)), ("receive", (0, 1))]
-    found.wait(work)
     assert distributed.works[-1].waited
+
+
+@pytest.mark.parametrize(
+    ("what", "launched"), [("send", ["send"]), ("collective", ["sum"]), ("wait", []), ("drain", [])]
+)
+def test_posted_receives_are_launched_in_order_behind_a_compute(
+    distributed: Distributed, monkeypatch: pytest.MonkeyPatch, what: str, launched: list[str]
+) -> None:
+    """Each as if where it was posted. A wait for a message that is launched already launches no other."""
+    points = list[str]()
+
+    class PastLaunches:
+        def __init__(self, device: torch.device) -> None:
+            self.posted = 0
+
+        @contextlib.contextmanager
+        def _entered(self, number: int) -> Iterator[None]:
+            points.append(f"enter {number}")
+            yield
+            points.append(f"leave {number} with {len(distributed.works) - before}")
+
+        def here(self) -> contextlib.AbstractContextManager[None]:
+            self.posted += 1
+            return self._entered(self.posted)
+
+    before = 10**6
+    monkeypatch.setattr(nccl, "PastLaunches", PastLaunches)
+    found = connected(distributed, 0, (0, 1), (1, 0), (2, 0))
+    found.open_groups([(0, 1)])
+    earlier = found.receive(torch.zeros(1), 1, tag=0)
+    found.wait(earlier)
+    distributed.asked.clear()
+    points.clear()
+    before = len(distributed.works)
+    receives = [found.receive(torch.zeros(1), peer, tag=0) for peer in (1, 2, 1)]
+    found.wait(earlier)
+    assert distributed.asked == []
+    assert not any(each.is_completed() for each in receives)
+    number = torch.zeros(1)
+    calls: dict[str, Callable[[], object]] = {
+        "send": lambda: found.send([torch.zeros(1)], 1, tag=0),
+        "collective": lambda: found.collective(
+            (0, 1), lambda group: distributed.all_reduce(number, cast("Group", group), async_op=True)
+        ),
+        "wait": lambda: found.wait(receives[0]),
+        "drain": found.drain,
+    }
+    calls[what]()
+    assert distributed.asked[:3] == [("receive", (1, 0)), ("receive", (2, 0)), ("receive", (1, 0))]
+    assert [kind for kind, _ in distributed.asked[3:]] == launched
+    assert points == [text for k in (1, 2, 3) for text in (f"enter {k + 3}", f"leave {k + 3} with {k}")], (
+        "the greetings of two directions and an earlier message are posted before"
+    )
+
+
+def test_a_host_that_waits_launches_what_others_may_wait_for(distributed: Distributed) -> None:
+    found = connected(distributed, 0, (1, 0))
+    earlier = found.receive(torch.zeros(1), 1, tag=0)
+    distributed.num_polls = 2
+    found.wait(earlier)
+    found.receive(torch.zeros(1), 1, tag=0)
+    asked = len(distributed.asked)
+    found.synchronize(earlier)
+    assert distributed.asked[asked:] == [("receive", (1, 0))]
+
+
+@pytest.mark.parametrize(("given", "warned"), [("1", True), ("7", True), ("8", False), ("32", False)])
+def test_too_few_connections_of_cuda_are_warned_of_once(
+    distributed: Distributed,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: str,
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    nccl._warn_of_few_connections.cache_clear()
+    with caplog.at_level(logging.WARNING, "pipec"):
+        for _ in range(2):
+            connected(distributed, 0, (0, 1))
+    assert len(caplog.records) == warned
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=" + given in caplog.text) == warned
 
 
 @pytest.mark.parametrize("ending", ["the next message", "drain", "close"])
@@ -326,8 +408,8 @@ def test_draining_is_patient_while_messages_end(distributed: Distributed) -> Non
     found = connected(distributed, 0, (0, 1), (1, 0))
     distributed.num_polls = float("inf")
     found.send([torch.zeros(1)], 1, tag=0)
-    for _ in range(7):
-        found.receive(torch.zeros(1), 1, tag=0)
+    for receive in [found.receive(torch.zeros(1), 1, tag=0) for _ in range(7)]:
+        found.wait(receive)
     for number, work in enumerate(distributed.works[2:]):
         threading.Timer(0.5 * TIMEOUT * (number + 1), setattr, (work, "num_polls", 0)).start()
     found.drain()
@@ -337,8 +419,8 @@ def test_draining_is_patient_while_messages_end(distributed: Distributed) -> Non
 def test_what_is_stuck_in_one_direction_hides_no_progress_in_another(distributed: Distributed) -> None:
     found = connected(distributed, 0, (1, 0), (2, 0))
     distributed.num_polls = float("inf")
-    for peer in (1, 2, 2, 2):
-        found.receive(torch.zeros(1), peer, tag=0)
+    for receive in [found.receive(torch.zeros(1), peer, tag=0) for peer in (1, 2, 2, 2)]:
+        found.wait(receive)
     stuck, *others = distributed.works[2:]
     for number, work in enumerate([*others, stuck]):
         threading.Timer(0.6 * TIMEOUT * (number + 1), setattr, (work, "num_polls", 0)).start()
@@ -370,7 +452,7 @@ def test_a_host_that_runs_ahead_waits_before_it_uses_memory_again(distributed: D
     found.wait(work)
     distributed.tensors.clear()
     del tensor
-    threading.Timer(0.3 * TIMEOUT, setattr, (work, "num_polls", 0)).start()
+    threading.Timer(0.3 * TIMEOUT, setattr, (distributed.works[-1], "num_polls", 0)).start()
     assert held() is not None
     found.synchronize(work)
     assert held() is None
@@ -484,12 +566,13 @@ def test_errors_of_nccl_are_errors_of_the_connection(
 
     found = connected(distributed, 0, (0, 1), (1, 0))
     work = found.receive(torch.zeros(1), 1, tag=0)
+    found.wait(work)
     for name in ("isend", "irecv", "new_group"):
         monkeypatch.setattr(distributed, name, fail)
-    monkeypatch.setattr(work, "wait", fail)
+    monkeypatch.setattr(distributed.works[-1], "wait", fail)
     for call in (
         lambda: found.send([torch.zeros(1)], 1, tag=0),
-        lambda: found.receive(torch.zeros(1), 1, tag=0),
+        lambda: found.wait(found.receive(torch.zeros(1), 1, tag=0)),
         lambda: found.wait(work),
         lambda: found.open([(0, 2)]),
     ):
@@ -609,7 +692,7 @@ def test_a_dtype_that_nccl_lacks_travels_as_bytes(
     sent = torch.randint(0, 2, shape).to(dtype)
     received = torch.zeros(shape).to(dtype)
     found.send([sent], 1, tag=0)
-    found.receive(received, 1, tag=0)
+    found.wait(found.receive(received, 1, tag=0))
     outgoing, incoming = distributed.tensors[-2:]
     assert outgoing.dtype is incoming.dtype is torch.uint8
     incoming.copy_(outgoing)
@@ -697,15 +780,15 @@ class Loading:
 
     def __init__(self, distributed: emulated_nccl.Distributed, rank: int) -> None:
         self._distributed, self._rank = distributed, rank
-        self._loaded: set[str] = set()
+        self.loaded: set[str] = set()
 
     def use(self, kernel: str) -> None:
         deadline = time.monotonic() + 1
-        while kernel not in self._loaded and self._distributed.is_busy(self._rank):
+        while kernel not in self.loaded and self._distributed.is_busy(self._rank):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{kernel} waits until messages are over")
             time.sleep(1e-4)
-        self._loaded.add(kernel)
+        self.loaded.add(kernel)
 
     def stages(self) -> dict[int, Any]:
         """Stages 0 and 2 make a value for the stage that follows each."""
@@ -727,11 +810,82 @@ class Loading:
         return {0: Source, 1: Sink, 2: Source, 3: Sink}
 
 
-@pytest.mark.parametrize("rehearses", [False, True])
-def test_kernels_are_loaded_before_messages_wait_for_each_other(
-    emulated: emulated_nccl.Distributed, rehearses: bool
+def test_neighbours_that_wait_for_their_gpus_do_not_wait_for_each_other(
+    emulated: emulated_nccl.Distributed,
 ) -> None:
-    """Each rank posts a receive and makes what the other one waits for: its kernel must be there by then."""
+    """Each rank posts a receive, and what it then computes for the other one waits until its GPU is idle.
+
+    The receive would wait for the other rank, if it was launched before that.
+    """
+    programs, run = neighbours(emulated, rehearse=False)
+    assert [str(each.op) for each in programs[0].instructions][:2] == ["recv", "forward"]
+    run_ranks(emulated, programs, run)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_every_compute_may_wait_for_its_gpu(emulated: emulated_nccl.Distributed, name: str) -> None:
+    """As those do that free memory or load kernels: here each of them waits until all messages are over."""
+    schedule = make_schedule(name, NUM_RANKS, len(SIZES))
+    programs, plan = lower(schedule, LINKS), make_plan(schedule)
+    models = [make_model() for _ in range(NUM_RANKS)]
+
+    def train(rank: int, transport: emulated_nccl.Emulated) -> None:
+        gpu, model = Loading(emulated, rank), models[rank]
+        codes = {number: waiting(gpu, code) for number, code in STAGES.items()}
+        device = torch.device("cpu")
+        interpreter = Interpreter(
+            programs[rank], plan, codes, model.parameters, model.buffers, transport, device
+        )
+        for step in range(10):
+            interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step)
+
+    run_ranks(emulated, programs, train)
+
+
+def waiting(gpu: "Loading", code: type) -> Any:
+    """The code of a stage whose every call uses a kernel for the first time."""
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            gpu.loaded.clear()
+            gpu.use("kernel")
+            return function(*args, **kwargs)
+
+        return call
+
+    names = [name for name in dir(code) if not name.startswith("_")]
+    found = {name: getattr(code, name) for name in names}
+    return SimpleNamespace(**{name: wrapped(x) if callable(x) else x for name, x in found.items()})
+
+
+def test_kernels_are_loaded_before_any_message_is_posted(emulated: emulated_nccl.Distributed) -> None:
+    programs, run = neighbours(emulated, rehearse=True)
+    run_ranks(emulated, programs, run)
+
+
+def neighbours(
+    emulated: emulated_nccl.Distributed, rehearse: bool
+) -> tuple[Sequence[Program], Callable[[int, emulated_nccl.Emulated], None]]:
+    """Programs of two ranks which make a value for each other, and what runs one step of them.
+
+    What is rehearsed must have loaded every kernel.
+    """
+    programs, plan = neighbours_plan()
+
+    def run(rank: int, transport: emulated_nccl.Emulated) -> None:
+        gpu = Loading(emulated, rank)
+        codes, step = gpu.stages(), ([{"x": torch.ones(2, 2)}], BatchSlice([2], 2))
+        if rehearse:
+            DryRuns(programs[rank], plan, codes, {}, {}, torch.device("cpu")).dry_run(*step, seed=0)
+            assert gpu.loaded == {"source", "sink"}
+        Interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu")).run(*step)
+
+    return programs, run
+
+
+def neighbours_plan() -> tuple[Sequence[Program], Plan]:
+    """Two ranks, each with a stage that makes a value for one of the other."""
     hidden, placement = Value("hidden", "float32", ("b", 2)), ((0,), (1,), (1,), (0,))
     links = tuple(Link(k, k + 1, Payload.ACTIVATION, (hidden,)) for k in (0, 2))
     orders = [tuple(Compute(Phase.FORWARD, stage, 0) for stage in order) for order in ((0, 3), (2, 1))]
@@ -739,26 +893,31 @@ def test_kernels_are_loaded_before_messages_wait_for_each_other(
     programs, stages = lower(schedule, links), tuple(Stage(k, k, k) for k in range(4))
     inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b", 2))),)
     plan = Plan(Mode.FORWARD, "by hand", 1, 2, placement, stages, links, inputs=inputs)
-    assert [str(each.op) for each in programs[0].instructions][:2] == ["recv", "forward"]
+    return programs, plan
 
-    def run(rank: int, transport: emulated_nccl.Emulated) -> None:
-        codes, step = Loading(emulated, rank).stages(), ([{"x": torch.ones(2, 2)}], BatchSlice([2], 2))
-        if rehearses:
-            DryRuns(programs[rank], plan, codes, {}, {}, torch.device("cpu")).dry_run(*step, seed=0)
-        Interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu")).run(*step)
 
-    if rehearses:
-        run_ranks(emulated, programs, run)
-        return
-    with pytest.raises(ExecutionError, match="source waits until messages are over"):
-        run_ranks(emulated, programs, run)
+@pytest.mark.parametrize(("every_size", "rehearsed"), [(False, [100, 128]), (True, [*range(100, 201)])])
+def test_powers_of_two_are_rehearsed(
+    emulated: emulated_nccl.Distributed, every_size: bool, rehearsed: list[int]
+) -> None:
+    """Else each new length costs a meeting of all ranks. Code that is compiled is so for each size."""
+    program, plan = neighbours_plan()
+    sink = Loading(emulated, 0).stages()
+    device, found = torch.device("cpu"), list[int]()
+    dry_runs = DryRuns(program[0], plan, sink, {}, {}, device, every_size=every_size)
+    for rows in range(100, 201):
+        batch_slice = BatchSlice([rows], rows)
+        if dry_runs.needs_dry_run(batch_slice):
+            found.append(rows)
+        dry_runs.dry_run([{"x": torch.ones(rows, 2)}], batch_slice, seed=0)
+    assert found == rehearsed
 
 
 def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) -> None:
     """Gradients of steps before, buffers that forwards move, and what is drawn are those of one process."""
     schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
     alone, models = Pipeline(schedule), [make_model() for _ in range(NUM_RANKS)]
-    batches = [SIZES, SIZES, (2, 2, 2, 2, 2), SIZES]
+    batches = [SIZES, (5, 6, 3, 7, 1), (2, 2, 2, 2, 2), SIZES]
     expected = [alone.step(sizes, step)[0] for step, sizes in enumerate(batches)]
     calls: list[int] = []
 
@@ -783,7 +942,8 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
 
     for of_rank in run_ranks(emulated, programs, train):
         torch.testing.assert_close(of_rank, expected, rtol=0, atol=0)
-    assert calls == [*SIZES * 3, *(2,) * 10, *SIZES], "the first step of either sizes is rehearsed"
+    small = (2,) * 5
+    assert calls == [*SIZES, *SIZES, *batches[1], *small, *small, *SIZES]
     for name, parameter in alone.model.parameters.items():
         owner = models[1 if name in ("w", "bias") else 0]
         assert torch.equal(owner.parameters[name].grad, parameter.grad)

@@ -81,6 +81,29 @@ class PeerToPeerCopies:
         return take
 
 
+class PastLaunches:
+    """Launches work on a GPU as if it had been launched earlier, so that it waits for nothing since then.
+
+    On a CPU there are no launches to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        """A context that waits only for what the current stream has been given so far."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return self._after(self._stream, torch.cuda.current_stream(self._device).record_event())
+
+    @contextlib.contextmanager
+    def _after(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> Iterator[None]:
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
+
+
 class CopyStream:
     """A stream of a GPU for copies in one direction, concurrent with computes."""
 
@@ -155,3 +178,8 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     Even a pinned tensor is copied: the script might overwrite it with the next batch meanwhile.
     """
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. The host waits for a copy that it reads itself, but not for one to a GPU."""
+    return tensor.to(device, non_blocking=device.type == "cuda")

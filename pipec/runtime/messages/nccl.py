@@ -2,7 +2,9 @@
 
 import atexit
 import contextlib
+import functools
 import itertools
+import logging
 import math
 import os
 import threading
@@ -19,7 +21,10 @@ from torch import Tensor
 
 from pipec.errors import InputError
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Collective, Direction, Work, require_work
+from pipec.runtime.messages.cuda import PastLaunches
 from pipec.runtime.processes.watcher import Watcher
+
+log = logging.getLogger("pipec")
 
 _Message = tuple[Sequence[dist.Work], Sequence[Tensor]]
 """Works that were started together, with the memory that they use."""
@@ -38,6 +43,13 @@ class NcclConnections:
     torch runs each group on a stream of a pool, and groups that share a stream would wait for each other.
     These groups use the pool of high priority, which a script's own streams do not use; kernels that wait for
     a message are launched as soon as it arrives.
+
+    A receive that is launched occupies the GPU until its message comes. If what is launched next waits for
+    the whole GPU, as ``cudaFree`` and the loading of a kernel do, it would wait for that message, and two
+    neighbours for each other. A posted receive is therefore launched by the next send, collective or wait for
+    a posted receive: behind the launch of the compute that follows it in the program. It is launched from a
+    stream of its own, and does not wait for this compute, but only for what was launched before it was
+    posted, which may read the memory that it fills.
 
     At most ``MAX_IN_TRANSIT`` messages of a direction are in transit. This also bounds how far the host is
     ahead of the GPU, and the memory of messages.
@@ -61,6 +73,8 @@ class NcclConnections:
         self._opened: set[tuple[int, ...]] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
+        self._posted: deque[tuple[_Receive, Callable[[], dist.Work]]] = deque()
+        self._launches = PastLaunches(device)
         self._last: list[dist.P2POp] = []
         self._last_started: list[dist.Work] = []
         self._aborting = threading.Lock()
@@ -68,6 +82,7 @@ class NcclConnections:
         self._unaborted: list[dist.ProcessGroup] = []
         atexit.register(_abort_each, self._unaborted)
         _ignore_warnings()
+        _warn_of_few_connections()
         self._watcher = Watcher(self, NcclConnections.abort_if_failed, _CHECK_SECONDS)
 
     def open(self, directions: Iterable[Direction]) -> None:
@@ -98,6 +113,7 @@ class NcclConnections:
 
     def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
         key = (*ranks, -1)
+        self._launch_receives()
         with self._nccl_errors():
             work = require_work(start(self._groups[key]))
             self._remember(key, [work], [])
@@ -105,6 +121,7 @@ class NcclConnections:
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         direction = self._rank, peer
+        self._launch_receives()
         self._wait_until(lambda: self._in_transit(direction) < MAX_IN_TRANSIT)
         with self._nccl_errors():
             group = self._groups[direction]
@@ -113,12 +130,27 @@ class NcclConnections:
             ]
             self._remember(direction, works, tensors)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Post a receive, which is launched later."""
+        self.check()
+        receive = _Receive()
+        self._posted.append((receive, functools.partial(self._receive, tensor, peer, self._launches.here())))
+        return receive
+
+    def _receive(
+        self, tensor: Tensor, peer: int, where_posted: contextlib.AbstractContextManager[None]
+    ) -> dist.Work:
         direction = peer, self._rank
-        with self._nccl_errors():
+        with self._nccl_errors(), where_posted:
             work = require_work(dist.irecv(nccl_compatible(tensor), peer, group=self._groups[direction]))
             self._remember(direction, [work], [tensor])
         return work
+
+    def _launch_receives(self) -> None:
+        """Launch the posted receives, in order."""
+        while self._posted:
+            receive, launch = self._posted.popleft()
+            receive.work = launch()
 
     def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         self._last += [self._last_message(dist.isend, tensor, peer) for tensor in tensors]
@@ -128,6 +160,8 @@ class NcclConnections:
         return _AllOf(self._start_last)
 
     def wait(self, work: Work) -> None:
+        if isinstance(work, _Receive) and work.work is None:
+            self._launch_receives()
         with self._nccl_errors():
             work.wait()
 
@@ -145,6 +179,7 @@ class NcclConnections:
         The results of a step may not be used before: an aborted message leaves no trace in the memory that it
         should have filled.
         """
+        self._launch_receives()
         self._start_last()
         self._wait_until(lambda: not self._reap_all())
         self._last_started = []
@@ -158,6 +193,7 @@ class NcclConnections:
         self._watcher.stop()
         self._abort()
         self._pending.clear()
+        self._posted.clear()
 
     def abort_if_failed(self) -> bool:
         """Abort all messages if another rank failed; returns whether they were aborted. The watcher's job."""
@@ -240,9 +276,13 @@ class NcclConnections:
         return len(self._pending[direction])
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait on the host. Raises TimeoutError if no message completes within the timeout."""
+        """Wait on the host. Raises TimeoutError if no message completes within the timeout.
+
+        Another rank may wait on its host until a receive is launched here, so all of them are.
+        """
         fewest, deadline = math.inf, 0.0
         while not is_done():
+            self._launch_receives()
             left, now = self._reap_all(), time.monotonic()
             if left < fewest:
                 fewest, deadline = left, now + self._timeout
@@ -318,6 +358,24 @@ def _ignore_warnings() -> None:
     warnings.filterwarnings("ignore", "An unbatched P2P op", UserWarning)
 
 
+@functools.cache
+def _warn_of_few_connections() -> None:
+    """Warn, once, of an environment in which groups share a queue of the GPU: one would wait for another."""
+    given = os.environ.get(_CONNECTIONS, "")
+    if given.isdecimal() and int(given) < _DEFAULT_CONNECTIONS:
+        log.warning(
+            "%s=%s lets messages between ranks wait for each other, which can deadlock; unset it, or set it "
+            "to %d or more before CUDA starts",
+            _CONNECTIONS,
+            given,
+            _DEFAULT_CONNECTIONS,
+        )
+
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_DEFAULT_CONNECTIONS = 8
+
+
 def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
     """The directions by the colors of a greedy edge coloring: those of one color have no rank in common.
 
@@ -330,6 +388,19 @@ def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
         taken = {colors[other] for other in colors if {*direction} & {*other}}
         colors[direction] = next(number for number in itertools.count() if number not in taken)
     return sorted(directions, key=lambda direction: (colors[direction], direction))
+
+
+@dataclass
+class _Receive:
+    """A posted receive; once it is launched, ``work`` is torch's."""
+
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        require_work(self.work).wait()
+
+    def is_completed(self) -> bool:
+        return self.work is not None and self.work.is_completed()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipec.ir import Plan, Sizes, Stage
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
+from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.stages.bound_stage import parameter_names
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.step_results import empty_result
@@ -39,7 +40,7 @@ class BatchCountsFunction:
             "buffers": [self.buffers[fqn] for fqn in self.code.BUFFERS],
         }
         names = parameter_names(self.code.batch_counts)
-        known |= {name: inputs[name].to(self.device) for name in names if name in inputs}
+        known |= {name: on_device(inputs[name], self.device) for name in names if name in inputs}
         with torch.no_grad():
             made = self.code.batch_counts(*(known[name] for name in names))
         return dict(zip(self.stage.batch_counts, made, strict=True))

@@ -42,7 +42,11 @@ _OF_THE_END = (
 
 
 class DryRuns:
-    """Dry runs of one rank, one for each new input shape.
+    """Dry runs of one rank: one for each power of two that sizes come to, or for ``every_size``.
+
+    Sizes between two powers of two use the same kernels as a rule. A kernel that is loaded later does not
+    make neighbours wait for each other (``NcclConnections``). Functions are compiled, and graphs recorded,
+    for each size.
 
     A dry run is of the whole step where some size is larger than before, so that memory grows while no rank
     waits. Else it is of one microbatch of each number of rows, unless graphs are recorded, which is a short
@@ -62,7 +66,9 @@ class DryRuns:
         buffers: Mapping[str, Tensor],
         device: torch.device,
         updates: OptimizerUpdates | None = None,
+        every_size: bool = False,
     ) -> None:
+        self._every_size = every_size
         if plan.sync_spec.stream is not None:
             program, plan = _as_step(program, plan)
         self._num_microbatches = plan.num_microbatches
@@ -120,7 +126,8 @@ class DryRuns:
 
     def _sizes_of(self, batch_slice: BatchSlice) -> object:
         """The sizes that decide which kernels run; numbers do not."""
-        return tuple(batch_slice.sizes), tuple(batch_slice.values.get(name) for name in self._sizes)
+        sizes = (*batch_slice.sizes, *(batch_slice.values.get(name, 0) for name in self._sizes))
+        return sizes if self._every_size else tuple(int(size).bit_length() for size in sizes)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int) -> None:
         leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}

@@ -83,14 +83,20 @@ class Execution:
                 Interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
             if ranks.has_gpu_messages or ranks.kernels != "source":
-                self._dry_runs.append(DryRuns(program, plan, modules, parameters, held, device, updates))
+                every_size = ranks.kernels != "source"
+                self._dry_runs.append(
+                    DryRuns(program, plan, modules, parameters, held, device, updates, every_size)
+                )
             if device.type == "cuda":
-                self._read_by_gpus |= self._interpreters[-1].inputs
+                self._read_by_gpus |= self._interpreters[-1].inputs | self._interpreters[-1].counted_inputs
             self._of_batch += [
                 BatchCountsFunction(plan.stages[k], module, held, device)
                 for k, module in modules.items()
                 if k not in plan.sync_spec.count_stages
             ]
+        for function in self._of_batch:
+            if function.device.type == "cuda":
+                self._read_by_gpus |= function.inputs
         self._read_here = set[str]().union(
             *(each.inputs | each.counted_inputs for each in self._interpreters),
             *(each.inputs for each in self._of_batch),
@@ -126,6 +132,7 @@ class Execution:
 
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of the stages for each microbatch, by name."""
+        leaves = self._staged(leaves)
         microbatches = self._split(leaves, batch_slice)
         whole = batch_counts(self._of_batch, self.artifact.plan, leaves, microbatches, batch_slice)
         for microbatch, size, first in zip(
@@ -137,6 +144,15 @@ class Execution:
             }
             microbatch |= numbers | whole
         return microbatches
+
+    def _staged(self, leaves: Sequence[object]) -> Sequence[object]:
+        """The leaves, with copies in pinned memory of those on the host that GPUs read."""
+        staged = [*leaves]
+        for given in self.artifact.plan.inputs:
+            tensor = leaves[given.position]
+            if given.value.name in self._read_by_gpus and isinstance(tensor, Tensor) and tensor.is_cpu:
+                staged[given.position] = pinned_copy(tensor)
+        return staged
 
     def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch whose rows this process has; nothing for others."""
@@ -150,8 +166,6 @@ class Execution:
                 continue
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
-            if given.value.name in self._read_by_gpus and tensor.device.type == "cpu":
-                tensor = pinned_copy(tensor)
             if given.batched:
                 parts = tensor[batch_slice.start : batch_slice.start + sum(sizes)].split(sizes)
             else:

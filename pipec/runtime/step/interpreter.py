@@ -38,7 +38,7 @@ from pipec.ir.periodic_program import (
 from pipec.ir.step_parts import instructions_of_part
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter
-from pipec.runtime.messages.cuda import current_device
+from pipec.runtime.messages.cuda import current_device, on_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import BoundStage, StageCode
 from pipec.runtime.stages.cuda_graphs import graph_slots
@@ -211,7 +211,7 @@ class Interpreter:
                 continue
             frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
             names = stage.inputs - self._summed_later
-            frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in names})
+            frame.update({name: on_device(inputs[name], self._device) for name in names})
             if self._program.period:
                 frame["batch"] = microbatch // self._plan.num_microbatches
             if self._rank.loss:
