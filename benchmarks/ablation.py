@@ -156,8 +156,7 @@ CASES: dict[str, StepCase | PlanCase] = {
 }
 
 ALL_REPLICAS = replaced(
-    *("pipec.compiler.staged_graph.representative_replicas", no_representatives),
-    *("pipec.schedules.chain_simulation.representative_replicas", no_representatives),
+    *("pipec.programs.representative_replicas.representative_replicas", no_representatives),
 )
 for num_ranks in (128, 512, 4096):
     CASES[f"representatives-{num_ranks}"] = PlanCase(

@@ -19,15 +19,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import pipec
+from pipec.ir import Instruction
 from pipec.runtime.step.interpreter import Interpreter
+from pipec.runtime.step.linked_instruction import LinkedInstruction
+from pipec.runtime.step.linker import Linker
 
 RANKS, ROWS, WIDTH = 4, 8, 32
 PHASES = ("compile", "first step", "steady state", "checkpoint", "exit")
@@ -57,13 +61,16 @@ class Clock:
 class Blow:
     """A signal that ranks get in a phase, at a ``moment`` of it from 0 to 1.
 
-    In steps that is before one of their instructions, in other phases so much of the usual time later.
+    In steps that is before one of their instructions, in other phases so much of the usual time later. With
+    ``op``, a step of ``kind`` in ``STEPS`` is run, and it is before the first instruction with this op.
     """
 
     phase: int
     signal: signal.Signals
     victims: tuple[int, ...]
     moment: float
+    kind: str = ""
+    op: str = ""
 
     @property
     def is_by_instruction(self) -> bool:
@@ -215,6 +222,74 @@ def digest(pipe: pipec.Pipeline) -> str:
     return summed.hexdigest()
 
 
+class Tied(nn.Module):
+    """Words that are embedded and predicted with the same weights, and batch norms between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WIDTH, WIDTH)
+        self.body = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+        )
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(self.words(words))), words)
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "tied weights, buffers, clipping": {"replicas": 2, "clip_grad_norm": 1.0},
+    "shards of parameters, local batches": {
+        "replicas": 2,
+        "shard": "parameters",
+        "batch": "local",
+        "on_nan": "skip",
+    },
+    "shards of gradients": {"replicas": 2, "shard": "gradients"},
+    "a stream": {"schedule": "pipedream-2bw", "clip_grad_norm": 1.0, "on_nan": "raise"},
+}
+"""Options of pipelines that together have every instruction for which a rank may wait."""
+
+
+def _step_of_kind(rank: int, timeout: float, clock: Clock, blow: Blow, scratch: Path) -> None:
+    """Two steps of a kind. Each rank notes which ops its program has."""
+    ops, link = set[str](), Linker.link
+
+    def linking(self: Linker, instruction: Instruction) -> LinkedInstruction:
+        linked = link(self, instruction)
+        ops.add(instruction.op)
+        return replace(linked, action=strike) if (instruction.op, rank) in struck else linked
+
+    def strike() -> None:
+        clock.mark(rank, STRUCK)
+        os.kill(os.getpid(), blow.signal)
+
+    Linker.link = linking  # type: ignore[method-assign]
+    struck = {(blow.op, victim) for victim in blow.victims}
+    torch.manual_seed(0)
+    options, is_stream = STEPS[blow.kind], "schedule" in STEPS[blow.kind]
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(RANKS))) if is_stream else Tied()
+    loss_fn = nn.functional.mse_loss if is_stream else None
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    pipe = pipec.compile(
+        model, loss_fn=loss_fn, microbatches=4, optimizer=optimizer, timeout=timeout, **options
+    )
+    for number in range(2):
+        x, target = batch(number)
+        if is_stream:
+            pipe.step(x, target=target)
+        else:
+            pipe.step((x[:, 0].abs() * 8).long())
+    (scratch / f"ops_{rank}").write_text(" ".join(sorted(ops)))
+    clock.mark(rank, EXIT)
+
+
+def ops_of_ranks(world: World) -> list[list[str]]:
+    """The ops that the program of each rank has, of a world that nothing befell."""
+    return [(world.scratch / f"ops_{rank}").read_text().split() for rank in range(RANKS)]
+
+
 def _live(
     rank: int, port: int, timeout: float, clock: Clock, blow: Blow | None, directory: Path, scratch: Path
 ) -> None:
@@ -223,7 +298,10 @@ def _live(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        _train(rank, timeout, clock, blow, directory)
+        if blow is not None and blow.kind:
+            _step_of_kind(rank, timeout, clock, blow, scratch)
+        else:
+            _train(rank, timeout, clock, blow, directory)
     except pipec.PipecError as error:
         clock.mark(rank, SAID)
         (scratch / f"said_{rank}").write_text(f"{type(error).__name__}: {error}")

@@ -28,7 +28,9 @@ from fault_worlds import (
     EXIT,
     PHASES,
     RANKS,
+    STEADY,
     STEADY_STEPS,
+    STEPS,
     Blow,
     Ends,
     World,
@@ -37,6 +39,7 @@ from fault_worlds import (
     follow,
     fork,
     names,
+    ops_of_ranks,
     outcome,
     pipeline,
     prepared,
@@ -184,6 +187,30 @@ def kills(campaign: Campaign, count: int) -> Iterator[Row]:
     yield from rows
 
 
+def instructions(campaign: Campaign) -> Iterator[Row]:
+    """A rank dies before the first instruction of each op that a step has."""
+    for kind in STEPS:
+        row = Row(f"SIGKILL before each kind of instruction: {kind}", "all others end within 2 s and name it")
+        shown = campaign.begin(campaign.directory, Blow(STEADY, signal.SIGKILL, (), 0.0, kind))
+        row.note(_of_survivors(shown, follow(shown, ())))
+        of_ranks = ops_of_ranks(shown)
+        for op in sorted(set[str]().union(*of_ranks)):
+            victim = next(rank for rank, ops in enumerate(of_ranks) if op in ops)
+            blow = Blow(STEADY, signal.SIGKILL, (victim,), 0.0, kind, op)
+            world = campaign.begin(campaign.directory, blow)
+            ends = follow(world, ())
+            problems = _of_survivors(world, ends)
+            if ends.statuses[victim] != -signal.SIGKILL:
+                problems.append(f"rank {victim} was not struck")
+            if not ends.late <= KILLED_WITHIN:
+                problems.append(f"others ended after {ends.late:.2f} s")
+            row.late.append(ends.late)
+            if ends.known > 0:
+                row.known.append(ends.known)
+            row.note([f"{op}: {problem}" for problem in problems])
+        yield row
+
+
 def stops(campaign: Campaign, count: int) -> Iterator[Row]:
     within = STOP_TIMEOUT + STOPPED_WITHIN
     row = Row("SIGSTOP, any phase", f"the same within the timeout of {STOP_TIMEOUT:g} s + 1 s")
@@ -265,19 +292,25 @@ def main() -> int:
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name, count in (("kills", 100), ("stops", 20), ("saves", 50), ("damages", 1000)):
         given.add_argument(f"--{name}", type=int, default=count, help=f"how many; default: {count}")
+    given.add_argument("--instructions", action="store_true", help="only those before each instruction")
     given.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a random one")
     options = given.parse_args()
     print(f"seed {options.seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="pipec-faults-"))
     campaign = Campaign(folder, random.Random(options.seed))
-    rows = [
-        *kills(campaign, options.kills),
-        *stops(campaign, options.stops),
-        *saves(campaign, options.saves),
-        *damages(folder, options.damages, options.seed),
-        *(disks(campaign, folder) if os.geteuid() == 0 else ()),
-        *two_runs(campaign, folder),
-    ]
+    rows = (
+        [*instructions(campaign)]
+        if options.instructions
+        else [
+            *instructions(campaign),
+            *kills(campaign, options.kills),
+            *stops(campaign, options.stops),
+            *saves(campaign, options.saves),
+            *damages(folder, options.damages, options.seed),
+            *(disks(campaign, folder) if os.geteuid() == 0 else ()),
+            *two_runs(campaign, folder),
+        ]
+    )
     print("\n| what happens | what must follow | as it should be | known after | others ended after |")
     print("|---|---|---|---|---|")
     print("\n".join(row.text() for row in rows if row.rounds))

@@ -1,12 +1,14 @@
-"""Step time and memory of a GPT on GPUs: eager, stages that share one, and stages with one each.
+"""Step time and memory of a GPT on GPUs: eager, compiled, stages that share one, and stages with one each.
 
 A step is the forward and backward of a mini-batch of 8 microbatches, with the zeroing of gradients and
 without the optimizer. Times are those of the GPU's clock, medians of warm steps. With two GPUs or more, the
-stages are also run in one process, which copies between GPUs, and by torchrun over NCCL.
+stages are also run in one process, which copies between GPUs, and by torchrun over NCCL. ``--compiled`` adds
+eager torch under ``torch.compile`` and stages with ``kernels="inductor"``, which take minutes to compile.
 """
 
 import argparse
 import functools
+import gc
 import json
 import os
 import statistics
@@ -59,15 +61,20 @@ class Case:
         return text[:, :-1].contiguous().to(device), text[:, 1:].contiguous().to(device)
 
 
-def eager_step(case: Case, device: torch.device) -> Step:
+def eager_step(case: Case, device: torch.device, compiles: bool = False) -> Step:
     model = case.model().to(device)
     microbatches = list(zip(*(x.chunk(MICROBATCHES) for x in case.tokens(device)), strict=True))
+
+    def microbatch_loss(tokens: Tensor, target: Tensor) -> Tensor:
+        return next_token_loss(model(tokens), target) / MICROBATCHES
+
+    loss_of = torch.compile(microbatch_loss, fullgraph=True) if compiles else microbatch_loss
 
     def step() -> Tensor:
         model.zero_grad()
         total = torch.zeros((), device=device)
         for tokens, target in microbatches:
-            loss = next_token_loss(model(tokens), target) / MICROBATCHES
+            loss = loss_of(tokens, target)
             loss.backward()
             total += loss.detach()
         return total
@@ -92,11 +99,14 @@ def pipec_step(case: Case, devices: int | list[torch.device], schedule: str, ker
 def measured(name: str, case: Case, step: Step, on_gpu: bool, steps: int) -> Row:
     for _ in range(WARMUP_STEPS):
         step()
+    gc.collect()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(_seconds(step, on_gpu) for _ in range(steps))
     peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
-    return Row(name, 1e3 * seconds, case.batch * case.context / seconds, peak)
+    row = Row(name, 1e3 * seconds, case.batch * case.context / seconds, peak)
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def _seconds(step: Step, on_gpu: bool) -> float:
@@ -112,7 +122,7 @@ def _seconds(step: Step, on_gpu: bool) -> float:
     return 1e-3 * start.elapsed_time(end)
 
 
-def rows(case: Case, device: torch.device, schedule: str, steps: int) -> list[Row]:
+def rows(case: Case, device: torch.device, schedule: str, steps: int, compiles: bool) -> list[Row]:
     on_gpu = device.type == "cuda"
     count = torch.cuda.device_count() if on_gpu else 1
     contestants: dict[str, Callable[[], Step]] = {
@@ -120,10 +130,13 @@ def rows(case: Case, device: torch.device, schedule: str, steps: int) -> list[Ro
         "pipec, 1 stage": lambda: pipec_step(case, [device], schedule),
         "pipec, 4 stages on one device": lambda: pipec_step(case, [device] * 4, schedule),
     }
-    if on_gpu:
+    if compiles:
+        contestants["torch.compile"] = lambda: eager_step(case, device, compiles)
+    for kernels in ("cudagraphs",) * on_gpu + ("inductor",) * compiles:
         for stages in (1, 4):
-            contestants[f"pipec, CUDA graphs, {stages} stages on one device"] = functools.partial(
-                pipec_step, case, [device] * stages, schedule, "cudagraphs"
+            plural = "s" * (stages > 1)
+            contestants[f"pipec, {kernels}, {stages} stage{plural} on one device"] = functools.partial(
+                pipec_step, case, [device] * stages, schedule, kernels
             )
     if count > 1:
         gpus = [torch.device("cuda", index) for index in range(count)]
@@ -165,6 +178,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compiled", action="store_true", help="time torch.compile, too")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead of JSON")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -179,7 +193,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no GPU here")
-    found = rows(case, device, args.schedule, args.steps)
+    found = rows(case, device, args.schedule, args.steps, args.compiled)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     if args.markdown:
         print(f"{markdown(found)}\n\n{name}, torch {torch.__version__}, {case}, {args.schedule}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipec.artifact.artifact import Artifact
-from pipec.ir import Plan, Program, StepPart
+from pipec.ir import Plan, StepPart
 from pipec.ir.step_parts import part_of_programs, plan_part, program_part
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.what_if import what_if_of_plan
@@ -24,9 +24,9 @@ def draw_artifact(
 
     ``memory_limits`` has the bytes of each rank's device. In a notebook the text shows the page.
     """
-    plan, programs = artifact.plan, artifact.programs
+    plan, programs = artifact.plan, artifact.representative_programs
     trace = trace or Trace(simulate_plan(plan, programs))
-    steps = trace_steps(plan, programs, trace)
+    steps = trace_steps(artifact, trace)
     unrecorded = {number: note for number, note in trace.notes.items() if number not in trace.numbers}
     pipeline = DrawnPipeline(plan, programs, artifact.sources, memory_limits, unrecorded)
     planned = trace.simulated or simulate_plan(plan, programs)
@@ -40,25 +40,28 @@ def draw_artifact(
     return DrawnText.of(steps_text(steps), make_page)
 
 
-def trace_steps(plan: Plan, programs: Sequence[Program], trace: Trace) -> list[DrawnStep]:
+def trace_steps(artifact: Artifact, trace: Trace) -> list[DrawnStep]:
     """The planned and the typical measured step; of several that were recorded, each in little.
 
     Where parts of a step were recorded, these are a planned and a measured one of each part.
     """
-    steps = []
+    plan, steps = artifact.plan, []
     for part in trace.parts or [StepPart.WHOLE]:
-        own, own_programs, planned = plan_part(plan, part), programs, trace.simulated
-        if part is not StepPart.WHOLE:
-            own_programs = [program_part(program, plan.sync_spec, part) for program in programs]
-            planned = planned and simulate_plan(own, own_programs)
+        own, planned = plan_part(plan, part), trace.simulated
+        few, every = (
+            [program_part(program, plan.sync_spec, part) for program in programs]
+            for programs in (artifact.representative_programs, artifact.programs)
+        )
+        if planned and part is not StepPart.WHOLE:
+            planned = simulate_plan(own, few)
         planned_name, measured_name = (f"{name}{_SUFFIXES[part]}" for name in ("planned", "measured"))
         if trace.steps and any(trace.median_step(part) is trace.steps[k] for k in trace.of_other_plans):
             measured_name += ", of another plan"
         if planned:
             host = own.host.step_seconds
-            steps.append(DrawnStep.of_plan(own, own_programs, planned, planned_name, host_seconds=host))
+            steps.append(DrawnStep.of_plan(own, few, planned, planned_name, host_seconds=host))
         if trace.steps or not trace.simulated:
-            steps.append(DrawnStep.of_plan(own, own_programs, trace.median_step(part), measured_name))
+            steps.append(DrawnStep.of_plan(own, every, trace.median_step(part), measured_name))
     return steps + _run_steps(plan, trace)
 
 
@@ -88,7 +91,7 @@ def _run_steps(plan: Plan, trace: Trace) -> list[DrawnStep]:
 def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -> None:
     """Put the timelines of recorded steps into a trace, and beside them the one predicted for an artifact."""
     plan = artifact.plan
-    trace.simulated = simulate_plan(plan, artifact.programs)
+    trace.simulated = simulate_plan(plan, artifact.representative_programs)
     for step, ran in zip(recording.steps, recording.artifacts, strict=True):
         part = part_of_programs(step.programs, plan.sync_spec)
         if ran is None or ran.plan != plan:

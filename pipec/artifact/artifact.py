@@ -21,7 +21,7 @@ import re
 import shutil
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,28 @@ CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
 class Artifact:
     """``sources[stage]`` and ``programs[rank]``; ``constants`` are named as buffers are.
 
-    ``options`` records those of ``pipec.compile``, as plain values and names; nothing is made of them.
+    ``representative_programs`` are those of the ranks that represent all, to predict a step. If there are
+    more ranks, ``make_programs`` makes the programs of all when they are first needed. ``options`` records
+    those of ``pipec.compile``, as plain values and names; nothing is made of them.
     An artifact equals only itself, so that it can be the key of a cache.
     """
 
     plan: Plan
     sources: tuple[str, ...]
-    programs: Sequence[Program]
+    representative_programs: Sequence[Program]
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    make_programs: Callable[[], Sequence[Program]] | None = None
+
+    @functools.cached_property
+    def programs(self) -> Sequence[Program]:
+        """The program of each rank."""
+        all_there = len(self.representative_programs) == self.plan.num_ranks
+        return self.representative_programs if all_there or not self.make_programs else self.make_programs()
+
+    def __getstate__(self) -> Mapping[str, object]:
+        """The state for another process, with the programs of all ranks."""
+        return {**self.__dict__, "representative_programs": self.programs, "make_programs": None}
 
     @functools.cached_property
     def has_random_operators(self) -> bool:

@@ -42,7 +42,7 @@ def plan(
     is_static = not as_json and options["profile"] is None and options["microbatches"] is not None
     pipe = compile_target(target, devices, options, calibrated=calibrate, dynamic=not is_static)
     if as_json:
-        show_json(plan_summary(pipe.plan, pipe.programs))
+        show_json(plan_summary(pipe.plan, pipe.plan.programs))
     else:
         typer.echo(pipe.plan)
 

@@ -140,7 +140,7 @@ def schedule_target(
     }
     steps = [
         replace(
-            DrawnStep.of_plan(pipe.plan, pipe.programs, pipe.simulate()),
+            DrawnStep.of_plan(pipe.plan, pipe.plan.programs, pipe.simulate()),
             schedule=name,
             host_seconds=pipe.plan.host.step_seconds,
         )
@@ -152,8 +152,8 @@ def schedule_target(
         [(step, {}) for step in steps],
         output,
         as_json,
-        DrawnPipeline(first.plan, first.programs, sources),
-        lambda: what_if_of_plan(first.plan, first.programs, steps[0].timeline),
+        DrawnPipeline(first.plan, first.plan.programs, sources),
+        lambda: what_if_of_plan(first.plan, first.plan.programs, steps[0].timeline),
     )
 
 

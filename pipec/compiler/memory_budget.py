@@ -28,7 +28,6 @@ from pipec.planner.recompute_solver import (
 )
 from pipec.programs.lower_periodic import steady_excerpt
 from pipec.programs.offload_intervals import num_offloaded
-from pipec.programs.representative_replicas import as_in_full_step
 
 _ATTEMPTS = 3
 """How many choices are tried until one fits. Each attempt reserves what the last one lacked."""
@@ -335,7 +334,7 @@ def _groups(evaluated: EvaluatedPlan, offloads: bool) -> Iterator[_RankGroup]:
     for ranks, stages in _sharing_stages(evaluated.plan.placement):
         own = {stage: values[stage] for stage in stages}
         different = {
-            (evaluated.representative(rank), evaluated.memory_limit(rank)): rank for rank in reversed(ranks)
+            (evaluated.program(rank).rank, evaluated.memory_limit(rank)): rank for rank in reversed(ranks)
         }
         needs = dict.fromkeys(need for rank in different.values() for need in _needs(evaluated, rank, own))
         host = _host(evaluated, stages) if offloads else None
@@ -370,9 +369,7 @@ def _needs(
     Recompute runs directly before its backward, so that recomputed values are held while the backward runs.
     """
     plan = evaluated.plan
-    program = steady_excerpt(as_in_full_step(evaluated.programs), plan.sync_spec.stream, plan.placement)[
-        evaluated.representative(rank)
-    ]
+    (program,) = steady_excerpt([evaluated.program(rank)], plan.sync_spec.stream, plan.placement)
     columns = InstructionColumns.of(program.instructions, evaluated.plan.links)
     saved = np.array([_in_flight(columns, stage) for stage in values])
     offloaded = np.array([num_offloaded(columns, stage) for stage in values])

@@ -25,6 +25,7 @@ from pipec.schedules import (
     v_placement,
 )
 from pipec.schedules.asynchronous import asynchronous_1f1b
+from pipec.schedules.order_builder import looped_name
 from pipec.schedules.replicated import (
     consecutive_placement,
     replicate_placement,
@@ -38,6 +39,9 @@ ScheduleSource = str | Path | Callable[[int, int], Schedule]
 _MAX_MICROBATCHES_PER_RANK = 8
 """With eight microbatches a rank, warmup and cooldown take a ninth of the step. More gain little."""
 
+_GROUPS_OF_LAYERS = (8, 4, 2)
+"""The numbers of stages into which the only stage of a pipeline is divided, until the model has as many."""
+
 Replicas = int | tuple[int, ...]
 """The replicas of every stage, or of each stage."""
 
@@ -48,7 +52,8 @@ class SchedulePolicy:
 
     A pipeline has ``num_ranks`` ranks, and ``replicas`` copies of each of them, or ``replicas[k]`` copies of
     rank k. With ``asynchronous``, a search may find asynchronous schedules, unless it
-    ``is_synchronous_only``.
+    ``is_synchronous_only``. The search may also divide the only stage of a pipeline of one rank if it
+    ``chooses_stages``.
     """
 
     source: ScheduleSource
@@ -56,6 +61,7 @@ class SchedulePolicy:
     replicas: Replicas = 1
     asynchronous: bool = False
     is_synchronous_only: bool = False
+    chooses_stages: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -115,6 +121,15 @@ class SchedulePolicy:
         """The policy with these replicas, on the same total of ranks."""
         num_ranks = self.total_ranks // replicas if isinstance(replicas, int) else len(replicas)
         return replace(self, num_ranks=num_ranks, replicas=replicas)
+
+    def with_groups_of_layers(self) -> list["SchedulePolicy"]:
+        """The policies that divide the only stage of each pipeline, into most stages first.
+
+        All microbatches go through one stage, then through the next. So what a stage needs is needed twice.
+        """
+        if not (self.chooses_stages and self.num_ranks == 1):
+            return []
+        return [replace(self, source=looped_name("looped-bfs", number)) for number in _GROUPS_OF_LAYERS]
 
     def max_in_flight(self, num_microbatches: int) -> tuple[int, ...]:
         """The most microbatches in flight on a replica of each rank. Searched schedules count as 1F1B.
@@ -293,7 +308,12 @@ def make_schedule_policy(
     Raises:
         InputError: the source is no schedule, or does not support these stages or replicas on these ranks.
     """
-    one = SchedulePolicy(source, num_ranks, asynchronous=asynchronous and source == "auto")
+    one = SchedulePolicy(
+        source,
+        num_ranks,
+        asynchronous=asynchronous and source == "auto",
+        chooses_stages=source == "1f1b" and stages is None,
+    )
     if asynchronous and not one.may_be_asynchronous:
         raise InputError(
             f"asynchronous is True, but schedule {source!r} is synchronous; leave asynchronous out, or pass "

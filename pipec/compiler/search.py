@@ -91,8 +91,10 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     for each in sharding_levels(candidate):
         shard = each.options.sync_spec.shard if candidate.tunes_shard else None
         with suppress(InputError) if shard else nullcontext():  # a level that the plan cannot have
-            evaluate = _with_best_replicas if each.cut is None else _on_decided_stages
-            found.append(evaluate(step, each))
+            if each.cut is None:
+                found.append(_gathering_by_layers(step, _with_best_replicas(step, each)))
+            else:
+                found.append(_on_decided_stages(step, each))
     return min(found, key=lambda result: result.best.score)
 
 
@@ -100,6 +102,20 @@ def _on_decided_stages(step: CapturedStep, candidate: Candidate) -> SearchResult
     """The best schedule on the stages of an earlier call."""
     staged = step.cut_as_decided(candidate)
     return evaluate_stages(staged, candidate, step.batch, candidate.counts(step.batch))
+
+
+def _gathering_by_layers(step: CapturedStep, whole: SearchResult) -> SearchResult:
+    """The result, or one that gathers less at a time: if it fits where ``whole`` does not, if it is faster,
+    or if it takes less memory and about the same time.
+    """
+    for candidate in whole.candidate.gathering_by_layers():
+        with suppress(InputError, PlanError):
+            found = _best_arranged(step, candidate)
+            best, other = found.best, whole.best
+            gains = best.score < other.score or (other.is_close(best) and best.peak_bytes < other.peak_bytes)
+            tried = (*found.alternatives, *whole.alternatives)
+            return replace(found, alternatives=tried) if gains else whole
+    return whole
 
 
 def _with_best_replicas(step: CapturedStep, candidate: Candidate) -> SearchResult:

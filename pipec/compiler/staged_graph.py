@@ -1,6 +1,7 @@
 """A captured graph cut into stages, and everything derived from it: functions, plans, programs and code."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from pipec.ir import (
     Plan,
     Program,
     RankMemory,
+    RepresentativeRanks,
     Schedule,
     StageMemory,
     SyncSpec,
@@ -47,11 +49,7 @@ from pipec.planner.recompute_solver import ForwardValue
 from pipec.programs.lower import lower
 from pipec.programs.lower_periodic import lower_periodic
 from pipec.programs.rank_memory import NUM_SENDS_IN_TRANSIT
-from pipec.programs.representative_replicas import (
-    ReplicatedPrograms,
-    representative_programs,
-    representative_replicas,
-)
+from pipec.programs.representative_replicas import representative_programs
 from pipec.programs.shared_receives import runs_stages_in_order
 from pipec.programs.verify import verify, verify_parts
 from pipec.schedules import Workload, remap_ranks
@@ -68,7 +66,8 @@ PREDICTION_TOLERANCE = 0.05
 class EvaluatedPlan:
     """A plan for a step with its verified programs and their predicted time and memory.
 
-    ``schedule`` is the requested one; the plan's placement maps its ranks to ranks of the topology.
+    ``schedule`` is the requested one; the plan's placement maps its ranks to ranks of the topology. Of many
+    equal replicas, ``programs`` are those of one of each kind.
     ``stages`` are the functions that the programs call. ``excess_bytes[rank]`` is the memory that a rank
     needs beyond what its device has.
     """
@@ -94,21 +93,20 @@ class EvaluatedPlan:
     @property
     def num_instructions(self) -> float:
         """The most instructions that a rank has in a step, or in a mini-batch of an asynchronous schedule."""
-        count, programs = self.plan.num_microbatches, representative_programs(self.programs)
-        return max(len(each.instructions) * count / (each.period or count) for each in programs)
+        count = self.plan.num_microbatches
+        return max(len(each.instructions) * count / (each.period or count) for each in self.programs)
 
     def is_close(self, other: "EvaluatedPlan") -> bool:
         """Whether ``other`` lacks no more memory and is not slower beyond the prediction's tolerance."""
         (lacks, seconds), (other_lacks, other_seconds) = self.score, other.score
         return other_lacks <= lacks and other_seconds <= seconds * (1 + PREDICTION_TOLERANCE)
 
-    def representative(self, rank: int) -> int:
-        """The rank with a generated program that does the same as this rank."""
-        return (
-            self.programs.representative_replicas.representative(rank)
-            if isinstance(self.programs, ReplicatedPrograms)
-            else rank
-        )
+    def program(self, rank: int) -> Program:
+        """The program of a rank, or of the one that represents it."""
+        few = RepresentativeRanks.of(self.plan.placement, [each.rank for each in self.programs])
+        if few is None:
+            return self.programs[rank]
+        return next(each for each in self.programs if each.rank == few.represented_by[rank])
 
     def memory_limit(self, rank: int) -> float:
         """The memory of a rank's device, in bytes."""
@@ -121,14 +119,22 @@ class EvaluatedPlan:
 
     def artifact(self) -> Artifact:
         """The plan, the programs and the code of the stages. Constants are copied to the host."""
-        verify_parts(self.plan, self.programs)
+        if len(self.programs) == self.plan.num_ranks:
+            verify_parts(self.plan, self.programs)
         names, graph = self.staged.names, self.staged.graph
         sources = tuple(
             StageSource.of(graph, functions, names, stage_header(stage, self.plan)).write()
             for functions, stage in zip(self.stages, self.plan.stages, strict=True)
         )
         constants = {name: x if x.is_meta else x.cpu() for name, x in graph.constants.items()}
-        return Artifact(self.plan, sources, self.programs, constants, self.staged.options.recorded)
+        return Artifact(
+            self.plan,
+            sources,
+            self.programs,
+            constants,
+            self.staged.options.recorded,
+            functools.partial(_every_program, self.staged.placed(self.schedule), self.plan),
+        )
 
 
 @dataclass(eq=False)
@@ -218,14 +224,17 @@ class StagedGraph:
         """The schedule on these stages, lowered, verified and simulated; the result is cached.
 
         Schedules are identified by name, placement and number of microbatches. ``sync_spec`` defaults to that
-        of the options.
+        of the options. Gradients that replicas shard are reduced once a step if this fits into the memory of
+        the devices, or, where that has no limit, if it takes no more than to reduce them after each round.
 
         Raises:
             VerifyError: the schedule is broken.
         """
         sync = sync_spec or self.options.sync_spec
         key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size, sync
-        return self._once(("evaluated", *key), lambda: self._evaluate(schedule, microbatch_size, sync))
+        return self._once(
+            ("evaluated", *key), lambda: self._with_fewest_sums(schedule, microbatch_size, sync)
+        )
 
     def workload(self, placement: Placement, size: int) -> Workload:
         """The cost of each stage for a microbatch of ``size`` rows, in seconds and bytes.
@@ -289,20 +298,34 @@ class StagedGraph:
     def names(self) -> Names:
         return name_nodes(self.graph)
 
+    def _with_fewest_sums(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
+        if schedule.stream or not (sync_spec.updates and sync_spec.shards_gradients):
+            return self._evaluate(schedule, size, sync_spec)
+        once = self._evaluate(schedule, size, replace(sync_spec, reduces_once=True))
+        limits = {device.memory_bytes for device in self.options.topology.devices}
+        if math.inf not in limits and not any(once.excess_bytes):
+            return once
+        every_round = self._evaluate(schedule, size, sync_spec)
+        return min(once, every_round, key=lambda each: (max(each.excess_bytes), each.peak_bytes))
+
     def _evaluate(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
-        ranks = self.graph.assignment.ranks
-        placed = remap_ranks(schedule, ranks) if ranks else schedule
+        placed = self.placed(schedule)
         plan, stages = self._plan(placed, size, replace(sync_spec, stream=placed.stream))
         if placed.stream:
             refuse_tied_weights(plan)
             refuse_replica_state(plan, self.graph)
-        programs = _programs(placed, plan)
+        programs = representative_programs(placed, plan, _lowered)
         memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.peak_bytes - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
         seconds = step_seconds(plan, simulate_plan(plan, programs))
         return EvaluatedPlan(self, schedule, stages, plan, programs, seconds, memory, excess)
+
+    def placed(self, schedule: Schedule) -> Schedule:
+        """The schedule on the ranks that the graph was cut for."""
+        ranks = self.graph.assignment.ranks
+        return remap_ranks(schedule, ranks) if ranks else schedule
 
     def _plan(
         self, schedule: Schedule, size: int, sync_spec: SyncSpec
@@ -362,18 +385,16 @@ class StagedGraph:
         return AssignStages(self.graph.assignment)
 
 
-def _programs(schedule: Schedule, plan: Plan) -> Sequence[Program]:
-    """The verified programs of a plan. Of many equal replicas, only a few are lowered at first."""
-    representatives = representative_replicas(schedule)
-    if representatives is None:
-        return _lowered(schedule, plan)
-    programs = _lowered(representatives.schedule, representatives.plan(plan))
-    return ReplicatedPrograms(representatives, programs, functools.partial(_lowered, schedule, plan))
-
-
 def _lowered(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     programs = (lower_periodic if schedule.stream else lower)(schedule, plan)
     verify(plan, programs)
+    return programs
+
+
+def _every_program(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
+    """The programs of all ranks, where those that represent them were enough to predict the step."""
+    programs = _lowered(schedule, plan)
+    verify_parts(plan, programs)
     return programs
 
 

@@ -241,12 +241,15 @@ def reuses_memory(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers. Attention without dropout draws none."""
+    """Whether the node draws random numbers. Attention without dropout draws none, nor does its gradient."""
     if not isinstance(node.target, OpOverload):
         return False
+    arguments = node.target._schema.arguments
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    for position, argument in enumerate(node.target._schema.arguments):
+    if any(argument.name == "philox_seed" for argument in arguments):  # where the forward drew
+        return False
+    for position, argument in enumerate(arguments):
         if argument.name == "dropout_p":
             dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
             return bool(dropout != 0.0)

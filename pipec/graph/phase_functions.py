@@ -94,6 +94,11 @@ class PhaseFunction:
         yield from self.result_nodes
 
     @property
+    def reads_precomputed(self) -> bool:
+        """Whether it reads what is computed once of the weights."""
+        return bool(_arguments([self], Precomputed))
+
+    @property
     def result_nodes(self) -> tuple[fx.Node, ...]:
         """The nodes whose values leave the function."""
         sent = tuple(node.all_input_nodes[0] for node in self.sent + self.collectives)

@@ -44,6 +44,7 @@ def one_of(*ops: Op) -> NDArray[np.bool_]:
 
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
+_IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.UPDATE))
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)
 _IS_COPY = _having(lambda traits: traits.kind is OpKind.COPY)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
@@ -239,10 +240,6 @@ class InstructionColumns(_Columns[Instruction]):
         """The instructions from ``first`` on, before ``last``."""
         return InstructionColumns((column[first:last] for column in self.columns), self.links)
 
-    def for_microbatches(self, microbatches: Ints) -> "InstructionColumns":
-        """The same instructions for other microbatches."""
-        return InstructionColumns((*self.columns[:2], microbatches, *self.columns[3:]), self.links)
-
     @property
     def ops(self) -> Ints:
         return self._column(0)
@@ -258,6 +255,11 @@ class InstructionColumns(_Columns[Instruction]):
     @cached_property
     def is_copy(self) -> NDArray[np.bool_]:
         return self._have(_IS_COPY)
+
+    @cached_property
+    def is_blocking(self) -> NDArray[np.bool_]:
+        """Whether they occupy their rank: computes and updates."""
+        return self._have(_IS_BLOCKING)
 
     @cached_property
     def is_timed(self) -> NDArray[np.bool_]:

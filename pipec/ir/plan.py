@@ -34,9 +34,10 @@ class Stage:
     subset owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
     forward replaces (BatchNorm statistics). ``batch_counts`` names the results of the stage's function of
     that name, which runs on the whole mini-batch once a step; ``batch_count_sums`` are those that add up over
-    its rows. ``segments`` has the phases that consist of several functions, with the fraction of the phase's
-    seconds that each function takes. ``model_collectives`` run between them. With ``recompute``, a phase of
-    its own computes some of the forward again; with ``recomputes_in_backward`` the backward does.
+    its rows. ``precomputed_phases`` read what is computed once of the weights. ``segments`` has the phases
+    that consist of several functions, with the fraction of the phase's seconds that each function takes.
+    ``model_collectives`` run between them. With ``recompute``, a phase of its own computes some of the
+    forward again; with ``recomputes_in_backward`` the backward does.
     ``offloaded`` are the positions, among the saved values, of those that wait in host memory for the
     backward.
     """
@@ -51,6 +52,7 @@ class Stage:
     updated_buffers: tuple[str, ...] = ()
     batch_counts: tuple[str, ...] = ()
     batch_count_sums: tuple[Value, ...] = ()
+    precomputed_phases: tuple[Phase, ...] = ()
     recompute: bool = False
     recomputes_in_backward: bool = False
     offloaded: tuple[int, ...] = ()

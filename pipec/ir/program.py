@@ -19,6 +19,7 @@ class Op(StrEnum):
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
     ACCUMULATE = "accumulate"
+    PRECOMPUTE = "precompute"
     FREE = "free"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
@@ -92,6 +93,8 @@ class OpTraits:
     awaits: Op | None = None
 
 
+_LOCAL = (Op.PRECOMPUTE, Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.PAUSE)
+
 _STARTS: Mapping[Op, OpTraits] = {
     Op.RECV: OpTraits(OpKind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
     Op.SEND: OpTraits(OpKind.SEND, timed=True, carries_link=True, has_peer=True),
@@ -108,7 +111,7 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.ALL_REDUCE: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.ALL_GATHER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.REDUCE_SCATTER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
-    **{op: OpTraits(OpKind.LOCAL) for op in (Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.PAUSE)},
+    **{op: OpTraits(OpKind.LOCAL) for op in _LOCAL},
     Op.UPDATE: OpTraits(OpKind.UPDATE, timed=True),
     Op.RESHARD: OpTraits(OpKind.RELEASE),
     **{Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
@@ -145,6 +148,7 @@ class Instruction:
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
     compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``
     accumulate      add the gradients of the compute before, or those that ``link`` brought, to their sums
+    precompute      compute what ``stage`` computes once of its weights, or of a version of them
     wait_...        wait for what an earlier instruction with the same fields has started: ``wait_recv`` for
                     the values of a link, ``wait_reduce_grad`` for a sum; and so on
     free            free the memory of ``stage`` for ``microbatch``: saved values, and slots received into
@@ -176,8 +180,8 @@ class Instruction:
     of the phase are sent after its last segment, and received before the first.
 
     In an asynchronous schedule, ``version`` is the version of the weights that a compute reads, an update
-    makes, or a stash keeps. An update and what prepares it name the first of the microbatches whose gradients
-    it uses.
+    makes, or a stash keeps. A ``precompute`` names the first microbatch that reads that version. An update
+    and what prepares it name the first of the microbatches whose gradients it uses.
     """
 
     op: Op

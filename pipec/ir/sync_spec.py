@@ -79,8 +79,9 @@ class SyncSpec:
     "". With a ``stream``, steps are asynchronous: each stage then updates, and clips, by itself. ``on_nan``
     is the reaction to losses or gradients that are not finite; None checks nothing. If the program
     ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients overflow is
-    skipped. With ``state_on_host``, the optimizer state is in host memory between updates. ``part`` is the
-    part of the step that the program runs: where it updates, all of it, the microbatches or the update.
+    skipped. With ``state_on_host``, the optimizer state is in host memory between updates. If replicas shard
+    gradients and the step ``reduces_once``, each holds whole sums until the last round, as memory allows it.
+    ``part`` is the part of the step that the program runs: all of it, the microbatches or the update.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -93,6 +94,7 @@ class SyncSpec:
     on_nan: NonFiniteAction | None = None
     has_loss_scale: bool = False
     state_on_host: bool = False
+    reduces_once: bool = False
     replicas_pass_own_rows: bool = False
     count_stages: tuple[int, ...] = ()
     part: StepPart = StepPart.WHOLE
@@ -106,6 +108,11 @@ class SyncSpec:
     def runs_microbatches(self) -> bool:
         """Whether microbatches run in this part of the step, and their gradients are reduced."""
         return self.part is not StepPart.UPDATE
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether replicas keep shards of the gradients from round to round, unless the step reduces once."""
+        return self.shard in (ShardingLevel.GRADIENTS, ShardingLevel.PARAMETERS)
 
     @property
     def only_gathers(self) -> bool:
@@ -130,7 +137,7 @@ class SyncSpec:
 
     def reduces_every_round(self, bucket: Bucket) -> bool:
         """Whether gradients are summed after each round, a microbatch of each replica, or at the end."""
-        return self.shard in (ShardingLevel.GRADIENTS, ShardingLevel.PARAMETERS) and not bucket.is_tied
+        return self.shards_gradients and not self.reduces_once and not bucket.is_tied
 
     def reshards_after_use(self, bucket: Bucket) -> bool:
         """Whether the parameters of a bucket are gathered for each use, and not once at the end."""

@@ -18,7 +18,7 @@ from pipec.artifact.artifact import write_artifact
 from pipec.compiler.compiler import Compiler
 from pipec.drawn_artifacts import add_recorded_steps, draw_artifact
 from pipec.errors import InputError
-from pipec.ir import Mode, Plan, RankMemory
+from pipec.ir import Mode, RankMemory
 from pipec.ir.argument_checks import check_arguments
 from pipec.options import Options
 from pipec.pipeline.checkpointing import Checkpoints
@@ -462,13 +462,13 @@ class Pipeline(PipelineBase):
             write_artifact(self._artifact, Path(directory), values)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PrintablePlan:
         """What the compiler decided. It prints as a table."""
-        return PrintablePlan.of(self._artifact.plan, self._artifact.programs)
+        return PrintablePlan.of(self._artifact.plan, self._artifact.representative_programs)
 
     def simulate(self) -> Timeline:
         """The timeline of one step, predicted from the programs and the plan's costs."""
-        return simulate_plan(self.plan, self.programs)
+        return simulate_plan(self.plan, self.plan.programs)
 
     def memory(self) -> StepMemory:
         """What each rank holds in a step that begins with ``.grad`` None, predicted from the programs.

@@ -215,6 +215,11 @@ def _stage(
         batch_count_sums=tuple(
             plan_value(graph, node, names[node]) for node in stage.batch_counts if node.meta["role"].is_sum
         ),
+        precomputed_phases=tuple(
+            phase
+            for phase in Phase
+            if any(function.reads_precomputed for function in stage.phase_functions(phase))
+        ),
         recompute=bool(stage.phase_functions(Phase.RECOMPUTE)),
         recomputes_in_backward=any(
             node.meta.get("recompute") is Phase.BACKWARD

@@ -2,27 +2,27 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from pipec.ir import Placement, Plan, Program, RankMemory, stages_on
+from pipec.ir import Placement, Plan, Program, RankMemory, RepresentativeRanks, stages_on
 from pipec.ir.text_format import format_bytes
 from pipec.programs.lower_periodic import steady_excerpt
 from pipec.programs.rank_memory import rank_memory
-from pipec.programs.representative_replicas import ReplicatedPrograms
 
 
 def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
-    """The memory that each rank needs. Periodic programs are followed until their steady state."""
-    if isinstance(programs, ReplicatedPrograms):
-        return programs.representative_replicas.expand(
-            [
-                rank_memory(plan, each)
-                for each in programs.representative_replicas.as_in_full_step(programs.representative_programs)
-            ]
-        )
-    return [
-        rank_memory(plan, program)
-        for program in steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
-    ]
+    """The memory that each rank of a plan needs. Periodic programs are followed until their steady state.
+
+    ``programs`` are those of all ranks, or of ranks that represent all.
+    """
+    excerpt = steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
+    needs = {program.rank: rank_memory(plan, program) for program in excerpt}
+    few = RepresentativeRanks.of(plan.placement, [*needs])
+    return (
+        [replace(needs[rank], rank=each) for each, rank in enumerate(few.represented_by)]
+        if few
+        else [*needs.values()]
+    )
 
 
 def memory_shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:

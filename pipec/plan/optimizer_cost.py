@@ -12,7 +12,8 @@ parameters   G / r, and G     P in each round, and 2 P/r  S / r
              while it is used
 ============ ================ =========================== =======
 
-The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums of
+A step that reduces once holds sums as under ``optimizer``. The gradients of one microbatch are whole in every
+case, and count as transient. The 2 P / r are the sums of
 earlier rounds and the shard of the round that is in transit. In transit a sum takes memory of its own: a copy
 of the gradients, and what arrives of them. ``programs/rank_memory.py`` says from when to when. Without
 sharding gradients are added up in the memory that travels, which replicas keep from step to step; where they

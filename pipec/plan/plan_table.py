@@ -129,6 +129,11 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
         memories = (stage.cost.memory for stage in plan.stages)
         without = ", ".join(format_bytes(memory.saved + memory.unsaved) for memory in memories)
         lines.append(f"* computes the rest again; saved without that: {without}")
+    if plan.sync_spec.updates and plan.sync_spec.shards_gradients and plan.sync_spec.buckets:
+        often = (
+            "once a step: whole sums fit into memory" if plan.sync_spec.reduces_once else "after each round"
+        )
+        lines.append(f"sums of gradients are reduced {often}")
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipec.ir import Op, Plan, Program
+from pipec.ir import Op, Plan, Program, RepresentativeRanks
 from pipec.plan.memory_needs import plan_memory
 from pipec.programs.lower_periodic import steady_excerpt
-from pipec.programs.representative_replicas import ReplicatedPrograms, representative_programs
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.timeline.steady_state import steady_state
@@ -15,7 +14,7 @@ from pipec.timeline.steady_state import steady_state
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     """Simulate the programs with the plan's costs, periodic ones for some mini-batches.
 
-    Of equal replicas, only representatives are simulated.
+    ``programs`` are those of all ranks, or of ranks that represent all.
     """
     compute = {
         (stage.index, phase): time + plan.host.call_seconds
@@ -26,8 +25,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     sync_times = _collectives(plan)
     for stage in plan.stages:
         sync_times[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
-    few = programs.representative_replicas if isinstance(programs, ReplicatedPrograms) else None
-    programs = steady_excerpt(representative_programs(programs), plan.sync_spec.stream, plan.placement)
+    programs = steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
+    representatives = RepresentativeRanks.of(plan.placement, [each.rank for each in programs])
     collective_seconds = {
         (s.index, number): collective.seconds
         for s in plan.stages
@@ -44,7 +43,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
         copy_times=copies,
         start_time=plan.host.step_seconds,
     )
-    return replace(simulate(programs, costs, few), sync_spec=plan.sync_spec)
+    timeline = simulate(programs, costs)
+    return replace(timeline, sync_spec=plan.sync_spec, representatives=representatives)
 
 
 def step_seconds(plan: Plan, timeline: Timeline) -> float:
@@ -58,7 +58,7 @@ def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
     seconds = _collectives(plan)
     return max(
         sum(seconds.get((each.op, each.stage, each.bucket), 0.0) for each in program.instructions)
-        for program in representative_programs(programs)
+        for program in programs
     )
 
 

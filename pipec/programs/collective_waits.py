@@ -5,15 +5,14 @@ has reached the collective, and all members wait for it. So there are twice as m
 collectives.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from pipec.ir.columns import InstructionColumns, Ints, concatenate_instructions
 from pipec.programs.deadlock import InstructionSite, WaitEdges
 from pipec.programs.program_index import ProgramIndex
-from pipec.programs.rules.collective_rules import CollectiveKey, collectives
 
 
 @dataclass(frozen=True)
@@ -39,20 +38,30 @@ class CollectiveWaits:
 
 
 def collective_waits(step: ProgramIndex) -> CollectiveWaits:
-    """Each collective waits for all its ranks. The k-th instructions with equal keys are one collective."""
-    num_ranks = len(step.columns)
-    sites_of: dict[tuple[CollectiveKey, int], list[InstructionSite]] = defaultdict(list)
-    for rank in range(num_ranks):
-        seen: dict[CollectiveKey, int] = defaultdict(int)
-        for key, number in collectives(step, rank):
-            sites_of[key, seen[key]].append((rank, number))
-            seen[key] += 1
-    waits = []
-    for collective, sites in enumerate(sites_of.values(), start=num_ranks):
-        for rank, number in sites:
-            waits += [(collective, 0, rank, number), (rank, number, collective, 1)]
-    return CollectiveWaits(_waits(waits), num_ranks, len(sites_of))
+    """Each collective waits for all its ranks, and all of them wait for it."""
+    own = [np.flatnonzero(columns.is_collective) for columns in step.columns]
+    started = concatenate_instructions(
+        [columns.taken(numbers) for columns, numbers in zip(step.columns, own, strict=True)]
+    )
+    ranks = np.repeat(np.arange(len(own)), [numbers.size for numbers in own])
+    sites, found = np.concatenate(own), collective_numbers(started, ranks)
+    first = np.zeros_like(sites)
+    reached, passed = (len(own) + found, first, ranks, sites), (ranks, sites, len(own) + found, first + 1)
+    waits = WaitEdges(*(np.concatenate(pair).astype(np.int32) for pair in zip(reached, passed, strict=True)))
+    return CollectiveWaits(waits, len(own), int(found.max(initial=-1)) + 1)
 
 
-def _waits(rows: Sequence[tuple[int, int, int, int]]) -> WaitEdges:
-    return WaitEdges(*np.array(rows, np.int32).reshape(-1, 4).T)
+def collective_numbers(started: InstructionColumns, ranks: Ints) -> Ints:
+    """For each of these instructions, by rank in order, the number of its collective.
+
+    Of several equal ones on a rank, the k-th belongs to the k-th on every other rank.
+    """
+    keys = np.stack([started.ops, started.stages, started.buckets, started.model_collectives])
+    kinds = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((kinds, ranks))
+    is_first = np.append(True, (np.diff(kinds[order]) != 0) | (np.diff(ranks[order]) != 0))[: kinds.size]
+    places = np.arange(kinds.size)
+    turns = np.empty_like(places)
+    turns[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    found: Ints = np.unique(np.stack([kinds, turns]), axis=1, return_inverse=True)[1].reshape(-1)
+    return found

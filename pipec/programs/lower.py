@@ -62,6 +62,7 @@ from pipec.programs import update_boundaries
 from pipec.programs.buffer_slots import with_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.offload_intervals import NUM_COMPUTES_BESIDE, OffloadIntervals, offload_intervals
+from pipec.programs.precomputes import with_precomputes
 from pipec.programs.routes import Route, routes
 from pipec.programs.schedule_index import ScheduleIndex
 from pipec.programs.shared_receives import holding_stages
@@ -157,6 +158,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
         ]
         columns = with_sync_waits(InstructionColumns(_in_order(blocks), links), sync_spec, sent_back)
         columns = with_stream_instructions(columns, plan, schedule.num_microbatches)
+        columns = with_precomputes(columns, plan)
         programs.append(Program(rank, with_slots(columns, buffered, stages_of_link)))
     return tuple(programs)
 

@@ -59,35 +59,6 @@ def offload_intervals(computes: ComputeColumns, offload: Collection[int]) -> Off
     return OffloadIntervals(*(each.astype(np.int32) for each in columns))
 
 
-def next_computes(columns: InstructionColumns, numbers: Ints) -> Ints:
-    """The number of the next compute after each of these instructions of a rank.
-
-    Where there is none, it is the number of all instructions.
-    """
-    computes = np.flatnonzero(columns.is_compute)
-    found: Ints = np.append(computes, len(columns))[np.searchsorted(computes, numbers, "right")]
-    return found
-
-
-def copy_dependencies(events: InstructionColumns) -> tuple[Ints, Ints]:
-    """Pairs of a compute and a copy that it waits for, in the rows of all ranks in order.
-
-    A compute waits for the prefetch of the values that it reads first. The second compute after an offload
-    waits for the offload, because it uses the memory that this frees.
-    """
-    offloads = np.flatnonzero(events.ops == OP_CODE[Op.OFFLOAD])
-    prefetches = np.flatnonzero(events.ops == OP_CODE[Op.PREFETCH])
-    if not offloads.size:
-        return offloads, offloads
-    users = next_computes(events, next_computes(events, offloads))
-    involved = np.flatnonzero(events.is_compute | (events.ops == OP_CODE[Op.PREFETCH]))
-    order = involved[np.lexsort([involved, events.microbatches[involved], events.stages[involved]])]
-    readers = np.append(order, len(events))[np.argsort(order)[np.searchsorted(involved, prefetches)] + 1]
-    copies, found = np.concatenate([offloads, prefetches]), np.concatenate([users, readers])
-    there = found < len(events)
-    return found[there], copies[there]
-
-
 def num_offloaded(columns: InstructionColumns, stage: int) -> Ints:
     """How many microbatches of a stage would be offloaded during each instruction of a program.
 

@@ -344,20 +344,17 @@ class _Account:
                 self.grow("gradients", self._at(Op.UPDATE, stage)[:1], 0.0, -bucket.shard_bytes)
 
     def count_prepared(self) -> None:
-        """Where weights are gathered for use, values precomputed from them are freed with them."""
-        sync_spec = self.plan.sync_spec
-        for stage in self.own:
-            gathered = [
-                n for n in sync_spec.buckets_of(stage) if sync_spec.reshards_after_use(sync_spec.buckets[n])
-            ]
-            gone = np.sort(np.concatenate([self._at(Op.RESHARD, stage, n) for n in gathered] or [_NOWHERE]))
-            amount = self.stages[stage].precomputed
-            if amount and gone.size:
+        """Values precomputed from weights, until these are freed where they are gathered for use.
+
+        In a stream there are those of several versions, all the time.
+        """
+        for stage in () if self.plan.sync_spec.stream else self.own:
+            made, gone = self._at(Op.PRECOMPUTE, stage), self._at(Op.RESHARD, stage)
+            if amount := self.stages[stage].precomputed * bool(made.size):
                 self.static["precomputed"] -= amount
-                uses = np.flatnonzero(self.columns.is_compute & (self.columns.stages == stage))
-                rounds, first = np.unique(np.searchsorted(gone, uses), return_index=True)
-                self.grow("precomputed", uses[first], amount, 0.0)
-                self.grow("precomputed", gone[rounds[rounds < gone.size]], 0.0, -amount)
+                freed = np.searchsorted(gone, made)
+                self.grow("precomputed", made, amount, 0.0)
+                self.grow("precomputed", gone[freed[freed < gone.size]], 0.0, -amount)
 
     def _at(self, op: Op, stage: int, bucket: int = -1) -> Ints:
         columns = self.columns

@@ -1,4 +1,4 @@
-"""Equal replicas: the programs of two of each kind represent those of all.
+"""Equal replicas: the programs of two of each kind prove those of all.
 
 Replica k of a step with R replicas runs the microbatches k, k + R, k + 2R and so on. If R does not divide the
 number of microbatches, the first replicas run one more than the others; so there are at most two kinds of
@@ -20,18 +20,19 @@ for the programs of all replicas:
   receives before it sends results itself, so no cycle goes through them.
 
 Costs belong to stages and links, whichever replica runs them, so replicas of a kind also take the same time.
-tests/programs/test_alike.py compares all this with steps of all replicas. Representatives serve planning
-only: programs that run, or are written to a file, are those of all ranks, and are verified one by one.
+So the times and the memory of a step are those of one replica of each kind, whose programs ``in_step``
+returns. tests/programs/test_alike.py compares all this with steps of all replicas. Representatives serve
+planning only: programs that run, or are written to a file, are those of all ranks, and are verified one by
+one.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import overload
+from itertools import pairwise
 
 import numpy as np
 
-from pipec.ir import Op, Placement, Plan, Program, RankMemory, RepresentativeRanks, Schedule
+from pipec.ir import Op, Placement, Plan, Program, Schedule
 from pipec.ir.columns import OP_CODE, ComputeColumns, InstructionColumns, Ints
 
 MAX_RANKS_WITHOUT_REPRESENTATIVES = 64
@@ -52,110 +53,65 @@ class RepresentativeReplicas:
     ranks: Placement
     few_ranks: Placement
 
-    @property
-    def num_replicas(self) -> int:
-        return len(self.ranks[0])
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.ranks) * self.num_replicas
-
-    @cached_property
-    def representatives(self) -> RepresentativeRanks:
-        """The first replica of a kind represents itself, and the second all others."""
-        pairs = sorted(
-            (few[place], ranks[replica], len(self._represented_replicas(place)))
-            for ranks, few in zip(self.ranks, self.few_ranks, strict=True)
-            for place, replica in enumerate(self.kept)
-        )
-        return RepresentativeRanks(
-            [rank for _, rank, _ in pairs], [count for *_, count in pairs], self.num_replicas
-        )
-
-    def representative(self, rank: int) -> int:
-        """The rank of ``schedule`` that represents a rank of the step."""
-        return self._stand_ins[rank]
-
-    @cached_property
-    def _stand_ins(self) -> dict[int, int]:
-        return {
-            ranks[replica]: rank
-            for ranks, few in zip(self.ranks, self.few_ranks, strict=True)
-            for place, rank in enumerate(few)
-            for replica in self._represented_replicas(place)
-        }
-
-    def microbatches(self, few: Ints) -> Ints:
-        """The numbers that microbatches of ``schedule`` have in the step; -1 stays."""
-        rounds, places = np.divmod(few, len(self.kept))
-        return np.where(few < 0, few, rounds * self.num_replicas + np.array(self.kept)[places]).astype(
-            np.int32
-        )
-
     def plan(self, plan: Plan) -> Plan:
         """The plan of the representatives."""
         few = self.schedule
         return replace(plan, placement=few.placement, num_microbatches=few.num_microbatches)
 
-    def as_in_full_step(self, programs: Sequence[Program]) -> list[Program]:
-        """For each of these ``programs`` the one that the first replica of its kind runs in the step."""
-        by_rank: dict[int, Program] = {}
-        for position, few in enumerate(self.few_ranks):
-            for place, rank in enumerate(few):
-                first = max(each for each in self.firsts if each <= self.kept[place])
-                own = self.kept.index(first)
-                by_rank[rank] = self._renumbered(programs[few[own]], position, own)
-        return [by_rank[rank] for rank in range(len(programs))]
+    def in_step(self, programs: Sequence[Program]) -> tuple[Program, ...]:
+        """The programs of the first replica of each kind, as they are in the step, by rank.
 
-    def expand(self, memory: Sequence[RankMemory]) -> list[RankMemory]:
-        """The memory of each rank of the step, given the memory of the representatives."""
-        return [replace(memory[self.representative(rank)], rank=rank) for rank in range(self.num_ranks)]
+        ``programs`` are those of ``schedule``.
+        """
+        found = [
+            self._in_step(programs[few[place]], self.ranks[position][replica], place)
+            for position, few in enumerate(self.few_ranks)
+            for place, replica in enumerate(self.kept)
+            if replica in self.firsts
+        ]
+        return tuple(sorted(found, key=lambda program: program.rank))
 
-    def _represented_replicas(self, place: int) -> range:
-        """The replicas of a representative."""
-        replica = self.kept[place]
-        if replica in self.firsts:
-            return range(replica, replica + 1)
-        return range(
-            replica, min((each for each in self.firsts if each > replica), default=self.num_replicas)
-        )
-
-    def _renumbered(self, program: Program, position: int, place: int) -> Program:
+    def _in_step(self, program: Program, rank: int, place: int) -> Program:
         """The program with the microbatches and peers of the step, and with the results of all replicas."""
-        columns = program.instructions
+        columns, num_replicas = program.instructions, len(self.ranks[0])
         assert isinstance(columns, InstructionColumns)
-        matrix, replica = columns.matrix, self.kept[place]
-        matrix[2] = self.microbatches(matrix[2])
+        matrix = columns.matrix
+        rounds, places = np.divmod(matrix[2], len(self.kept))
+        matrix[2] = np.where(matrix[2] < 0, -1, rounds * num_replicas + np.array(self.kept)[places])
         is_result = np.array([*(link.payload.is_result for link in columns.links), False])
-        peers = [[peer] for peer in self._peers(matrix[4], replica).tolist()]
+        own = np.full(self.schedule.num_ranks + 1, -1, np.int32)
+        represented = dict[int, Sequence[int]]()
+        for ranks, few in zip(self.ranks, self.few_ranks, strict=True):
+            own[list(few)] = ranks[self.kept[place]]
+            bounds = pairwise([*self.kept, num_replicas])
+            represented |= {peer: ranks[slice(*each)] for peer, each in zip(few, bounds, strict=True)}
+        peers: list[Sequence[int]] = [[peer] for peer in own[matrix[4]].tolist()]
         for number in np.flatnonzero(is_result[matrix[3]]).tolist():
-            peers[number] = self._represented_ranks(int(matrix[4, number]))
+            peers[number] = represented[int(matrix[4, number])]
         matrix = matrix.repeat([len(each) for each in peers], axis=1)
         matrix[4] = np.concatenate([np.empty(0, np.int32), *peers])
         sends = np.flatnonzero(is_result[matrix[3]] & (matrix[0] == OP_CODE[Op.SEND]))
         matrix[:, sends] = matrix[:, sends[np.lexsort((matrix[4, sends], matrix[3, sends]))]]
-        return Program(self.ranks[position][replica], InstructionColumns(matrix, columns.links))
+        return Program(rank, InstructionColumns(matrix, columns.links))
 
-    def _peers(self, few: Ints, replica: int) -> Ints:
-        """The ranks of one replica that these ranks represent; -1 stays."""
-        own = np.full(self.schedule.num_ranks + 1, -1, np.int32)
-        for ranks, kept in zip(self.ranks, self.few_ranks, strict=True):
-            own[list(kept)] = ranks[replica]
-        return own[few]
 
-    def _represented_ranks(self, few: int) -> list[int]:
-        """The ranks that a rank of ``schedule`` represents."""
-        position = next(k for k, ranks in enumerate(self.few_ranks) if few in ranks)
-        return [
-            self.ranks[position][k] for k in self._represented_replicas(self.few_ranks[position].index(few))
-        ]
+def representative_programs(
+    schedule: Schedule, plan: Plan, make: Callable[[Schedule, Plan], tuple[Program, ...]]
+) -> tuple[Program, ...]:
+    """The programs of the ranks that represent all of a step: of many equal replicas, one of each kind.
+
+    ``make`` lowers and verifies a schedule with its plan.
+    """
+    few = representative_replicas(schedule)
+    return few.in_step(make(few.schedule, few.plan(plan))) if few else make(schedule, plan)
 
 
 def representative_replicas(
-    schedule: Schedule, most_ranks: int = MAX_RANKS_WITHOUT_REPRESENTATIVES
+    schedule: Schedule, most_ranks: int | None = None
 ) -> RepresentativeReplicas | None:
     """The schedule of representatives; None for up to ``most_ranks`` ranks, or if no replicas are equal."""
-    if schedule.num_ranks <= most_ranks or schedule.stream is not None:
+    limit = MAX_RANKS_WITHOUT_REPRESENTATIVES if most_ranks is None else most_ranks
+    if schedule.num_ranks <= limit or schedule.stream is not None:
         return None
     ranks = _positions(schedule)
     if ranks is None:
@@ -215,49 +171,4 @@ def _of_representatives(
     in_order = tuple(orders[rank] for rank in range(len(left)))
     return RepresentativeReplicas(
         Schedule(schedule.name, sum(counts), placement, in_order), kept, firsts, ranks, few_ranks
-    )
-
-
-class ReplicatedPrograms(Sequence[Program]):
-    """The programs of all ranks, of which only ``representative_programs`` of ``few`` replicas are lowered.
-
-    ``make`` lowers and verifies all of them, when the first one is accessed.
-    """
-
-    def __init__(
-        self,
-        few: RepresentativeReplicas,
-        representative_programs: Sequence[Program],
-        make: Callable[[], tuple[Program, ...]],
-    ) -> None:
-        self.representative_replicas = few
-        self.representative_programs = representative_programs
-        self._make = make
-
-    @cached_property
-    def _all(self) -> tuple[Program, ...]:
-        return self._make()
-
-    def __len__(self) -> int:
-        return self.representative_replicas.num_ranks
-
-    @overload
-    def __getitem__(self, index: int) -> Program: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Program]: ...
-    def __getitem__(self, index: int | slice) -> Program | Sequence[Program]:
-        return self._all[index]
-
-
-def representative_programs(programs: Sequence[Program]) -> Sequence[Program]:
-    """The programs that represent all of these, as they are lowered, verified and simulated."""
-    return programs.representative_programs if isinstance(programs, ReplicatedPrograms) else programs
-
-
-def as_in_full_step(programs: Sequence[Program]) -> Sequence[Program]:
-    """The programs that represent all of these, as the ranks of the step execute them."""
-    return (
-        programs.representative_replicas.as_in_full_step(programs.representative_programs)
-        if isinstance(programs, ReplicatedPrograms)
-        else programs
     )

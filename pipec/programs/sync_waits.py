@@ -1,5 +1,7 @@
 """Inserts the waits for collectives and for tied gradients into a program, each before its first reader.
 
+A reduction after each round is awaited before the next reduction starts: memory is short then.
+
 For example, with clipped gradients::
 
     reduce_grad stage 0 bucket 0                reduce_grad  stage 0  bucket 0
@@ -68,7 +70,7 @@ class _Started:
             case ((Op.REDUCE_GRAD | Op.RECV), (Op.GRAD_NORM | Op.UPDATE)):
                 return reader.op is Op.GRAD_NORM or is_same_stage
             case Op.REDUCE_GRAD, Op.REDUCE_GRAD:
-                return is_same_stage and reader.bucket == own.bucket
+                return sync_spec.reduces_every_round(sync_spec.buckets[own.bucket])
             case Op.RECV, Op.REDUCE_GRAD:
                 assert own.link
                 names = {value.name for value in own.link.values}

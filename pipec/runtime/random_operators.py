@@ -1,4 +1,8 @@
-"""Random operators as generated code calls them: each draws from a generator that it is given."""
+"""Random operators as generated code calls them: each draws from a generator that it is given.
+
+Where ``torch.compile`` takes the function around it, each is given a seed instead, and is an operator that
+makes the generator of this seed.
+"""
 
 import contextlib
 import functools
@@ -17,7 +21,7 @@ _default_generator = threading.Lock()
 def dropout(input: Tensor, p: float, source: torch.Generator | Tensor) -> tuple[Tensor, Tensor]:
     """``aten.native_dropout(input, p, True)``: the scaled output, and the mask of what is kept.
 
-    It draws from a generator, or from the one of a seed where ``torch.compile`` takes the function around it.
+    It draws from a generator, or from the one of a seed.
     """
     if isinstance(source, Tensor):
         output, mask = _seeded_dropout(input, p, source)
@@ -48,15 +52,45 @@ def _(input: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def call_with_generator(
-    generator: torch.Generator, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    source: torch.Generator | Tensor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a random operator without a generator of its own; ``kwargs`` may hold its ``generator=None``.
 
-    It draws from the device's default generator, which has the state of ``generator`` during the call. On a
-    GPU it is that very state, so that a CUDA graph with which ``generator`` is registered knows of it.
+    It draws from the device's default generator, which has the state of ``source`` during the call. On a GPU
+    it is that very state, so that a CUDA graph with which the generator is registered knows of it.
     """
-    with _default_generator, _as_default(generator):
+    if isinstance(source, Tensor):
+        return _seeded_operator(function)(source, *args, **kwargs)
+    with _default_generator, _as_default(source):
         return function(*args, **kwargs)
+
+
+_library = torch.library.Library("pipec", "FRAGMENT")
+
+
+@functools.cache
+def _seeded_operator(function: Any) -> Any:
+    """The operator that calls a random operator with the generator of its first argument, a seed.
+
+    ``aten::bernoulli(Tensor self)    ->    pipec::seeded_bernoulli_default(Tensor seed, Tensor self)``
+    """
+    schema = str(function._schema)
+    arguments = schema[schema.index("(") + 1 :]
+    name = f"seeded_{function._schema.name.split('::')[1]}_{function._overloadname}"
+
+    def call(seed: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = kwargs.get("device") or torch.device("cpu")
+        device = next((each.device for each in args if isinstance(each, Tensor)), named)
+        generator = generator_of_seed(device, seed)
+        return call_with_generator(generator, function, *args, **kwargs)
+
+    def like_call(seed: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    _library.define(f"{name}(Tensor seed, {arguments}")
+    _library.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pipec::{name}", like_call, lib=_library)
+    return getattr(torch.ops.pipec, name).default
 
 
 @contextlib.contextmanager

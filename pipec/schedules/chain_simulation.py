@@ -3,9 +3,20 @@
 from dataclasses import replace
 from time import perf_counter
 
-from pipec.ir import NO_SYNC, Bucket, Op, Placement, Schedule, SyncSpec, Value
+from pipec.ir import (
+    NO_SYNC,
+    Bucket,
+    Op,
+    Placement,
+    Plan,
+    Program,
+    RepresentativeRanks,
+    Schedule,
+    SyncSpec,
+    Value,
+)
 from pipec.programs.lower import bare_plan, chain_links, lower
-from pipec.programs.representative_replicas import representative_replicas
+from pipec.programs.representative_replicas import representative_programs
 from pipec.programs.verify import verify_step
 from pipec.schedules.search.workload import Workload
 from pipec.timeline.events import Timeline
@@ -24,7 +35,7 @@ def simulate_schedule(
 ) -> tuple[Timeline, float]:
     """The timeline of a schedule on a plain chain of stages, and the seconds to lower and verify it.
 
-    Of many equal replicas, a few are simulated.
+    Of many equal replicas, one of each kind is simulated.
 
     Raises:
         VerifyError: the schedule is broken.
@@ -32,16 +43,22 @@ def simulate_schedule(
     links = chain_links(schedule.num_stages)
     if schedule.stream is not None:
         sync_spec = replace(sync_spec, updates=True, stream=schedule.stream)
+    costs = replace(
+        work.costs(schedule, links),
+        sync_times={
+            (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
+            for number, bucket in enumerate(sync_spec.buckets)
+        },
+    )
     begun = perf_counter()
-    few = representative_replicas(schedule)
-    schedule = few.schedule if few else schedule
-    plan = bare_plan(schedule, links, sync_spec)
+    programs = representative_programs(schedule, bare_plan(schedule, links, sync_spec), _verified)
+    seconds = perf_counter() - begun
+    representatives = RepresentativeRanks.of(schedule.placement, [each.rank for each in programs])
+    timeline = simulate(programs, costs)
+    return replace(timeline, sync_spec=sync_spec, representatives=representatives), seconds
+
+
+def _verified(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     programs = lower(schedule, plan)
     verify_step(plan, programs)
-    seconds = perf_counter() - begun
-    sync_times = {
-        (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
-        for number, bucket in enumerate(sync_spec.buckets)
-    }
-    timeline = simulate(programs, replace(work.costs(schedule, links), sync_times=sync_times), few)
-    return replace(timeline, sync_spec=sync_spec), seconds
+    return programs

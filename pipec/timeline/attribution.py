@@ -1,18 +1,15 @@
 """The time of a step explained: the waits of its events, and the critical path."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
-from pipec.programs.message_readers import first_readers
-from pipec.programs.offload_intervals import copy_dependencies
+from pipec.ir.columns import OP_CODE, Floats, Ints, constant
+from pipec.programs.collective_waits import collective_numbers
 from pipec.timeline.events import Events, Timeline
-from pipec.timeline.simulate import collective_numbers
 
 NEGLIGIBLE = 1e-6
 """Shorter waits, as a share of the makespan, are rounding errors: times are sums of floats."""
@@ -52,24 +49,18 @@ class Attribution:
 def attribute_waits(timeline: Timeline) -> Attribution:
     """The wait of each event, in the order of the events.
 
-    An idle rank waits for the last message that its next compute reads, or for the collective or the copy
-    that its next compute or update needs, if that ends later. If the rank was busy until all of them had
-    arrived, or nothing is read, no event is blamed for the idle time: some passes between the computes of a
-    recorded step. A recorded message lasts until it is read, so each is assumed to arrive as fast as the
-    fastest message between the same stages and ranks.
+    A rank that is idle before a compute or an update waits for what the last wait there was for that took
+    time. Without such a wait no event is blamed: some time passes between the computes of a recorded step.
     """
     events, least = timeline.columns, NEGLIGIBLE * timeline.makespan
     previous = events.latest_before(events.is_blocking)
     free = _at(events.ends, previous, 0.0)
     idle = np.where(events.is_blocking, events.starts - free, 0.0)
     idle[idle <= least] = 0.0
-    arrivals = _arrivals(events)
-    waiting = np.flatnonzero(idle)
-    message, needed = _last_inputs(message_readers(timeline), arrivals)[waiting], _needed(events)[waiting]
-    there = _at(arrivals, message, -np.inf), _at(events.ends, needed, -np.inf)
-    late = np.maximum(*there) > free[waiting] + least
-    awaited = np.full(len(events), -1, np.int32)
-    awaited[waiting[late]] = np.where(there[0] >= there[1], message, needed)[late]
+    waits, awaited = timeline.waits, constant(-1, len(events) + 1).copy()
+    long = waits.ends - waits.starts > least
+    awaited[waits.followed_by[long]] = waits.awaited[long]
+    awaited = np.where(idle > 0, awaited[:-1], -1)
     queued = _queued(events, previous, least)
     ops = events.instructions.ops
     masks = (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH)))
@@ -85,45 +76,13 @@ def _at(times: Floats, events: Ints, otherwise: float) -> Floats:
     return np.where(events < 0, otherwise, times[events])
 
 
-def message_readers(timeline: Timeline) -> Ints:
-    """For each event the compute that reads it first; -1 for computes and messages read after the step."""
-    events = timeline.columns
-    computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(events.is_message)
-    found = np.full(len(events), -1, np.int32)
-    sent = timeline.messages.instructions
-    read = first_readers(timeline.computes.instructions, timeline.computes.ranks, sent, sent.peers)
-    found[messages] = np.append(computes, -1)[read]
-    return found
-
-
-def _needed(events: Events) -> Ints:
-    """For each update the collective before it, for each compute the last collective or copy it needs."""
-    update = events.instructions.ops == OP_CODE[Op.UPDATE]
-    found = np.where(update, events.latest_before(events.is_collective), -1)
-    for needed, computes in _awaited_collectives(events.instructions):
-        found[computes] = np.maximum(found, events.latest_before(needed))[computes]
-    for reader, copy in zip(*map(np.ndarray.tolist, copy_dependencies(events.instructions)), strict=True):
-        if found[reader] < 0 or events.ends[copy] > events.ends[found[reader]]:
-            found[reader] = copy
-    return found
-
-
-def _awaited_collectives(events: InstructionColumns) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
-    """Collectives, and the computes that read the last one of them before."""
-    gathers, joint = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.model_collectives >= 0)
-    for stage in np.unique(events.stages[gathers | joint]).tolist():
-        computes = events.is_compute & (events.stages == stage)
-        yield gathers & (events.stages == stage), computes
-        yield joint & (events.stages == stage), computes & (events.segments > 0)
-
-
 def _last_to_come(events: Events, previous: Ints) -> Ints:
     """For each collective its event on the rank that reached it last; for a copy itself; -1 elsewhere.
 
     Ranks that began at the same time are compared by when they were free.
     """
     own = np.flatnonzero(events.is_collective)
-    numbers = collective_numbers(events.instructions, events.ranks, own)
+    numbers = collective_numbers(events.instructions.taken(own), events.ranks[own])
     free = _at(events.ends, previous[own], 0.0)
     latest = np.full(int(numbers.max(initial=-1)) + 1, -1)
     ascending = np.lexsort([free, events.starts[own]])
@@ -146,31 +105,6 @@ def _queued(events: Events, previous: Ints, least: float) -> Ints:
     waited &= events.starts[after] > _at(events.ends, previous[after], 0.0) + least
     found = np.full(len(events), -1, np.int32)
     found[after[waited]] = before[waited]
-    return found
-
-
-def _arrivals(events: Events) -> Floats:
-    """The time at which each message could be read."""
-    ways = events.instructions.link_numbers * (int(events.instructions.peers.max(initial=0)) + 1)
-    ways = np.where(events.is_message, ways + events.instructions.peers, 0)
-    fastest = np.full(int(ways.max(initial=0)) + 1, np.inf)
-    messages = events.is_message
-    np.minimum.at(fastest, ways[messages], (events.ends - events.starts)[messages])
-    arrivals: Floats = events.starts + fastest[ways]
-    return arrivals
-
-
-def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
-    """For each event the last message to arrive of those it reads, the first of equals; -1 if it reads none.
-
-    Event 3 reads the messages 0 and 2, which arrive at 5.0 and 4.0::
-
-        read_by [3, -1, 3, -1]  ->  [-1, -1, -1, 0]
-    """
-    messages = np.flatnonzero(read_by >= 0)[::-1]
-    found = np.full(read_by.size, -1, np.int32)
-    ascending = messages[np.argsort(arrivals[messages], kind="stable")]
-    found[read_by[ascending]] = ascending
     return found
 
 

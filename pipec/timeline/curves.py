@@ -9,7 +9,6 @@ from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, PHASES, Floats, InstructionColumns
 from pipec.programs.lower_periodic import steady_excerpt
 from pipec.programs.rank_memory import Held, memory_by_category
-from pipec.programs.representative_replicas import as_in_full_step
 from pipec.timeline.events import Timeline
 
 
@@ -78,9 +77,7 @@ def rank_memory_over_time(
     if not plan.sync_spec.runs_microbatches:
         return ()
     curves = []
-    for rank, program in enumerate(
-        steady_excerpt(as_in_full_step(programs), plan.sync_spec.stream, plan.placement)
-    ):
+    for rank, program in enumerate(steady_excerpt(programs, plan.sync_spec.stream, plan.placement)):
         events = timeline.columns.of_rank(rank)
         columns = InstructionColumns.of(program.instructions, plan.links)
         timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))

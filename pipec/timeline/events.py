@@ -5,7 +5,7 @@ tuple.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipec.ir import NO_SYNC, Instruction, Op, OpKind, Phase, RepresentativeRanks, SyncSpec
 from pipec.ir.columns import OP_CODE, OPS, Floats, InstructionColumns, Ints, constant
+from pipec.timeline.step_events import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,7 @@ class Events(Sequence[Event]):
     @property
     def is_blocking(self) -> NDArray[np.bool_]:
         """Which events occupy their rank: computes and updates."""
-        work: NDArray[np.bool_] = self.is_compute | (self.instructions.ops == OP_CODE[Op.UPDATE])
-        return work
+        return self.instructions.is_blocking
 
     def latest_before(self, mask: NDArray[np.bool_]) -> Ints:
         """For each event the last one before it on its rank at which ``mask`` is true, or -1."""
@@ -173,6 +173,7 @@ class Timeline:
     unit: str = "s"
     sync_spec: SyncSpec = NO_SYNC
     representatives: RepresentativeRanks | None = None
+    waits: Waits = field(default_factory=Waits.none, compare=False)
 
     @property
     def num_ranks(self) -> int:

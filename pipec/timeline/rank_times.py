@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipec.ir import Op, Payload
-from pipec.ir.columns import OPS, Floats, Ints
+from pipec.ir.columns import OPS, Ints
 from pipec.timeline.attribution import NEGLIGIBLE, Attribution
 from pipec.timeline.events import Events, Timeline
 
@@ -33,7 +32,7 @@ class RankTime:
 
     It is ``busy`` with computes and updates. ``waits`` are its waits for messages, collectives and copies,
     longest first. ``unattributed_idle`` is the idle time in which it had all its inputs. ``trailing_idle`` is
-    the time after its last compute, update and collective.
+    the time after its last compute, update and wait.
     """
 
     busy: float
@@ -47,15 +46,23 @@ class RankTime:
 
 
 def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
-    """The time of each rank. ``found`` is the result of ``attribute_waits``."""
-    events, num_ranks = timeline.columns, timeline.num_ranks
+    """The time of each rank. ``found`` is the result of ``attribute_waits``.
+
+    A rank that has ended its work and waits for results is idle, as the script will be.
+    """
+    events, waits, num_ranks = timeline.columns, timeline.waits, timeline.num_ranks
     busy = np.bincount(
         events.ranks, np.where(events.is_blocking, events.ends - events.starts, 0.0), num_ranks
     )
     idle = np.bincount(events.ranks, found.idle, num_ranks)
-    worked = _latest_ends(events, events.is_blocking, np.zeros(num_ranks))
-    over = _latest_ends(events, events.is_collective, worked)
-    awaited = _awaited(events, found, worked, over)
+    worked = np.zeros(num_ranks)
+    np.maximum.at(worked, events.ranks[events.is_blocking], events.ends[events.is_blocking])
+    is_result = np.array([*(link.payload.is_result for link in events.instructions.links), False])
+    counted = (waits.followed_by >= 0) | ~is_result[events.instructions.link_numbers[waits.awaited]]
+    over = worked.copy()
+    np.maximum.at(over, waits.ranks[counted], waits.ends[counted])
+    long = np.flatnonzero(counted & (waits.ends - waits.starts > NEGLIGIBLE * timeline.makespan))
+    awaited = _by_reason(timeline, found, long)
     times = []
     for rank in range(num_ranks):
         waiting = sum(each.time for each in awaited[rank])
@@ -66,64 +73,44 @@ def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
     return tuple(times)
 
 
-def _latest_ends(events: Events, mask: NDArray[np.bool_], ends: Floats) -> Floats:
-    """For each rank the latest end of its events at which ``mask`` is true, or ``ends`` if that is later."""
-    found = ends.copy()
-    np.maximum.at(found, events.ranks[mask], events.ends[mask])
-    return found
-
-
-def _awaited(events: Events, found: Attribution, worked: Floats, over: Floats) -> dict[int, list[RankWait]]:
-    """The waits of each rank, longest first. Its work ends at ``worked``, its collectives at ``over``."""
+def _by_reason(timeline: Timeline, found: Attribution, chosen: Ints) -> dict[int, list[RankWait]]:
+    """The ``chosen`` waits of each rank, those for the same added up, longest first."""
+    events, waits = timeline.columns, timeline.waits
     times: dict[tuple[int, int, int, Payload | Op], float] = defaultdict(float)
-    for event, message, time in _messages_awaited(events, found):
-        link = events[message].instruction.link
-        assert link
-        times[int(events.ranks[event]), int(events.ranks[message]), link.source, link.payload] += time
-    for event, rank, time in _collectives_awaited(events, found, worked, over):
-        stage, op = int(events.instructions.stages[event]), OPS[events.instructions.ops[event]]
-        times[int(events.ranks[event]), rank, stage, op] += time
-    awaited: dict[int, list[RankWait]] = {rank: [] for rank in range(worked.size)}
-    late = (found.awaited >= 0) & events.instructions.is_copy[found.awaited]
-    for event in np.flatnonzero(late).tolist():
-        copy, rank = events[int(found.awaited[event])].instruction, int(events.ranks[event])
-        times[rank, rank, copy.stage, copy.op] += float(found.idle[event])
+    is_message = events.is_message[waits.awaited[chosen]]
+    for wait, time in _messages_awaited(timeline, chosen[is_message]):
+        message = events[int(waits.awaited[wait])]
+        assert message.instruction.link
+        link = message.instruction.link
+        times[int(waits.ranks[wait]), message.rank, link.source, link.payload] += time
+    before = events.latest_before(events.is_collective)
+    for wait in chosen[~is_message].tolist():
+        held = float(waits.starts[wait]), float(waits.ends[wait])
+        rank, event = int(waits.ranks[wait]), int(waits.awaited[wait])
+        split = (
+            _split_wait(events, found.last, before, event, *held)
+            if events.is_collective[event]
+            else [(event, rank, held[1] - held[0])]
+        )
+        for each, other, time in split:
+            stage, op = int(events.instructions.stages[each]), OPS[events.instructions.ops[each]]
+            times[rank, other, stage, op] += time
+    by_rank: dict[int, list[RankWait]] = {rank: [] for rank in range(timeline.num_ranks)}
     for (rank, other, stage, what), time in sorted(times.items(), key=lambda pair: -pair[1]):
         if time:
-            awaited[rank].append(RankWait(other, stage, what, time))
-    return awaited
+            by_rank[rank].append(RankWait(other, stage, what, time))
+    return by_rank
 
 
-def _messages_awaited(events: Events, found: Attribution) -> Iterator[tuple[int, int, float]]:
-    """For each rank, link and sender: an event that waited, its message, and the time of all of them."""
-    late = np.flatnonzero((found.awaited >= 0) & events.is_message[found.awaited])
-    messages = found.awaited[late]
+def _messages_awaited(timeline: Timeline, chosen: Ints) -> Iterator[tuple[int, float]]:
+    """For each rank, link and sender: one of the ``chosen`` waits, and the time of all of them."""
+    events, waits = timeline.columns, timeline.waits
+    messages = waits.awaited[chosen]
     numbers = events.instructions.link_numbers[messages].astype(np.int64)
-    num_ranks = int(events.ranks.max(initial=0)) + 1
-    kinds = (numbers * num_ranks + events.ranks[late]) * num_ranks + events.ranks[messages]
+    kinds = (numbers * timeline.num_ranks + waits.ranks[chosen]) * timeline.num_ranks + events.ranks[messages]
     firsts, kind = np.unique(kinds, return_index=True, return_inverse=True)[1:]
-    times = np.bincount(kind, found.idle[late], firsts.size)
-    return zip(late[firsts].tolist(), messages[firsts].tolist(), times.tolist(), strict=True)
-
-
-def _collectives_awaited(
-    events: Events, found: Attribution, worked: Floats, over: Floats
-) -> Iterator[tuple[int, int, float]]:
-    """Collectives, each with the rank that is waited for, and a time.
-
-    A rank waits before a compute or an update that needs a collective, and after its work until its last
-    collective ends.
-    """
-    before = events.latest_before(events.is_collective)
-    late = np.flatnonzero((found.awaited >= 0) & events.is_collective[found.awaited])
-    for event in late.tolist():
-        start = float(events.starts[event])
-        idle = start - float(found.idle[event]), start
-        yield from _split_wait(events, found.last, before, int(found.awaited[event]), *idle)
-    collectives = np.flatnonzero(events.is_collective)
-    ranks, lasts = np.unique(events.ranks[collectives][::-1], return_index=True)
-    for rank, event in zip(ranks.tolist(), collectives[::-1][lasts].tolist(), strict=True):
-        yield from _split_wait(events, found.last, before, event, float(worked[rank]), float(over[rank]))
+    times = np.bincount(kind, (waits.ends - waits.starts)[chosen], firsts.size)
+    return zip(chosen[firsts].tolist(), times.tolist(), strict=True)
 
 
 def _split_wait(

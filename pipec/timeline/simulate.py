@@ -23,14 +23,13 @@ from pipec.ir.columns import (
     Floats,
     InstructionColumns,
     Ints,
-    concatenate_instructions,
     with_shared_links,
 )
-from pipec.programs.awaited_starts import awaited_starts
+from pipec.programs.collective_waits import collective_numbers
 from pipec.programs.rank_memory import peak_in_flight
-from pipec.programs.representative_replicas import RepresentativeReplicas
-from pipec.programs.task_times import AVAILABLE_AT_START, NEVER_PRODUCED, Deadlock, TaskInputs, run_tasks
+from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.timeline.events import Events, Timeline
+from pipec.timeline.step_events import StepEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,42 +90,55 @@ class SimulationCosts:
         return self.compute[stage, phase] * (1.0 if segment < 0 else shares[segment])
 
 
-def simulate(
-    programs: Sequence[Program], costs: SimulationCosts, few: RepresentativeReplicas | None = None
-) -> Timeline:
+def simulate(programs: Sequence[Program], costs: SimulationCosts) -> Timeline:
     """Play ``programs`` against ``costs``. Time and memory are linear in the number of instructions.
 
-    If the programs are those of a ``few`` replicas of a step, the timeline has the step's microbatches.
+    What other ranks than theirs send, or receive, is left out.
 
     Raises:
         InputError: ``costs`` lack a stage and phase that runs, or are not finite.
-        VerifyError: a compute reads a message that is never sent.
+        VerifyError: a wait is for a message that is never sent, or computes wait for each other.
     """
-    step = _Step(with_shared_links(programs))
-    durations = np.append(_durations(step, costs), np.zeros(step.num_arrivals))
+    step = _Step(_among_themselves(programs))
+    for wait in np.flatnonzero(step.awaited < 0).tolist()[:1]:
+        where = f"rank {step.wait_ranks[wait]} at instruction {step.wait_sites[wait]}"
+        raise VerifyError(f"{where} waits for what is never sent; pipec.programs.verify tells why")
+    durations = np.append(_durations(step, costs), np.zeros(step.arrivals.size))
     if not np.isfinite(durations.sum()):
         raise InputError("a cost is no finite number; expected the time of every phase and link")
     run = run_tasks(durations[step.order], _reads(step), step.first_tasks, step.groups)
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.tasks]))
     tasks = step.tasks[: len(step.events)]
-    shown = step.events
-    if few:
-        shown = shown.for_microbatches(few.microbatches(shown.microbatches))
     events = Events(
-        step.ranks, shown, costs.start_time + run.starts[tasks], costs.start_time + run.ends[tasks]
+        step.ranks, step.events, costs.start_time + run.starts[tasks], costs.start_time + run.ends[tasks]
     )
-    peaks = tuple(map(peak_in_flight, programs))
-    return Timeline(events, peaks, costs.unit, representatives=few.representatives if few else None)
+    waits = step.waits(*_wait_times(step, events.ends, costs.start_time))
+    return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit, waits=waits)
 
 
-class _Step:
-    """The events of the timeline on all ranks, rank by rank.
+def _among_themselves(programs: Sequence[Program]) -> list[InstructionColumns]:
+    """The instructions of each rank, with peers as numbers of ``programs``, without those for other peers."""
+    columns, ranks = with_shared_links(programs), [program.rank for program in programs]
+    last = max(int(each.peers.max(initial=max(ranks))) for each in columns)
+    if ranks == [*range(last + 1)]:
+        return columns
+    numbers = np.full(last + 2, -2, np.int32)
+    numbers[[*ranks, -1]] = [*range(len(ranks)), -1]
+    found = []
+    for each in columns:
+        own = each.where(numbers[each.peers] > -2)
+        found.append(InstructionColumns((*own.columns[:4], numbers[own.peers], *own.columns[5:]), own.links))
+    return found
 
-    Each occupies a resource while it lasts: computes and updates their rank, a message the channel from its
-    rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's link
-    to the host. The tasks of ``run_tasks`` are the events resource by resource, and those of a rank form one
-    of the ``groups``. Here rank 0 has the events 0 to 4::
+
+class _Step(StepEvents):
+    """The events and waits as tasks of ``run_tasks``.
+
+    Each event occupies a resource while it lasts: computes and updates their rank, a message the channel from
+    its rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's
+    link to the host. The tasks of ``run_tasks`` are the events resource by resource, and those of a rank form
+    one of the ``groups``. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
         instruction       F0    send  F1    send  B0    F0    B0    send
@@ -137,48 +149,21 @@ class _Step:
     A collective is an event on each of its ranks. Each has also a task without duration, numbered after the
     events: the arrival of the rank. The arrivals of one collective follow each other.
 
-    ``waits`` are the waits for messages, ``waiting_ranks`` their ranks, and ``after_waits`` the events that
-    follow. ``next_at_work[event]`` is the next event that occupies a rank, or itself. ``begins[event]`` is
-    the task with which it begins: of a collective, the arrival.
+    ``begins[event]`` is the task with which an event begins: of a collective, the arrival.
     """
 
     def __init__(self, programs: Sequence[InstructionColumns]) -> None:
-        timed = [each.is_timed for each in programs]
+        super().__init__(programs)
         self.programs = programs
-        self.events = concatenate_instructions(
-            [each.where(mask) for each, mask in zip(programs, timed, strict=True)]
-        )
-        counts = np.array([np.count_nonzero(mask) for mask in timed])
-        self.first_events = np.append(0, np.cumsum(counts)).astype(np.int32)
-        self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), counts)
-        awaited = [np.flatnonzero(each.ops == OP_CODE[Op.WAIT_RECV]) for each in programs]
-        self.waits = concatenate_instructions(
-            [each.taken(numbers) for each, numbers in zip(programs, awaited, strict=True)]
-        )
-        self.waiting_ranks = np.repeat(np.arange(len(programs)), [numbers.size for numbers in awaited])
-        self.after_waits = np.concatenate(
-            [
-                first + np.cumsum(mask, dtype=np.int32)[numbers]
-                for first, mask, numbers in zip(self.first_events, timed, awaited, strict=False)
-            ]
-        )
-        self.is_compute = self.events.is_compute
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
         self.collectives = np.flatnonzero(self.events.is_collective)
         self.copies = [np.flatnonzero(self.events.ops == OP_CODE[op]) for op in (Op.OFFLOAD, Op.PREFETCH)]
-        self.occupies_rank = self.is_compute | (self.events.ops == OP_CODE[Op.UPDATE])
-        self.collective_numbers = collective_numbers(self.events, self.ranks, self.collectives)
+        started = self.events.taken(self.collectives)
+        self.collective_numbers = collective_numbers(started, self.ranks[self.collectives])
         self._lay_out()
         self.arrivals = self.tasks[len(self.events) :]
         self.begins = self.tasks[: len(self.events)].copy()
         self.begins[self.collectives] = self.arrivals
-        places = np.append(self.occupies_rank, True)
-        numbers = np.where(places, np.arange(places.size, dtype=np.int32), places.size)
-        self.next_at_work = np.minimum.accumulate(numbers[::-1])[::-1]
-
-    @property
-    def num_arrivals(self) -> int:
-        return self.collectives.size
 
     def _lay_out(self) -> None:
         """Number the tasks: events rank by rank, and on each of them resource by resource; then arrivals."""
@@ -197,26 +182,13 @@ class _Step:
         self.first_tasks = [*bounds.tolist(), self.order.size]
         self.groups = np.flatnonzero(np.diff(resources[bounds] // most, prepend=-1)).tolist()
 
-    def last_before(self, mask: NDArray[np.bool_], events: Ints) -> Ints:
-        """The last event before each of these on its rank at which ``mask`` is true, or -1."""
+    def last_before(self, mask: NDArray[np.bool_], events: Ints, ranks: Ints) -> Ints:
+        """The last event of ``ranks`` before each of ``events`` at which ``mask`` is true, or -1."""
         if not events.size:
             return events
-        latest = np.maximum.accumulate(np.where(mask, np.arange(self.ranks.size), -1))
+        latest = np.maximum.accumulate(np.where(mask, np.arange(self.ranks.size, dtype=np.int32), -1))
         before = np.concatenate([[-1], latest])[events]
-        first_of_rank = np.searchsorted(self.ranks, range(len(self.programs)))
-        return np.where(before < first_of_rank[self.ranks[events]], -1, before)
-
-
-def collective_numbers(events: InstructionColumns, ranks: Ints, collectives: Ints) -> Ints:
-    """For each of these collectives its number: of several equal ones on a rank, the k-th belong together."""
-    numbers: dict[tuple[int, ...], int] = {}
-    seen: dict[tuple[int, ...], int] = {}
-    found = np.empty(collectives.size, np.int64)
-    keyed = zip(ranks[collectives].tolist(), _keys(events, collectives), strict=True)
-    for place, (rank, key) in enumerate(keyed):
-        turn = seen[rank, *key] = seen.get((rank, *key), -1) + 1
-        found[place] = numbers.setdefault((turn, *key), len(numbers))
-    return found
+        return np.where(before < self.first_events[ranks], -1, before)
 
 
 def _durations(step: _Step, costs: SimulationCosts) -> Floats:
@@ -224,13 +196,13 @@ def _durations(step: _Step, costs: SimulationCosts) -> Floats:
     sizes = (int(each.max(initial=-1)) for each in (events.stages, events.segments))
     kinds = np.zeros((len(OPS), *(2 + size for size in sizes)), bool)
     kind_of = events.ops, events.stages, events.segments + 1
-    kinds[tuple(each[step.is_compute] for each in kind_of)] = True
+    kinds[tuple(each[step.events.is_compute] for each in kind_of)] = True
     durations = np.zeros(kinds.shape)
     for code, stage, segment in np.argwhere(kinds).tolist():
         durations[code, stage, segment] = costs.compute_time(stage, Phase(OPS[code]), segment - 1)
     messages = np.array([*(costs.messages.get(link, 0.0) for link in events.links), 0.0])
-    found = np.where(step.is_compute, durations[kind_of], messages[events.link_numbers])
-    others = np.flatnonzero(~step.is_compute & (events.link_numbers < 0))
+    found = np.where(step.events.is_compute, durations[kind_of], messages[events.link_numbers])
+    others = np.flatnonzero(~step.events.is_compute & (events.link_numbers < 0))
     for event, (op, stage, bucket, collective) in zip(others.tolist(), _keys(events, others), strict=True):
         sync_time = costs.sync_times.get((OPS[op], stage, bucket), 0.0)
         found[event] = costs.model_collectives.get((stage, collective), 0.0) if collective >= 0 else sync_time
@@ -255,7 +227,7 @@ def _start_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """A message and a copy read the work before them, a collective the last arrival of its ranks."""
     tasks, own = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), step.collectives
     for started in (step.sends, *step.copies):
-        yield tasks[started], tasks[step.last_before(step.occupies_rank, started)]
+        yield tasks[started], tasks[step.last_before(step.events.is_blocking, started, step.ranks[started])]
     last = np.full(int(step.collective_numbers.max(initial=-1)) + 1, -1, np.int32)
     np.maximum.at(last, step.collective_numbers, step.arrivals)
     yield tasks[own], last[step.collective_numbers]
@@ -264,67 +236,43 @@ def _start_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
 def _arrival_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """A rank arrives at a collective after its previous work, and after its previous collective."""
     tasks = np.append(step.tasks, np.int32(AVAILABLE_AT_START))
-    for mask in (step.occupies_rank, step.events.is_collective):
-        yield step.arrivals, tasks[step.last_before(mask, step.collectives)]
+    ranks = step.ranks[step.collectives]
+    for mask in (step.events.is_blocking, step.events.is_collective):
+        yield step.arrivals, tasks[step.last_before(mask, step.collectives, ranks)]
 
 
 def _wait_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """The next work of a rank after a wait reads what is awaited; so does what it starts before that."""
-    for following, ranks, ended in (_message_waits(step), _other_waits(step)):
-        last = step.first_events[ranks + 1]
-        while following.size:
-            at_work = step.next_at_work[following]
-            found = at_work < last
-            yield step.begins[at_work[found]], ended[found]
-            between = following < np.minimum(at_work, last)
-            following, last, ended = following[between], last[between], ended[between]
-            yield step.begins[following], ended
-            following = following + 1
+    following, last = step.next_events, step.first_events[step.wait_ranks + 1]
+    ended = step.tasks[step.awaited]
+    while following.size:
+        at_work = step.next_blocking[following]
+        found = at_work < last
+        yield step.begins[at_work[found]], ended[found]
+        between = following < np.minimum(at_work, last)
+        following, last, ended = following[between], last[between], ended[between]
+        yield step.begins[following], ended
+        following = following + 1
 
 
-def _message_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
-    """For each wait for a message the event that follows, its rank, and the task of the message.
-
-    Replicas may send the same link to one rank, once a step.
-    """
-    waits, ranks = step.waits, step.waiting_ranks
-    sends, tasks = step.events.taken(step.sends), step.tasks[step.sends]
-    num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (sends, waits)) + 1
-    sent = np.full((len(waits.links), num_microbatches + 1), NEVER_PRODUCED, np.int32)
-    sent[sends.link_numbers, sends.microbatches] = tasks
-    found: Ints = sent[waits.link_numbers, waits.microbatches]
-    once = np.flatnonzero(sends.microbatches < 0)
-    keys = sends.link_numbers[once], step.ranks[step.sends[once]], sends.peers[once]
-    by_key = dict(zip(zip(*map(np.ndarray.tolist, keys), strict=True), tasks[once].tolist(), strict=True))
-    once = np.flatnonzero(waits.microbatches < 0)
-    keys = waits.link_numbers[once], waits.peers[once], ranks[once]
-    found[once] = [by_key.get(key, NEVER_PRODUCED) for key in zip(*map(np.ndarray.tolist, keys), strict=True)]
-    return step.after_waits, ranks, found
-
-
-def _other_waits(step: _Step) -> tuple[Ints, Ints, Ints]:
-    """For each wait for a collective or a copy the event that follows, its rank, and the task it is for.
-
-    A norm is its own wait.
-    """
-    norms = np.flatnonzero(step.events.ops == OP_CODE[Op.GRAD_NORM])
-    following, ranks, ended = [norms + 1], [step.ranks[norms]], [step.tasks[norms]]
-    for rank, columns in enumerate(step.programs):
-        waits, starts = awaited_starts(columns)
-        if waits.size:
-            numbers = step.first_events[rank] + np.cumsum(columns.is_timed) - 1
-            following.append(numbers[waits] + 1)
-            ranks.append(np.full(waits.size, rank))
-            ended.append(step.tasks[numbers[starts]])
-    return np.concatenate(following), np.concatenate(ranks), np.concatenate(ended)
+def _wait_times(step: _Step, ends: Floats, start_time: float) -> tuple[Floats, Floats]:
+    """When each wait begins, after the work and the waits before it, and when it ends."""
+    before = step.last_before(step.events.is_blocking, step.next_events, step.wait_ranks)
+    begun = np.append(ends, start_time)[before]
+    ended = np.maximum(begun, ends[step.awaited])
+    for waits in np.split(ended, np.searchsorted(step.wait_ranks, range(1, len(step.programs)))):
+        np.maximum.accumulate(waits, out=waits)
+    follows = np.flatnonzero(step.wait_ranks[1:] == step.wait_ranks[:-1])
+    begun[follows + 1] = np.maximum(begun[follows + 1], ended[follows])
+    return begun, ended
 
 
 def _explain(step: _Step, stuck: Ints) -> str:
     where = []
     for event in stuck[stuck < len(step.events)].tolist():
-        if step.is_compute[event]:
+        if step.events.is_compute[event]:
             rank = int(step.ranks[event])
-            number = event - int(np.searchsorted(step.ranks, rank))
+            number = event - int(step.first_events[rank])
             instructions = np.flatnonzero(step.programs[rank].is_timed)
             where.append(f"rank {rank} at instruction {instructions[number]}")
-    return f"these wait for messages that are never sent: {', '.join(where)}; pipec.programs.verify tells why"
+    return f"these wait for each other: {', '.join(where)}; pipec.programs.verify tells why"

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipec.errors import InputError
-from pipec.ir import NO_SYNC, Op, Program, StepPart, SyncSpec
+from pipec.ir import NO_SYNC, Program, StepPart, SyncSpec
 from pipec.ir.columns import with_shared_links
-from pipec.programs.awaited_starts import awaited_starts
 from pipec.programs.rank_memory import peak_in_flight
-from pipec.timeline.events import Event, Timeline
+from pipec.timeline.events import Events, Timeline
+from pipec.timeline.step_events import StepEvents
 
 
 @dataclass
@@ -55,6 +55,10 @@ class Trace:
         return {**planned, "measured": measured}
 
 
+_CALL_SECONDS = 5e-5
+"""A wait that takes no longer than this found what it is for there: this is the time of the call."""
+
+
 def measured_timeline(
     programs: Sequence[Program], timestamps: Mapping[int, Sequence[int]], sync_spec: SyncSpec = NO_SYNC
 ) -> Timeline:
@@ -64,29 +68,16 @@ def measured_timeline(
     known. A result, which is awaited after all computes, lasts as long as its send.
     """
     start = min(min(times) for times in timestamps.values())
-    runs = {
-        program.rank: np.array(timestamps[program.rank], np.int64).reshape(-1, 2) - start
-        for program in programs
-    }
     columns = with_shared_links(programs)
-    for program, each in zip(programs, columns, strict=True):
-        waits, starts = awaited_starts(each)
-        runs[program.rank][starts, 1] = runs[program.rank][waits, 1]
-    arrivals = {
-        (instruction.link, instruction.microbatch, instruction.peer, program.rank): int(ended)
-        for program in programs
-        for instruction, (_, ended) in zip(program.instructions, runs[program.rank], strict=True)
-        if instruction.op is Op.WAIT_RECV
-    }
-    events = []
-    for program in programs:
-        for instruction, (begun, ended) in zip(
-            program.instructions, runs[program.rank].tolist(), strict=True
-        ):
-            if not instruction.op.traits.timed:
-                continue
-            if instruction.link and not instruction.link.payload.is_result:
-                key = instruction.link, instruction.microbatch, program.rank, instruction.peer
-                ended = max(ended, arrivals.get(key, ended))
-            events.append(Event(program.rank, instruction, 1e-9 * begun, 1e-9 * ended))
-    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)), sync_spec=sync_spec)
+    step = StepEvents(columns)
+    runs = [1e-9 * (np.array(timestamps[x.rank], np.int64).reshape(-1, 2) - start) for x in programs]
+    starts, ends = np.concatenate([run[each.is_timed] for run, each in zip(runs, columns, strict=True)]).T
+    sites = np.split(step.wait_sites, np.searchsorted(step.wait_ranks, range(1, len(programs))))
+    begun, ended = np.concatenate([run[own] for run, own in zip(runs, sites, strict=True)]).T
+    begun = np.where(ended - begun <= _CALL_SECONDS, ended, begun)
+    is_result = np.array([*(link.payload.is_result for link in step.events.links), False])
+    shown = np.flatnonzero(~is_result[step.events.link_numbers[step.awaited]])
+    np.maximum.at(ends, step.awaited[shown], ended[shown])
+    events = Events(step.ranks, step.events, starts, ends)
+    peaks = tuple(map(peak_in_flight, programs))
+    return Timeline(events, peaks, sync_spec=sync_spec, waits=step.waits(begun, ended))

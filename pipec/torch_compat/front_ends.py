@@ -106,6 +106,7 @@ def capture_with_dynamo(
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(config),
         _record_outputs() as outputs,
+        _without_compiled_globals(module),
         _refuse_hooks_on_leaves(),
         _allow_requires_grad(),
         _ignore_cudnn_flags(),
@@ -114,6 +115,20 @@ def capture_with_dynamo(
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     changed = _changed_state([str(warning.message) for warning in caught])
     return CapturedGraph(graph_module, args, changed, outputs[0])
+
+
+@contextlib.contextmanager
+def _without_compiled_globals(module: torch.nn.Module) -> Iterator[None]:
+    """Remove the compiled function that a capture leaves as a global beside ``forward``.
+
+    Nothing calls it, and it would keep the model and its gradients alive.
+    """
+    scope: dict[str, Any] = type(module).forward.__globals__
+    try:
+        yield
+    finally:
+        for name in [each for each in scope if each.startswith("__compiled_fn_")]:
+            del scope[name]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipec.ir.columns import Floats
-from pipec.timeline.attribution import attribute_waits, message_readers
+from pipec.timeline.attribution import attribute_waits
 from pipec.timeline.curves import MemoryCurves, in_flight_over_time
 from pipec.timeline.events import Event
 from pipec.viz.drawing_checks import check_steps, check_trace
@@ -125,9 +125,10 @@ class _Process:
 
     def _flows(self) -> Iterator[dict[str, object]]:
         makers = self._waits.previous.tolist()
-        for index, reader in enumerate(message_readers(self._timeline).tolist()):
+        waits, is_message = self._timeline.waits, self._timeline.columns.is_message
+        for index, reader in zip(waits.awaited.tolist(), waits.followed_by.tolist(), strict=True):
             maker = makers[index]
-            if min(maker, reader) >= 0:
+            if is_message[index] and min(maker, reader) >= 0:
                 yield from self._flow(index, self._timeline.events[maker], self._timeline.events[reader])
 
     def _flow(self, index: int, maker: Event, reader: Event) -> Iterator[dict[str, object]]:

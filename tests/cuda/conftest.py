@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_models import free_unused_memory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +40,7 @@ def gpu(device: torch.device) -> torch.device:
     """A GPU whose memory and streams are looked at."""
     if device.type != "cuda":
         pytest.skip("says nothing on a CPU")
-    torch.cuda.empty_cache()
+    free_unused_memory()
     return torch.device("cuda", 0)
 
 

@@ -1,6 +1,7 @@
 """Models for tests of GPUs, and eager torch to compare with."""
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -81,6 +82,13 @@ def errors(found: nn.Module, expected: nn.Module) -> dict[str, float]:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     return gradients | {name: x.float() for name, x in model.named_buffers()}
+
+
+def free_unused_memory() -> None:
+    """Free the memory of a GPU that former tests of this process have left, and that of cuBLAS."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:

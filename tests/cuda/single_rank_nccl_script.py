@@ -33,3 +33,4 @@ except ConnectionError:
     print("was told")
 connections.close()
 print("closed after", time.monotonic() - began)
+dist.destroy_process_group()

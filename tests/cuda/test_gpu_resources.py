@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_models import decoder, on, token_loss, tokens, vectors, wide
+from gpu_models import decoder, free_unused_memory, on, token_loss, tokens, vectors, wide
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,10 +20,13 @@ GB = 1e9
 
 
 def peak_of(step: Callable[[], object]) -> tuple[float, float]:
-    """The most memory that is allocated, and reserved, at a time in a warm step, in bytes."""
+    """The most memory that is allocated, and reserved, at a time in a warm step, in bytes.
+
+    cuBLAS keeps 32 MiB for each thread that has ever multiplied; of them, those of this step are counted.
+    """
     step()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    free_unused_memory()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
@@ -32,8 +35,9 @@ def peak_of(step: Callable[[], object]) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_microbatches(gpu: torch.device) -> None:
+    before = torch.cuda.memory_allocated()
     model, peaks = wide(4, 1024).to(gpu), []
-    for count in (4, 32):
+    for count in (8, 64):  # with 4 nothing is in flight any more when the first gradients are there
         x, y = on(gpu, vectors(256 * count, 1024))
         pipe = pipec.compile(model, [gpu] * 4, microbatches=count, loss_fn=F.mse_loss)
 
@@ -42,13 +46,14 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(gpu: torch.device)
             pipe.step(x, target=y)
 
         inputs = x.nbytes + y.nbytes
-        peaks.append(peak_of(step)[0] - inputs)
+        peaks.append(peak_of(step)[0] - inputs - before)
         del pipe, step, x, y
     assert peaks[1] < 1.05 * peaks[0]
 
 
 @pytest.mark.slow
 def test_the_plan_knows_the_peak(gpu: torch.device) -> None:
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     model, (x, y) = wide().to(gpu), on(gpu, vectors(8192))
     pipe = pipec.compile(model, [gpu], microbatches=4, loss_fn=F.mse_loss, recompute="none")
 
@@ -56,10 +61,10 @@ def test_the_plan_knows_the_peak(gpu: torch.device) -> None:
         pipe.zero_grad()
         pipe.step(x, target=y)
 
-    allocated, reserved = peak_of(step)
+    allocated, reserved = (peak - others for peak, others in zip(peak_of(step), before, strict=True))
     (planned,) = pipe.memory()
-    assert planned.peak_bytes == pytest.approx(allocated, rel=0.15)
-    assert planned.peak_bytes == pytest.approx(reserved, rel=0.30)
+    assert planned.peak_bytes == pytest.approx(allocated, rel=0.05)
+    assert planned.peak_bytes == pytest.approx(reserved, rel=0.20)
 
 
 def seconds_of(step: Callable[[], object]) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ def test_convolutions_and_batch_norm_in_mixed_precision(device: torch.device) ->
 
 
 @pytest.mark.slow
-def test_compiled_kernels(device: torch.device) -> None:
-    """Of every phase; dropout draws what the source draws, from its seed."""
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="inductor needs a C compiler")
+def test_compiled_kernels(device: torch.device, recwarn: pytest.WarningsRecorder) -> None:
+    """Of every phase; dropout and attention draw what the source draws, from its seed."""
     losses = []
     for kernels in ("source", "inductor"):
         model, batch = decoder(dropout=0.1).to(device), on(device, tokens(8))
@@ -57,6 +59,7 @@ def test_compiled_kernels(device: torch.device) -> None:
         torch.manual_seed(3)
         losses.append([float(pipe.step(batch[0], target=batch[1])) for _ in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert not [each for each in recwarn if "cannot compile" in str(each.message)]
 
 
 @pytest.mark.slow
@@ -203,11 +206,10 @@ def test_a_checkpoint_that_is_written_while_training_goes_on(device: torch.devic
 
 @pytest.mark.slow
 def test_a_plan_within_60_percent_of_the_gpu_keeps_to_it(gpu: torch.device) -> None:
-    """With what the allocator reserves; without recompute the step needs all of the GPU."""
-    torch.cuda.empty_cache()
+    """With what the allocator reserves; without recompute the step needs more than all of the GPU."""
     limit = int(0.6 * torch.cuda.mem_get_info(gpu)[0])
     model = wide(8, 4096).to(gpu)
-    rows = limit // (8 * 5 * 4096 * 4)  # with their hidden layers, they take the limit and more
+    rows = limit // (8 * 5 * 4096 * 4)  # what they save takes 1.8 times the limit
     x = torch.randn(rows, 4096, device=gpu)
     pipe = pipec.compile(
         model, [gpu], microbatches=4, schedule="gpipe", loss_fn=F.mse_loss, memory_limit=limit
@@ -216,6 +218,7 @@ def test_a_plan_within_60_percent_of_the_gpu_keeps_to_it(gpu: torch.device) -> N
     for _ in range(2):
         pipe.zero_grad()
         pipe.step(x, target=x)
-    assert pipe.plan.recomputing_stages
+    memory = pipe.plan.stages[0].cost.memory
+    assert memory.saved < memory.unsaved, "a part is computed again"
     assert torch.cuda.max_memory_allocated(gpu) <= 1.05 * limit
     assert torch.cuda.max_memory_reserved(gpu) <= 1.25 * limit

@@ -144,8 +144,11 @@ def test_parameters_in_shares_are_there_for_parts_that_do_not_read_them(tmp_path
 
 
 @pytest.mark.parametrize("shard", [None, *ShardingLevel])
-def test_updates_of_shares_are_the_same_in_parts(shard: ShardingLevel | None) -> None:
+def test_updates_of_shares_are_the_same_in_parts(
+    shard: ShardingLevel | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sums of each round, too."""
+    monkeypatch.setattr(StagedGraph, "_with_fewest_sums", StagedGraph._evaluate)
     found = []
     for link in (FAST, SLOW):
         model, inputs = perceptron()
@@ -157,7 +160,7 @@ def test_updates_of_shares_are_the_same_in_parts(shard: ShardingLevel | None) ->
             optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
             shard=shard,
             topology=equal_devices(2, link),
-            device_model=DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, link, "made up"),
+            device_model=DeviceModel("test", {"float32": 2e5}, 1e15, 1e-6, 2**40, link, "made up"),
         )
         losses = [pipe.step(**inputs) for _ in range(3)]
         assert bool(pipe.plan.segments) == (link is SLOW)

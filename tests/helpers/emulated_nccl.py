@@ -56,8 +56,12 @@ class Work:
             self._group.num_found_over = max(self._group.num_found_over, self._number)
         return self._number <= self._group.num_found_over
 
+    def get_future_result(self) -> "torch.futures.Future[int]":
+        """Its result, which torch sets later than the message is over, or never."""
+        return torch.futures.Future()
+
     def exception(self) -> Exception | None:
-        return None
+        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")  # torch 2.11
 
 
 class Message(NamedTuple):

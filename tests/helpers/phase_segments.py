@@ -52,7 +52,7 @@ def apart(artifact: Artifact) -> Artifact:
     """The same artifact, its programs with an instruction for each part."""
     return replace(
         artifact,
-        programs=tuple(
+        representative_programs=tuple(
             Program(each.rank, tuple(_apart(each, artifact.plan.segments))) for each in artifact.programs
         ),
     )

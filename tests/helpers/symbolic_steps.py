@@ -327,7 +327,8 @@ class SymbolicExecution:
         versions = {each.stage in self.ranks[rank].updated for rank in members}
         for rank in members:
             state = self.ranks[rank]
-            self._require(not state.made, "reads gradients before they are accumulated")
+            if each.op in (Op.REDUCE_GRAD, Op.GRAD_NORM):
+                self._require(not state.made, "reads gradients before they are accumulated")
             self._require(each not in state.started, "started twice")
             if each.op in WAIT_OF:
                 state.started[each] = versions if each.op is Op.UNSHARD else total

@@ -1,7 +1,9 @@
 """A pipeline makes one call at a time: those of other threads are refused, and it goes on working."""
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,19 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 @pytest.fixture(scope="module")
 def pipe() -> pipec.Pipeline:
     return pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW)
+
+
+def test_a_pipeline_that_is_dropped_leaves_nothing_of_its_model() -> None:
+    """Neither parameters nor their gradients: the next model may need all the memory of a GPU."""
+    dropped = model()
+    pipe = pipec.compile(dropped, 2, microbatches=2)
+    pipe.step(**next(batches(1)))
+    weight = next(dropped.parameters())
+    assert weight.grad is not None
+    alive = [weakref.ref(each) for each in (dropped, weight, weight.grad.untyped_storage())]
+    del dropped, pipe, weight
+    gc.collect()
+    assert [each() for each in alive] == [None] * 3
 
 
 def test_calls_of_other_threads_are_refused(pipe: pipec.Pipeline, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_an_edited_artifact_is_refused(tmp_path: Path) -> None:
     edited = text.replace("version 0", "version 1")
     first = parse_program(edited, artifact.plan.links)
     with pytest.raises(VerifyError, match="reads version 1; expected 0"):
-        verify_artifact(replace(artifact, programs=(first, artifact.programs[1])))
+        verify_artifact(replace(artifact, representative_programs=(first, artifact.programs[1])))
 
 
 def test_the_command_line_draws_several_periods(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn, optim
 
 import pipec
 from pipec.errors import InputError
-from pipec.ir import ShardingLevel
+from pipec.hardware.devices import DeviceModel
+from pipec.hardware.topology import LinkModel, equal_devices
+from pipec.ir import Op, ShardingLevel
 from pipec.pipeline import Pipeline
 from pipec.plan.memory_needs import plan_memory
 
@@ -26,7 +29,7 @@ def wide() -> nn.Module:
 def compiled(model: nn.Module | None = None, **options: Any) -> Pipeline:
     given: dict[str, Any] = {"microbatches": 4, "replicas": 2, "optimizer": ADAM, "recompute": "none"}
     loss = nn.functional.mse_loss
-    return pipec.compile(model or wide(), 4, loss_fn=loss, **{**given, **options})
+    return pipec.compile(model or wide(), loss_fn=loss, **{"devices": 4, **given, **options})
 
 
 def prepared(**options: Any) -> Pipeline:
@@ -49,9 +52,9 @@ def test_the_table_says_what_each_level_takes(shard: ShardingLevel | None) -> No
 
 
 def test_levels_spend_what_they_are_known_to_spend() -> None:
-    """An all-reduce is two gatherings; levels 2 and 3 sum after each of two rounds; all gather once."""
+    """An all-reduce is two gatherings; each level sums and gathers once, as whole sums take no more here."""
     none, *others = (each.collective_seconds for each in prepared().plan.sharding_costs)
-    assert [each / (none / 2) for each in others] == pytest.approx([1 + 1, 2 + 1, 2 + 1])
+    assert [each / (none / 2) for each in others] == pytest.approx([1 + 1, 1 + 1, 1 + 1])
 
 
 def test_nothing_to_share_has_no_table() -> None:
@@ -89,6 +92,84 @@ def test_steps_of_auto_are_those_of_the_model(evaluates_first: bool) -> None:
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(pipe.eval_step(x, target=y), nn.functional.mse_loss(alone(x), y))
+
+
+def num_sums(pipe: Pipeline) -> set[int]:
+    """How often the ranks sum each bucket in a step."""
+    sums = (
+        (program.rank, each.bucket)
+        for program in pipe.programs
+        for each in program.instructions
+        if each.op is Op.REDUCE_GRAD
+    )
+    return {*Counter(sums).values()}
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_gradients_are_summed_once_a_step_where_whole_sums_fit(shard: str) -> None:
+    """Without a limit, what takes less memory is done: to reduce after each of four rounds."""
+
+    def planned(**options: Any) -> Pipeline:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        given = {"stages": 8, "replicas": 4, "microbatches": 16, "schedule": "interleaved-1f1b-v4"}
+        pipe = compiled(model, devices=8, **given, shard=shard, **options)
+        return pipe.prepare(torch.ones(16, 64), target=torch.ones(16, 64))
+
+    free, fast = planned(), planned(memory_limit=10**9)
+    assert (num_sums(free), num_sums(fast)) == ({4}, {1})
+    assert peak(free) < peak(fast)
+    tight = planned(memory_limit=int(peak(fast)) - 1)
+    assert (num_sums(tight), peak(tight)) == ({4}, peak(free))
+    assert "sums of gradients are reduced after each round" in str(tight.plan)
+    assert "sums of gradients are reduced once a step: whole sums fit into memory" in str(fast.plan)
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_sums_of_a_whole_step_have_the_bits_of_sharding_the_optimizer_alone(shard: str) -> None:
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+    limited, plain = compiled(shard=shard, memory_limit=10**9), compiled(shard="optimizer")
+    for _ in range(3):
+        assert torch.equal(limited.step(x, target=y), plain.step(x, target=y))
+    assert num_sums(limited) == {1}
+    expected = plain.full_state_dict()
+    for name, found in limited.full_state_dict().items():
+        assert torch.equal(found, expected[name])
+
+
+def in_layers(latency: float = 0.0, **options: Any) -> Pipeline:
+    """Eight slow layers on two replicas, with a fast link of this latency."""
+    torch.manual_seed(0)
+    link = LinkModel(1e15, latency)
+    given = {"devices": 2, "microbatches": 2, "shard": "parameters", **options}
+    given["topology"] = equal_devices(2, link)
+    given["device_model"] = DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, link, "made up")
+    return compiled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), **given)
+
+
+def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer() -> None:
+    """Its only stage is divided, unless the script says how many there are, or to gather takes long."""
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+    layered, whole = in_layers(), in_layers(stages=1, replicas=1)
+    for _ in range(3):
+        assert torch.equal(layered.step(x, target=y), whole.step(x, target=y))
+    assert torch.equal(layered.eval_step(x, target=y), whole.eval_step(x, target=y))
+    expected = whole.full_state_dict()
+    for name, found in layered.full_state_dict().items():
+        assert torch.equal(found, expected[name])
+    assert (len(layered.plan.stages), len(whole.plan.stages)) == (8, 1)
+    assert "8 stages on 2 ranks, looped-bfs-v8" in str(layered.plan)
+    assert peak(layered) < 0.6 * peak(whole)
+    slow = in_layers(latency=1.0).prepare(x, target=y)
+    assert len(slow.plan.stages) == 1
+    tight = in_layers(latency=1.0, memory_limit=int(0.9 * peak(slow))).prepare(x, target=y)
+    assert len(tight.plan.stages) == 8
+
+
+def test_evaluating_first_gathers_layers_too() -> None:
+    pipe, x = in_layers(), torch.randn(8, 64)
+    pipe.eval_step(x, target=x)
+    loss = pipe.step(x, target=x)
+    assert torch.equal(loss, in_layers(stages=1, replicas=1).step(x, target=x))
 
 
 def test_auto_without_an_optimizer_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Equal replicas: what is made and proved of a few of them is what all of them do."""
 
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from pipec.ir import (
     Payload,
     Phase,
     Program,
+    RepresentativeRanks,
     Schedule,
     ShardingLevel,
     SyncSpec,
@@ -31,11 +33,7 @@ from pipec.ir.columns import InstructionColumns
 from pipec.plan.memory_needs import plan_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links
-from pipec.programs.representative_replicas import (
-    ReplicatedPrograms,
-    RepresentativeReplicas,
-    representative_replicas,
-)
+from pipec.programs.representative_replicas import RepresentativeReplicas, representative_replicas
 from pipec.schedules import make_schedule, remap_ranks
 from pipec.schedules.chain_simulation import chain_sync_spec
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas, replicate_schedule, round_robin
@@ -92,16 +90,21 @@ def test_a_few_replicas_do_what_all_do(each: Step) -> None:
     schedule, few, links, sync_spec = each
     whole = lower(schedule, links, sync_spec=sync_spec)
     made = lower(few.schedule, links, sync_spec=sync_spec)
-    for program in few.as_in_full_step(made):
+    shown = few.in_step(made)
+    for program in shown:
         assert list(program.instructions) == list(whole[program.rank].instructions)
     costs = SimulationCosts.uniform(schedule.num_stages, backward_weight=2.0, links=links, message=0.25)
     costs = replace(costs, sync_times={(Op.REDUCE_GRAD, stage, stage): 0.5 for stage in range(2)})
-    expected, found = simulate(whole, costs), simulate(made, costs, few)
+    representatives = RepresentativeRanks.of(schedule.placement, [each.rank for each in shown])
+    assert representatives
+    assert sum(representatives.counts) == schedule.num_ranks
+    expected = simulate(whole, costs)
+    found = replace(simulate(shown, costs), representatives=representatives)
     assert found.makespan == expected.makespan
     assert found.span == expected.span
     assert found.bubble_rate == pytest.approx(expected.bubble_rate)
     for rank in range(schedule.num_ranks):
-        stand_in = few.representative(rank)
+        stand_in = representatives.ranks.index(representatives.represented_by[rank])
         assert found.peak_in_flight[stand_in] == expected.peak_in_flight[rank]
         mine, its = expected.columns.of_rank(rank), found.columns.of_rank(stand_in)
         for times in ("starts", "ends"):
@@ -163,7 +166,7 @@ def test_a_few_replicas_are_refused_if_all_are(
             rank = few.few_ranks[position][place]
             change(made[rank], at)
             for other in few.ranks[position]:
-                if few.representative(other) == rank:
+                if few.kept[place] <= few.ranks[position].index(other) < [*few.kept[1:], 5][place]:
                     change(whole[other], at)
     programs = [tuple(Program(rank, found) for rank, found in enumerate(each)) for each in (whole, made)]
     assert accepted(programs[1], few.schedule, links, sync_spec) == accepted(
@@ -221,9 +224,26 @@ def test_every_rank_of_a_plan_holds_what_its_stand_in_holds(pipe: pipec.Pipeline
         sync_spec=plan.sync_spec,
         segments=plan.segments,
     )
-    programs = ReplicatedPrograms(few, played, lambda: tuple(pipe.programs))
-    assert list(programs) == list(pipe.programs)
+    programs = few.in_step(played)
+    assert [list(each.instructions) for each in programs] == [
+        list(pipe.programs[each.rank].instructions) for each in programs
+    ]
     for found, expected in zip(plan_memory(plan, programs), plan_memory(plan, pipe.programs), strict=True):
         assert found.rank == expected.rank
         assert found.bytes_by_category == expected.bytes_by_category
     assert simulate_plan(plan, programs).makespan == simulate_plan(plan, pipe.programs).makespan
+
+
+def test_programs_of_all_ranks_are_made_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.programs.representative_replicas.MAX_RANKS_WITHOUT_REPRESENTATIVES", 4)
+    example = mlp()
+    pipe = pipec.compile(example.model, devices=10, stages=2, microbatches=5, loss_fn=example.loss_fn)
+    pipe.prepare(torch.ones(70, 16), target=torch.zeros(70, 4))
+    artifact = pipe._artifact
+    assert [each.rank for each in artifact.representative_programs] == [0, 5]
+    assert [each.rank for each in artifact.programs] == list(range(10))
+    assert list(artifact.representative_programs[1].instructions) == list(artifact.programs[5].instructions)
+    sent = pickle.loads(pickle.dumps(artifact))
+    assert (list(sent.representative_programs), sent.programs) == (list(artifact.programs), artifact.programs)
+    assert [each.rank for each in pipe.memory()] == list(range(10))
+    assert pipe.simulate().representatives is not None

@@ -554,6 +554,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "versions_as_specified",
         "updates_in_order",
         "versions_available",
+        "precomputed_before_read",
         "sent_after_made",
         "received_before_read",
         "frees_after_last_use",

@@ -49,9 +49,10 @@ def reads(reader: Instruction, wait: Instruction, sync_spec: SyncSpec) -> bool:
         of_microbatch = wait.microbatch in (-1, reader.microbatch)
         return same_stage and of_microbatch and reader.op.phase in wait.link.payload.readers
     if wait.op is Op.WAIT_REDUCE_GRAD:
-        again = reader.op is Op.REDUCE_GRAD and reader.bucket == wait.bucket
-        return reader.op is Op.GRAD_NORM or (same_stage and (updates or again))
-    return wait.op is Op.WAIT_UNSHARD and same_stage and reader.op.phase is not None
+        every_round = sync_spec.reduces_every_round(sync_spec.buckets[wait.bucket])
+        again = reader.op is Op.REDUCE_GRAD and every_round
+        return reader.op is Op.GRAD_NORM or again or (same_stage and updates)
+    return wait.op in (Op.WAIT_SUM_COUNTS, Op.WAIT_UNSHARD) and same_stage and reader.op.phase is not None
 
 
 def misplaced(own: Sequence[Instruction], sync_spec: SyncSpec) -> Iterator[tuple[int, Instruction]]:

@@ -227,7 +227,7 @@ def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
 def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads of NCCL may use CUDA meanwhile; and all graphs of a rank share a stream and a pool."""
+    """Threads of NCCL may use CUDA meanwhile; and all graphs of a rank share a stream."""
     log = cuda.log
 
     class Graph:
@@ -253,7 +253,7 @@ def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
         return "made"
 
     recorder.warm_up(call)
-    made, replay = recorder.record(call, draws)
+    made, replay = recorder.record(call, draws, recorder.new_pool())
     replay()
     assert made == "made"
     assert log == [

@@ -37,6 +37,7 @@ from handwritten_stages import (
     whole_batch,
 )
 from torch import Tensor
+from torch._C._distributed_c10d import WorkResult
 
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
@@ -58,7 +59,7 @@ TIMEOUT = 0.2
 class Work:
     """A message that is over when it has been asked ``num_polls`` times whether it is, or has failed."""
 
-    def __init__(self, num_polls: float, error: Exception | None) -> None:
+    def __init__(self, num_polls: float, error: WorkResult | None) -> None:
         self.num_polls = num_polls
         self.error = error
         self.waited = False
@@ -68,7 +69,14 @@ class Work:
         return self.num_polls < 0 or self.error is not None
 
     def exception(self) -> Exception | None:
-        return self.error
+        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")  # torch 2.11
+
+    def get_future_result(self) -> "torch.futures.Future[int]":
+        """The result of a failed message; that of a message that succeeded is set some time later."""
+        future = torch.futures.Future[int]()
+        if self.error is not None:
+            future.set_result(int(self.error))
+        return future
 
     def wait(self) -> None:
         self.waited = True
@@ -119,7 +127,7 @@ class Distributed:
         self.works: list[Work] = []
         self.tensors: list[Tensor] = []
         self.num_polls: float = 0
-        self.error: Exception | None = None
+        self.error: WorkResult | None = None
         self.opening = False
 
     def new_group(self, ranks: list[int], timeout: timedelta, backend: str, options: Options) -> Group | int:
@@ -252,11 +260,6 @@ def test_warnings_of_what_is_meant_are_not_shown(distributed: Distributed) -> No
         warnings.simplefilter("always")
         connected(distributed, 0, (0, 1))
         warnings.warn("An unbatched P2P op (send/recv) was called on this ProcessGroup", stacklevel=1)
-        warnings.warn(
-            "Work::exception API is being deprecated, please ping "
-            "https://github.com/pytorch/pytorch/issues/46291 if you see this warning",
-            stacklevel=1,
-        )
         assert shown == []
         warnings.warn("NCCL has another one", stacklevel=1)
     assert len(shown) == 1
@@ -448,16 +451,19 @@ def test_more_groups_than_streams_are_refused_by_every_rank(distributed: Distrib
 
 # failures
 
-ERROR = torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error")
-
 
 @pytest.mark.parametrize("where", ["the next message", "drain"])
-def test_a_message_that_failed_is_an_error_where_it_is_let_go(distributed: Distributed, where: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"), [(WorkResult.COMM_ERROR, ConnectionError), (WorkResult.TIMEOUT, TimeoutError)]
+)
+def test_a_message_that_failed_is_an_error_where_it_is_let_go(
+    distributed: Distributed, where: str, error: WorkResult, kind: type[Exception]
+) -> None:
     """torch says of a work that failed that it is completed."""
     found = connected(distributed, 0, (0, 1))
-    distributed.error = ERROR
+    distributed.error = error
     found.send([torch.zeros(1)], 1, tag=0)
-    with pytest.raises(ConnectionError, match="remote process exited"):
+    with pytest.raises(kind, match="an NCCL message failed"):
         found.drain() if where == "drain" else found.send([torch.zeros(1)], 1, tag=0)
 
 

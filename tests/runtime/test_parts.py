@@ -503,7 +503,9 @@ def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pyte
 
 
 def test_a_gpu_is_current_only_while_its_instructions_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
+    """It is set even if it is current: a new thread has no context until then."""
+    asked: list[object] = []
     monkeypatch.setattr(torch.cuda, "device", lambda d: asked.append(d) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: asked.append(f"set {d}"))
     with current_device(torch.device("cuda", 1)), current_device(CPU):
-        assert asked == [torch.device("cuda", 1)]
+        assert asked == [torch.device("cuda", 1), "set cuda:1"]

@@ -1,5 +1,8 @@
 """What ranks wait for, the critical path, and what ranks hold: read off small steps, and true of all."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from bare_programs import lower
@@ -8,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_updates import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
 
-from pipec.ir import Instruction, Link, Op, Payload, Schedule
+from pipec.ir import Instruction, Link, Op, Payload, Schedule, Value
 from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import (
     attribute_waits,
     critical_path,
     critical_path_times,
-    message_readers,
 )
 from pipec.timeline.curves import in_flight_over_time
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.rank_times import RankTime, RankWait, rank_times
 from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.step_events import Waits
 
 
 def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
@@ -82,33 +85,56 @@ def test_a_rank_waits_for_the_message_that_arrives_last() -> None:
     assert path == [*forwards, "backward 1.0", "send 1.0", "backward 0.0"]
 
 
-def recorded(start: float) -> Timeline:
-    """Two microbatches, as recorded: messages last until they are read, and rank 1 is busy until 3."""
+def recorded(*waits: tuple[int, int, float, float]) -> Timeline:
+    """Two microbatches, as recorded: messages last until they are awaited, and rank 1 is busy until 3."""
     link = Link(0, 1, Payload.ACTIVATION, ())
     events = (
         Event(0, Instruction(Op.FORWARD, 0, 0), 0.0, 1.0),
         Event(0, Instruction(Op.SEND, 0, 0, link, peer=1), 1.0, 1.2),
-        Event(0, Instruction(Op.FORWARD, 0, 1), 1.0, start - 0.5),
-        Event(0, Instruction(Op.SEND, 0, 1, link, peer=1), start - 0.5, start),
+        Event(0, Instruction(Op.FORWARD, 0, 1), 1.0, 2.7),
+        Event(0, Instruction(Op.SEND, 0, 1, link, peer=1), 2.7, 3.4),
         Event(1, Instruction(Op.FORWARD, 1, 0), 1.2, 3.0),
-        Event(1, Instruction(Op.FORWARD, 1, 1), start, 6.0),
+        Event(1, Instruction(Op.FORWARD, 1, 1), 3.4, 6.0),
     )
-    return Timeline(events, (1, 2))
+    return Timeline(events, (1, 2), waits=waits_of(events, *waits))
 
 
-def test_idle_time_is_the_rank_s_own_if_a_message_was_there_in_time() -> None:
-    """The message left at 2.7, and one of its link took 0.2: what the rank did from 3 to 3.2 is unknown."""
-    timeline = recorded(start=3.2)
+def waits_of(events: Sequence[Event], *waits: tuple[int, int, float, float]) -> Waits:
+    """Waits as rows: the event awaited, the one that follows, and when the wait began and ended."""
+    awaited, following, starts, ends = map(np.array, zip(*waits, strict=True))
+    ranks = np.array([events[each if each >= 0 else at].rank for at, each, *_ in waits])
+    return Waits(ranks, awaited, following, starts, ends)
+
+
+def test_idle_time_without_a_wait_is_the_rank_s_own() -> None:
+    """The wait found the message there: what the rank did from 3 to 3.4 is unknown."""
+    timeline = recorded((1, 4, 0.0, 1.2), (3, 5, 3.4, 3.4))
     found = attribute_waits(timeline)
-    assert (found.idle[-1], found.awaited[-1]) == (pytest.approx(0.2), -1)
+    assert (found.idle[-1], found.awaited[-1]) == (pytest.approx(0.4), -1)
     assert named(timeline, found.blocking_event[-1]) == "forward 1.0"
-    assert rank_times(timeline, found)[1].unattributed_idle == pytest.approx(0.2)
+    assert rank_times(timeline, found)[1].unattributed_idle == pytest.approx(0.4)
 
 
-def test_a_recorded_message_that_left_too_late_was_waited_for() -> None:
-    timeline = recorded(start=3.4)
+def test_a_recorded_wait_tells_its_time_and_what_it_was_for() -> None:
+    timeline = recorded((1, 4, 0.0, 1.2), (3, 5, 3.1, 3.4))
     found = attribute_waits(timeline)
     assert (found.idle[-1], named(timeline, found.blocking_event[-1])) == (pytest.approx(0.4), "send 0.1")
+    (wait,), own = rank_times(timeline, found)[1].waits, rank_times(timeline, found)[1].unattributed_idle
+    assert (wait.rank, wait.time, own) == (0, pytest.approx(1.5), pytest.approx(0.1))
+
+
+def test_of_two_waits_the_one_that_held_the_rank_last_is_blamed() -> None:
+    """The message of a skip link comes at 4, when the wait before it has held rank 2 until 3."""
+    links = (*chain_links(3), Link(0, 2, Payload.ACTIVATION, (Value("skip", "float32", ("b",)),)))
+    costs = SimulationCosts.uniform(3)
+    slow = {links[-1]: 3.0, links[1]: 1.0}
+    timeline = simulate(lower(make_schedule("gpipe", 3, 1), links), replace(costs, messages=slow))
+    found = attribute_waits(timeline)
+    (reader,) = [k for k in range(len(timeline.events)) if named(timeline, k) == "forward 2.0"]
+    message = timeline.events[found.awaited[reader]]
+    assert (message.rank, message.end, found.idle[reader]) == (0, 4.0, 4.0)
+    own = [(wait.rank, wait.time) for wait in rank_times(timeline, found)[2].waits]
+    assert own == [(1, 3.0), (0, 1.0)]
 
 
 def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
@@ -122,18 +148,16 @@ def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
     found = attribute_waits(timeline)
     waiting = np.flatnonzero(found.awaited == message).tolist()
     assert [named(timeline, k) for k in waiting] == ["forward 0.0"]
-    assert named(timeline, message_readers(timeline)[message]) == "forward 0.0"
+    waits = timeline.waits
+    assert [named(timeline, k) for k in waits.followed_by[waits.awaited == message]] == ["forward 0.0"]
     assert critical_path(timeline, found)[0] == message
 
 
-def test_results_are_read_by_no_compute() -> None:
+def test_no_compute_follows_the_wait_for_a_result() -> None:
     timeline = played(make_schedule("1f1b", 2, 2), (result_link(1),), message=0.5)
-    unread = [
-        event.instruction.link.payload
-        for event, reader in zip(timeline.events, message_readers(timeline), strict=True)
-        if reader < 0 and not event.is_compute and event.instruction.link
-    ]
-    assert unread == [Payload.RESULT]
+    last = timeline.waits.awaited[timeline.waits.followed_by < 0]
+    payloads = [link.payload for k in last if (link := timeline.events[k].instruction.link)]
+    assert payloads == [Payload.RESULT]
 
 
 def test_a_message_that_queues_waits_for_the_one_before_it_in_its_channel() -> None:
@@ -208,7 +232,7 @@ def test_what_overlaps_counts_once_on_the_critical_path() -> None:
         Event(0, Instruction(Op.GRAD_NORM, -1), 2.5, 6.0),
         Event(0, Instruction(Op.UPDATE, 0), 6.0, 7.0),
     )
-    timeline = Timeline(events, (1,))
+    timeline = Timeline(events, (1,), waits=waits_of(events, (1, 3, 2.0, 5.0), (2, 3, 5.0, 6.0)))
     path = critical_path(timeline, attribute_waits(timeline))
     assert path == (0, 1, 2, 3)
     assert critical_path_times(timeline, path) == [2.0, 3.0, 1.0, 1.0]
@@ -216,17 +240,16 @@ def test_what_overlaps_counts_once_on_the_critical_path() -> None:
 
 def recorded_sum(starts: tuple[float, float]) -> Timeline:
     """Two replicas that begin a sum at these times and find it over at 6 and 7."""
-    return Timeline(
-        tuple(
-            event
-            for rank in range(2)
-            for event in (
-                Event(rank, Instruction(Op.BACKWARD, 0, rank), 0.0, 1.0),
-                Event(rank, Instruction(Op.REDUCE_GRAD, 0, bucket=0), starts[rank], 6.0 + rank),
-            )
-        ),
-        (1, 1),
+    events = tuple(
+        event
+        for rank in range(2)
+        for event in (
+            Event(rank, Instruction(Op.BACKWARD, 0, rank), 0.0, 1.0),
+            Event(rank, Instruction(Op.REDUCE_GRAD, 0, bucket=0), starts[rank], 6.0 + rank),
+        )
     )
+    waits = waits_of(events, (1, -1, starts[0], 6.0), (3, -1, starts[1], 7.0))
+    return Timeline(events, (1, 1), waits=waits)
 
 
 def test_a_recorded_sum_begins_when_the_last_rank_has_begun_it() -> None:

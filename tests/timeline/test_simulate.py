@@ -259,11 +259,19 @@ def test_a_cost_without_end_is_refused(costs: dict[str, float]) -> None:
         played(make_schedule("1f1b", 2, 2), **costs)
 
 
-def test_waiting_for_what_is_never_sent_is_an_error() -> None:
+def test_a_wait_for_what_is_never_sent_is_named() -> None:
     programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
     unsent = tuple(each for each in programs[0].instructions if each.op is not Op.SEND)
-    with pytest.raises(
-        VerifyError,
-        match=r"rank 0 at instruction 5, rank 1 at instruction 3; pipec.programs.verify tells why",
-    ):
+    with pytest.raises(VerifyError, match=r"^rank 1 at instruction 2 waits for what is never sent;"):
         simulate([Program(0, unsent), programs[1]], SimulationCosts.uniform(2))
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    """Rank 1 awaits its forward's input only after its backward, whose gradient that forward needs."""
+    programs = lower(make_schedule("gpipe", 2, 1), chain_links(2))
+    own = [each for each in programs[0].instructions if each.op is not Op.WAIT_RECV]
+    wait = next(each for each in programs[0].instructions if each.op is Op.WAIT_RECV)
+    with pytest.raises(
+        VerifyError, match="wait for each other: rank 0 at instruction 1, rank 1 at instruction"
+    ):
+        simulate([Program(0, (wait, *own)), programs[1]], SimulationCosts.uniform(2))

@@ -191,7 +191,7 @@ def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
             pipe.step(X)
         pipe.step(X[:4], target=Y[:4])
     del run.steps[2], run.numbers[2]
-    steps = trace_steps(pipe.plan, pipe.programs, run)
+    steps = trace_steps(pipe._artifact, run)
     assert [step.name for step in steps[:2]] == ["planned", "measured, of another plan"]
     assert [step.note for step in steps[2:]] == ["another plan"] * 2
 

@@ -69,7 +69,7 @@ def compiled() -> Pipeline:
 def drawn_pipeline() -> tuple[list[DrawnStep], DrawnPipeline]:
     pipe = compiled()
     sources = [pipe.source(stage) for stage in range(2)]
-    steps = trace_steps(pipe.plan, pipe.programs, Trace(pipe.simulate()))
+    steps = trace_steps(pipe._artifact, Trace(pipe.simulate()))
     return steps, DrawnPipeline(pipe.plan, pipe.programs, sources, [64e3, 64e3])
 
 
@@ -365,7 +365,7 @@ def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_
     )
     x = torch.randn(256, 8)
     pipe.prepare(x, target=x)
-    steps = trace_steps(pipe.plan, pipe.programs, Trace(pipe.simulate()))
+    steps = trace_steps(pipe._artifact, Trace(pipe.simulate()))
     sources = [pipe.source(stage) for stage in range(2)]
     page = open_page({}, steps=steps, pipeline=DrawnPipeline(pipe.plan, pipe.programs, sources, [1.2e6] * 2))
     tab(page, "memory")
@@ -571,7 +571,7 @@ def test_a_trace_of_every_nth_step_is_one_run() -> None:
         for _ in range(5):
             pipe.step(tokens, target=target)
     assert (run.numbers, run.notes) == ([0, 2, 4], {0: "compiled"})
-    names = [step.name for step in trace_steps(pipe.plan, pipe.programs, run)]
+    names = [step.name for step in trace_steps(pipe._artifact, run)]
     assert names == ["planned", "measured", "step 0", "step 2", "step 4"]
 
 
@@ -595,7 +595,7 @@ def test_parts_of_a_step_are_shown_beside_the_plan_of_the_same_part(open_page: O
             if number % 2:
                 pipe.optimizer.step()
     sources = [pipe.source(stage) for stage in range(2)]
-    steps = trace_steps(pipe.plan, pipe.programs, run)
+    steps = trace_steps(pipe._artifact, run)
     page = open_page(
         {}, steps=steps, pipeline=DrawnPipeline(pipe.plan, pipe.programs, sources, notes={7: "skipped"})
     )

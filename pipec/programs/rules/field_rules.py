@@ -13,6 +13,7 @@ from pipec.programs.routes import rank_pairs
 from pipec.programs.rules import (
     collective_rules,
     model_collective_rules,
+    precompute_rules,
     sync_spec_rules,
     weight_version_rules,
 )
@@ -28,6 +29,8 @@ def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iter
         return _transfer_misfits(step, rank, instruction)
     if traits.per_microbatch:
         return _compute_misfits(step, rank, instruction)
+    if instruction.op is Op.PRECOMPUTE:
+        return precompute_rules.violations(step, rank, instruction)
     if step.plan.sync_spec.stream and instruction.op in weight_version_rules.OPS:
         return weight_version_rules.violations(step, rank, instruction)
     return collective_rules.violations(step, rank, instruction)

@@ -24,6 +24,7 @@ from pipec.ir.columns import OP_CODE, Ints
 from pipec.programs.program_index import COMPUTES, ProgramIndex
 from pipec.programs.violation import Violation
 
+_NAMING_VERSIONS = [OP_CODE[op] for op in (Op.PRECOMPUTE, Op.STASH, Op.UPDATE)]
 _PREPARING = (Op.CHECK, Op.STAGE_NORM, Op.STASH)
 OPS = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, *_PREPARING, Op.UPDATE, Op.PAUSE)
 """The ops at the end of each round."""
@@ -59,7 +60,7 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
     """
     stream = step.plan.sync_spec.stream
     for rank, columns in enumerate(step.columns):
-        naming = np.isin(columns.ops, [OP_CODE[op] for op in (Op.UPDATE, Op.STASH)]) & (stream is not None)
+        naming = np.isin(columns.ops, _NAMING_VERSIONS) & (stream is not None)
         others = ~columns.is_compute & ~naming
         for number in np.flatnonzero(others & (columns.versions != -1)).tolist()[:1]:
             op, version = columns[number].op, columns.versions[number]

@@ -3,7 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,14 @@ T = TypeVar("T")
 def current_device(device: torch.device) -> Iterator[None]:
     """Make ``device`` this thread's current CUDA device inside a ``with``.
 
-    It is used by Triton kernels, extensions, and ``torch.cuda.synchronize()``.
+    It is used by Triton kernels, extensions, and ``torch.cuda.synchronize()``. A new thread has no context
+    of CUDA, not even that of the device which is current anyway, and cuBLAS warns of that.
     """
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):  # does nothing if it is current
+        torch.cuda.set_device(device)
         yield
 
 
@@ -105,7 +110,10 @@ class CopyStream:
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs on a GPU. They share a memory pool, so no two of them may run at a time.
+    """Records CUDA graphs on a GPU, each into a memory pool.
+
+    A replay overwrites whatever graphs that were recorded later left in its pool: what it allocates on the
+    way was free then. So the graphs of a pool are replayed in order, and no two of them at a time.
 
     A first call on the recording stream lets libraries load kernels and allocate workspaces, before the first
     graph is recorded. While a graph is recorded, other threads may use CUDA. (PyTorch documentation, CUDA
@@ -114,7 +122,10 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def warm_up(self, call: Callable[[], T]) -> T:
         current = torch.cuda.current_stream(self.device)
@@ -125,14 +136,14 @@ class CudaGraphRecorder:
         return results
 
     def record(
-        self, call: Callable[[], T], generators: Sequence[torch.Generator]
+        self, call: Callable[[], T], generators: Sequence[torch.Generator], pool: Any
     ) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         with (
             torch.cuda.stream(self._stream),
-            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
         ):
             results = call()
         return results, graph.replay

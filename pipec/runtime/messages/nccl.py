@@ -290,6 +290,9 @@ def _options(timeout: timedelta, is_direction: bool) -> "dist.ProcessGroupNCCL.O
     return options
 
 
+_SUCCESS, _TIMEOUT = 0, 1
+"""Results of a message, as numbers of torch's ``WorkResult``."""
+
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -311,9 +314,8 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _ignore_warnings() -> None:
-    """Hide what torch warns of at each start, which is meant: unbatched messages, and reading errors."""
-    for message in ("An unbatched P2P op", ".*API is being deprecated.*issues/46291"):
-        warnings.filterwarnings("ignore", message, UserWarning)
+    """Hide what torch warns of at each start, which is meant: unbatched messages."""
+    warnings.filterwarnings("ignore", "An unbatched P2P op", UserWarning)
 
 
 def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
@@ -345,15 +347,20 @@ class _AllOf:
 
 
 def _reap(messages: _Messages) -> None:
-    """Drop complete messages, oldest first. Raises ConnectionError for a failed message.
+    """Drop complete messages, oldest first. Raises ConnectionError or TimeoutError for a failed message.
 
-    ``wait`` would raise too, but it first aborts the message's communicator alone; see ``_abort_together``.
+    A failed message counts as complete. ``is_completed`` then sets its result (2.11 to 2.13), which for a
+    message that succeeded torch may set later. ``exception`` cannot be called before torch 2.13. ``wait``
+    would raise too, but it first aborts the message's communicator alone; see ``_abort_together``.
     """
     while messages and all(work.is_completed() for work in messages[0][0]):
         works, _ = messages.popleft()
         for work in works:
-            if error := work.exception():
-                raise ConnectionError(str(error))
+            result = work.get_future_result()  # type: ignore[attr-defined]
+            if result.done() and result.value() != _SUCCESS:
+                raise (TimeoutError if result.value() == _TIMEOUT else ConnectionError)(
+                    "an NCCL message failed; torch has logged why"
+                )
 
 
 def _abort_together(groups: list[dist.ProcessGroup]) -> None:

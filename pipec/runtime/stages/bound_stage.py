@@ -183,14 +183,17 @@ class BoundStage:
                 self.weights[index] = _NOT_RECEIVED
 
     def precompute(self, microbatch: int) -> None:
-        """Put the precomputed values into a microbatch's frame; the first use of a version computes them."""
+        """Compute what is computed once of the weights; in a stream, of the version of a microbatch."""
+        version = self.frames[microbatch]["version"] if self.is_versioned else -1
+        weights = self.versions.of(version) if self.is_versioned else self.weights
+        arguments = {"w": weights, "buffers": self.buffers, "device": self.device}
+        values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
+        self._precomputed[version] = self.graphs.precomputed(values) if self.graphs else values
+
+    def select_precomputed(self, microbatch: int) -> None:
+        """Put what was computed of a microbatch's version of the weights into its frame."""
         frame = self.frames[microbatch]
-        version = frame.get("version", 0)
-        if version not in self._precomputed:
-            arguments = {"w": frame["w"], "buffers": frame["buffers"], "device": self.device}
-            values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
-            self._precomputed[version] = self.graphs.precomputed(values) if self.graphs else values
-        frame["precomputed"] = self._precomputed[version]
+        frame["precomputed"] = self._precomputed[frame.get("version", -1)]
 
     def function(self, name: str, phase: Phase, microbatch: int) -> Callable[..., Any]:
         """A function of the code, for a microbatch.

@@ -5,18 +5,23 @@ kernels and allocate workspaces; then every function is recorded. No function ru
 graph made: attention leaves the state of its generator on the host, but on the GPU where it is recorded, and
 its gradient reads it where the same mode leaves it.
 
-A graph reads and writes the memory with which it was recorded. Three rules make every order of replays right:
+A slot of a stage belongs to a microbatch from its first compute until its frame is freed. There are as many
+slots as microbatches in flight; ``graph_slots`` assigns them from the program.
+
+A graph reads and writes the memory with which it was recorded. Four rules make every order of replays right:
 
 * Arguments that change between calls, such as messages and inputs, are first copied to memory of the slot.
+* The graphs of a slot have a memory pool of their own. What one of them computes on the way may lie where a
+  later one leaves results: the pool had that memory free when the later one was recorded. So a graph may not
+  be replayed between such a later one and the readers of its results. In a slot it never is, because the
+  functions of each microbatch run in one order. Slots run in any order, and share no pool.
 * Values saved for a later phase stay where a graph of the slot wrote them.
-* Other results are copied, inside the graph, to memory that all slots share, and taken from there before
-  another graph is replayed: gradients are accumulated, and all others are copied once more.
+* Other results are copied, inside the graph, to memory outside of the pools that all slots share, and taken
+  from there before the same function is replayed for another slot: gradients are accumulated, and all others
+  are copied once more.
 
-So only the compute stream touches the memory of a graph, and only saved values stay there from one replay to
-the next. This allows all graphs of a rank to share one memory pool.
-
-A slot belongs to a microbatch from its first compute on a stage until its frame is freed. There are as many
-slots as microbatches in flight; ``graph_slots`` assigns them from the program.
+So only the compute stream touches the memory of a graph, and only saved values stay in a pool from one replay
+to the next.
 """
 
 import contextlib
@@ -59,12 +64,16 @@ class GraphRecorder(Protocol):
     def warm_up(self, call: Callable[[], T]) -> T:
         """The results of a call that is not recorded, on the stream that records."""
 
+    def new_pool(self) -> Any:
+        """Memory for graphs that are replayed in the order in which they were recorded."""
+
     def record(
-        self, call: Callable[[], T], generators: Sequence[torch.Generator]
+        self, call: Callable[[], T], generators: Sequence[torch.Generator], pool: Any
     ) -> tuple[T, Callable[[], None]]:
         """The results of the call, and a function that replays it into the memory of these results.
 
-        The call draws from ``generators`` alone; a replay starts from their present state.
+        The call allocates from ``pool``. It draws from ``generators`` alone; a replay starts from their
+        present state.
         """
 
 
@@ -86,6 +95,7 @@ class StageGraphs:
             "buffers": {code.BUFFERS.index(name) for name in stage.updated_buffers},
         }
         self._memory: dict[Hashable, Tensor] = {}
+        self._pools: dict[int, Any] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._addresses: list[int] = []
         self._draws: dict[Hashable, list[int]] = {}
@@ -117,6 +127,7 @@ class StageGraphs:
         has_moved = bool(self._graphs) and before != self._addresses
         if has_moved:
             self._graphs.clear()
+            self._pools.clear()
         return has_moved
 
     def function(self, name: str, phase: Phase, slot: int, sizes: Callable[[], Hashable]) -> Function:
@@ -141,7 +152,8 @@ class StageGraphs:
         )
 
     def _warm_up(self, source: Function, key: _GraphKey, args: Sequence[Any]) -> Any:
-        """Call a function as it is, and note which of its operators draw, in order."""
+        """Call a function as it is. Note which of its operators draw, in order, and place its results."""
+        name, _, sizes = key
         drawn = self._draws[key] = []
 
         def noting(rng: OperatorGenerators) -> Callable[[int], torch.Generator]:
@@ -153,7 +165,9 @@ class StageGraphs:
 
         passed = [noting(x) if isinstance(x, OperatorGenerators) else x for x in args]
         with self._explained(key):
-            return self._recorder.warm_up(lambda: source(*passed))
+            returned = self._recorder.warm_up(lambda: source(*passed))
+            self._leave(returned, (name, sizes))
+        return returned
 
     def _record(self, source: Function, phase: Phase, key: _GraphKey, args: Sequence[Any]) -> "_Graph":
         name, slot, sizes = key
@@ -176,7 +190,7 @@ class StageGraphs:
         for each in moving:
             each.fill(args)
         with self._explained(key):
-            results, replay = self._recorder.record(call, generators)
+            results, replay = self._recorder.record(call, generators, self._pool(slot))
             self._require_on_device([*own, results])
         draws = list(zip(drawn, generators, strict=True))
         arguments = dict(zip(names, own, strict=True))
@@ -215,8 +229,17 @@ class StageGraphs:
                 own.append(value)
         return own, moving
 
+    def _pool(self, slot: int) -> Any:
+        """The memory pool of a slot."""
+        if slot not in self._pools:
+            self._pools[slot] = self._recorder.new_pool()
+        return self._pools[slot]
+
     def _leave(self, returned: Any, path: tuple[Hashable, ...]) -> Any:
-        """Copy results to memory that all slots share. A list holds saved values, which stay."""
+        """Copy results to memory that all slots share. A list holds saved values, which stay.
+
+        The first call for a ``path`` allocates, and so is that of a warm-up, outside of pools.
+        """
         match returned:
             case Tensor():
                 if returned.layout is not torch.strided:

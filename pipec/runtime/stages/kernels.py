@@ -20,6 +20,7 @@ import torch
 from pipec.console import delayed_status, warn
 from pipec.errors import InputError
 from pipec.ir import Plan
+from pipec.runtime.random_operators import call_with_generator
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.direct_calls import CallRecorder, DirectCall, call_key
 
@@ -78,6 +79,7 @@ class _Compiled:
     def __init__(self, function: Function, name: str) -> None:
         self._source, self._name = function, name
         self._call_recorder = CallRecorder()
+        torch.compiler.allow_in_graph(call_with_generator)  # it takes a lock, which Dynamo cannot trace
         self._compiled: Function = torch.compile(
             function, fullgraph=True, backend=self._call_recorder.compile
         )

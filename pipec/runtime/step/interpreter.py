@@ -199,17 +199,20 @@ class Interpreter:
         key: tuple[int, int],
         loss_weight: float,
     ) -> None:
-        """Fill the frames of a microbatch on this rank's stages; nothing if it has no rows."""
+        """Fill the frames of a microbatch on this rank's stages; without rows it only has a version."""
         number = microbatch % self._window
         self._rank.sizes[number] = size
-        for stage in self._stages.values() if size else ():
+        for stage in self._stages.values():
             if rank_of(self._plan.placement, stage.index, microbatch) != self._rank.number:
+                continue
+            if self._program.period:
+                stage.frames[number]["version"] = version_read(self._program, stage.index, microbatch)
+            if not size:
                 continue
             frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
             names = stage.inputs - self._summed_later
             frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in names})
             if self._program.period:
-                frame["version"] = version_read(self._program, stage.index, microbatch)
                 frame["batch"] = microbatch // self._plan.num_microbatches
             if self._rank.loss:
                 frame["grad_loss"] = loss_gradient(loss_weight, self._rank.loss.dtype, self._device)

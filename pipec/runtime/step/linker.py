@@ -55,6 +55,7 @@ class Linker:
             Op.SEND: self._send,
             Op.MOVE: self._move,
             Op.ACCUMULATE: self._accumulate,
+            Op.PRECOMPUTE: self._precompute,
             Op.FREE: self._free,
             Op.OFFLOAD: self._offload,
             Op.PREFETCH: self._prefetch,
@@ -259,6 +260,11 @@ class Linker:
         self._note_made(stage.index, microbatch, phase, is_last)
         return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
 
+    def _precompute(self, instruction: Instruction) -> Action:
+        stage = self._rank.stages[instruction.stage]
+        self._check_tied_weights(stage.index, "precompute")
+        return functools.partial(stage.precompute, instruction.microbatch)
+
     def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
         """Note that what a function of ``phase`` leaves in the frame is present from now on."""
         present = self._present[stage, microbatch]
@@ -286,7 +292,7 @@ class Linker:
         first, dropped = list[Action](), list[str]()
         for name in names:
             if name == "precomputed":
-                first.append(functools.partial(self._rank.stages[stage].precompute, microbatch))
+                first.append(functools.partial(self._rank.stages[stage].select_precomputed, microbatch))
                 dropped.append(name)  # before the weights go, where they are gathered for use
             elif name in self._always:
                 first += self._buffers(stage, microbatch, reader) if name == "buffers" else []

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -360,4 +360,5 @@ def _little(like: Tensor, device: torch.device | str) -> nn.Parameter:
 
 def _key(plan: Plan) -> object:
     """A key of the plan's fields that decide how parameters are divided."""
-    return plan.placement, plan.sync_spec, tuple(stage.parameters for stage in plan.stages)
+    sync_spec = replace(plan.sync_spec, reduces_once=False)
+    return plan.placement, sync_spec, tuple(stage.parameters for stage in plan.stages)

@@ -1,0 +1,98 @@
+"""The events and the waits of a step, read off its programs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipec.ir import Op
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, concatenate_instructions, one_of
+from pipec.programs.awaited_starts import IS_WAIT, awaited_starts
+
+_HOLDS_RANK = IS_WAIT | one_of(Op.WAIT_RECV, Op.GRAD_NORM)
+
+
+@dataclass(frozen=True, eq=False)
+class Waits:
+    """The waits of a step, rank by rank and in the order of its program, entry by entry.
+
+    From ``starts`` to ``ends`` rank ``ranks`` waits until the message, the collective or the copy ``awaited``
+    has ended, before the compute or the update ``followed_by``; -1 means none. Both are numbers of events. A
+    norm is its own wait.
+    """
+
+    ranks: Ints
+    awaited: Ints
+    followed_by: Ints
+    starts: Floats
+    ends: Floats
+
+    @classmethod
+    def none(cls) -> "Waits":
+        return cls(*(np.empty(0, np.int32),) * 3, *(np.empty(0),) * 2)
+
+
+class StepEvents:
+    """The timed instructions of all ranks, rank by rank; and, entry by entry, the waits between them.
+
+    ``first_events[rank]`` is the first event of a rank. Wait k is instruction ``wait_sites[k]`` of rank
+    ``wait_ranks[k]``, for the event ``awaited[k]``, which is -1 if no program starts it. Event
+    ``next_events[k]`` is the first one after the wait, maybe of the next rank.
+    """
+
+    def __init__(self, programs: Sequence[InstructionColumns]) -> None:
+        timed = [np.flatnonzero(each.is_timed) for each in programs]
+        counts = [numbers.size for numbers in timed]
+        self.events = concatenate_instructions(
+            [each.taken(numbers) for each, numbers in zip(programs, timed, strict=True)]
+        )
+        self.first_events = np.append(0, np.cumsum(counts)).astype(np.int32)
+        self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), counts)
+        sites = [np.flatnonzero(_HOLDS_RANK[each.ops]) for each in programs]
+        self.wait_ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [each.size for each in sites])
+        self.wait_sites = np.concatenate([np.empty(0, np.int32), *sites]).astype(np.int32)
+        awaited, following = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        for columns, first, own in zip(programs, self.first_events, sites, strict=False):
+            before = first + np.cumsum(columns.is_timed, dtype=np.int32)
+            started = own.copy()
+            waits, starts = awaited_starts(columns)
+            started[np.searchsorted(own, waits)] = starts
+            awaited.append(before[started] - 1)
+            following.append(before[own])
+        self.awaited, self.next_events = np.concatenate(awaited), np.concatenate(following)
+        self._pair_messages(
+            concatenate_instructions([each.taken(own) for each, own in zip(programs, sites, strict=True)])
+        )
+
+    def _pair_messages(self, waits: InstructionColumns) -> None:
+        """Replicas may send the same link to one rank, once a step."""
+        own = np.flatnonzero(waits.ops == OP_CODE[Op.WAIT_RECV])
+        if not own.size:
+            return
+        sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND]).astype(np.int32)
+        sent, received = self.events.taken(sends), waits.taken(own)
+        num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (sent, received)) + 1
+        found = np.full((len(waits.links), num_microbatches + 1), -1, np.int32)
+        found[sent.link_numbers, sent.microbatches] = sends
+        self.awaited[own] = found[received.link_numbers, received.microbatches]
+        once, at_once = np.flatnonzero(sent.microbatches < 0), np.flatnonzero(received.microbatches < 0)
+        keys = sent.link_numbers[once], self.ranks[sends[once]], sent.peers[once]
+        by_key = dict(zip(zip(*map(np.ndarray.tolist, keys), strict=True), sends[once].tolist(), strict=True))
+        own = own[at_once]
+        keys = received.link_numbers[at_once], received.peers[at_once], self.wait_ranks[own]
+        wanted = zip(*map(np.ndarray.tolist, keys), strict=True)
+        self.awaited[own] = [by_key.get(key, -1) for key in wanted]
+
+    @cached_property
+    def next_blocking(self) -> Ints:
+        """For each event, and for the end, the next one on any rank that occupies its rank, or itself."""
+        numbers = np.arange(len(self.events) + 1, dtype=np.int32)
+        blocking = np.where(np.append(self.events.is_blocking, True), numbers, numbers.size)
+        return np.minimum.accumulate(blocking[::-1])[::-1]
+
+    def waits(self, starts: Floats, ends: Floats) -> Waits:
+        """The waits, given the times when they began and ended."""
+        following = self.next_blocking[self.next_events]
+        found = np.where(following < self.first_events[self.wait_ranks + 1], following, -1)
+        return Waits(self.wait_ranks, self.awaited, found, starts, ends)
