@@ -242,6 +242,7 @@ def test_the_sum_of_the_counts_of_local_batches_has_its_place_in_every_picture(o
         "0 to 0.75 units, took 0.75 units",
         "no rank came later",
     ]
+    assert "the rank waited 0.75 units for the sum of counts" in hover(page, lane(0, 0.9))[-1]
     assert "sum of counts" in page.locator("#legend").inner_text()
     assert color_at(page, lane(0, 0.1, part=band)) == "#d6cd8b"
     assert ">sum of counts</text>" in timeline_svg(timeline)
