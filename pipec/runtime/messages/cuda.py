@@ -164,11 +164,17 @@ class CudaGraphRecorder:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        with (
-            torch.cuda.stream(self._stream),
-            torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
-        ):
-            results = call()
+        default = torch.cuda.default_generators[self.device.index or 0]
+        before = default.clone_state()
+        try:
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
+            ):
+                results = call()
+        except Exception:
+            default.graphsafe_set_state(before)  # it would take all that is drawn for a part of the graph
+            raise
         return results, graph.replay
 
 
