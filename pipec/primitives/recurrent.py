@@ -141,8 +141,8 @@ def _cudnn_rnn(
 
 
 def _like_cudnn_rnn(cell: str, x: Tensor, h: Tensor, c: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    """cuDNN chooses the size of the saved tensor. Measured (9.x on an H200): some numbers for each step, row and
-    unit, and 256 bytes."""
+    """cuDNN chooses the size of the saved tensor. Measured with cuDNN 9.19 on an H200: some numbers for each
+    step, row and unit, and 256 bytes."""
     length, rows, _ = x.shape
     size = length * rows * _CUDNN_SAVED[cell] * h.shape[-1] * x.dtype.itemsize + 256
     output = x.new_empty(length, rows, h.shape[-1])

@@ -16,7 +16,7 @@ from pipec.viz import DrawnPipeline, DrawnStep, page_html
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM, "CI tests the page in a Chromium, but `make setup` could not install one"
+    assert CHROMIUM, "there is no Chromium: `make setup` could not install one"
     with sync_playwright() as playwright:
         # Without its sandbox Chromium also runs as root, as in a container.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
