@@ -182,7 +182,7 @@ def _cudnn_rnn_backward(
     """cuDNN writes into what it saved, and takes the weights as one tensor, which is made again here."""
     weights, options = _present(w_ih, w_hh, b_ih, b_hh), _layer_options(cell, h)
     mode, width, projected, num_layers, batch_first, _, _, bidirectional = options
-    whole = torch._cudnn_rnn_flatten_weight(
+    whole = _aten._cudnn_rnn_flatten_weight(
         [weight.detach() for weight in weights],
         *(len(weights), x.shape[-1], mode, width, projected, num_layers, batch_first, bidirectional),
     )

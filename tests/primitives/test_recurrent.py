@@ -242,7 +242,7 @@ class EmulatedCudnn:
         return *first, list(found)
 
     @staticmethod
-    def flatten_weight(weights: Sequence[Tensor], *options: Any) -> Tensor:
+    def _cudnn_rnn_flatten_weight(weights: Sequence[Tensor], *options: Any) -> Tensor:
         """The weights become views of the result."""
         assert 1 + len(options) == len(torch.ops.aten._cudnn_rnn_flatten_weight.default._schema.arguments)
         whole, start = torch.cat([weight.flatten() for weight in weights]), 0
@@ -256,7 +256,6 @@ class EmulatedCudnn:
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudnn:
     found = EmulatedCudnn()
     monkeypatch.setattr(recurrent, "_aten", found)
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", found.flatten_weight)
     monkeypatch.setattr(split_recurrent, "computes_with_cudnn", lambda tensors: True)
     monkeypatch.setattr(split_recurrent, "computes_with_onednn", lambda tensors: False)
     return found

@@ -270,6 +270,10 @@ def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
         yield
         log.append("has recorded")
 
+    default = SimpleNamespace(
+        clone_state=lambda: "a state", graphsafe_set_state=lambda state: log.append(f"default has {state}")
+    )
+    monkeypatch.setattr(torch.cuda, "default_generators", (default,))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
@@ -293,6 +297,13 @@ def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
         "has recorded",
         "replays",
     ]
+
+    def fail() -> None:
+        raise ValueError("it waits for the GPU")
+
+    with pytest.raises(ValueError, match="waits for the GPU"):
+        recorder.record(fail, draws, recorder.new_pool())
+    assert log[-1] == "default has a state"
 
 
 def test_an_operator_without_a_generator_draws_from_the_state_that_a_graph_knows(

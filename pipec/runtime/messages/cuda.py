@@ -95,7 +95,8 @@ class PastLaunches:
         """A context that waits only for what the current stream has been given so far."""
         if self._stream is None:
             return contextlib.nullcontext()
-        return self._after(self._stream, torch.cuda.current_stream(self._device).record_event())
+        current = torch.cuda.current_stream(self._device)
+        return self._after(self._stream, current.record_event())
 
     @contextlib.contextmanager
     def _after(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> Iterator[None]:
