@@ -491,13 +491,14 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     print(*own)
     prefixed = {{"other": 1}}
     pipe.state_dict(destination=prefixed, prefix="pipe.")
-    assert [*prefixed] == ["other", *(f"pipe.{{name}}" for name in whole)]
+    names = [f"pipe.{{name}}" for name in every]
+    assert sorted(prefixed) == sorted(["other", *names])  # on rank 1 some are absent, which nobody can write
     if rank:
         attempt(lambda: pipe.load_state_dict(whole))
     pipe.load_state_dict(every)
     pipe.load_state_dict(own)
     other = nn.ModuleDict({{"pipe": pipe}}).state_dict()
-    assert [*other] == [f"pipe.{{name}}" for name in whole]
+    assert sorted(other) == sorted(names)
     pipe.save({str(tmp_path / "artifact")!r}, tensors=True)
     loaded = pipec.load({str(tmp_path / "artifact")!r}, timeout=20.0)
     whole = loaded.state_dict()
