@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipec.artifact.artifact import Artifact
 from pipec.ir import Plan, StepPart
-from pipec.ir.step_parts import part_of_programs, plan_part, program_part
+from pipec.ir.step_parts import plan_part, program_part
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.what_if import what_if_of_plan
 from pipec.runtime.recording import Recording
@@ -91,10 +91,9 @@ def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -
     plan = artifact.plan
     trace.simulated = simulate_plan(plan, artifact.representative_programs)
     for step, ran in zip(recording.steps, recording.artifacts, strict=True):
-        part = part_of_programs(step.programs, plan.sync_spec)
         if ran is None or ran.plan != plan:
             trace.of_other_plans.add(len(trace.steps))
-        sync_spec = replace(plan.sync_spec, part=part)
+        sync_spec = replace(plan.sync_spec, part=step.part)
         trace.steps.append(measured_timeline(step.programs, step.timestamps, sync_spec))
     trace.numbers += recording.numbers
     trace.notes |= recording.notes

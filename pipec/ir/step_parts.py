@@ -38,14 +38,6 @@ def program_part(program: Program, sync_spec: SyncSpec, part: StepPart) -> Progr
     return replace(program, instructions=[program.instructions[number] for number in numbers])
 
 
-def part_of_programs(programs: Sequence[Program], sync_spec: SyncSpec) -> StepPart:
-    """The part of a step that these programs are."""
-    ops = {instruction.op for program in programs for instruction in program.instructions}
-    if not sync_spec.updates or {Op.FORWARD, Op.UPDATE} <= ops:
-        return StepPart.WHOLE
-    return StepPart.UPDATE if Op.FORWARD not in ops else StepPart.ACCUMULATE
-
-
 def instructions_of_part(program: Program, sync_spec: SyncSpec, part: StepPart) -> Sequence[int]:
     """Their numbers in the program of the whole step."""
     return [

@@ -37,8 +37,6 @@ class HeldGradients:
     def add(self) -> None:
         """Add them to what gradients there are by now. They are not held any longer."""
         for parameter, gradient in self.gradients.items():
-            if parameter.shape != gradient.shape:
-                continue  # the parameter is absent by now
             gradient = gradient.to(parameter.device)
             if parameter.grad is None:
                 parameter.grad = gradient

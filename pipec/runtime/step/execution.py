@@ -257,7 +257,7 @@ class Execution:
         if recorded is not None:
             sync_spec = self.artifact.plan.sync_spec
             programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
-            recorded.append(RecordedStep(programs, timestamps))
+            recorded.append(RecordedStep(programs, timestamps, part))
         return results
 
     def _half_made(self) -> str | None:

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -75,10 +75,8 @@ class Ranks:
             for part in self.distributed.all_gather_text(json.dumps([s.timestamps for s in steps]))
         ]
         return [
-            RecordedStep(
-                step.programs, {int(rank): timestamps for part in own for rank, timestamps in part.items()}
-            )
-            for step, *own in zip(steps, *parts, strict=True)
+            replace(step, timestamps={int(rank): own for each in found for rank, own in each.items()})
+            for step, *found in zip(steps, *parts, strict=True)
         ]
 
     def peak_memory(self, measured: Sequence[RankMemory]) -> list[RankMemory]:

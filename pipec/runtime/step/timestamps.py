@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipec.ir import Program
+from pipec.ir import Program, StepPart
 
 Timestamps = list[int]
 """Two times for each instruction of a program, in order: when it began and when it ended.
@@ -21,10 +21,11 @@ Those of a GPU's rank are times of the GPU: when it came to what the instruction
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The programs of one step, and the timestamps that each rank took while it ran them."""
+    """The programs of one step, or of a part of it, and the timestamps that each rank took meanwhile."""
 
     programs: Sequence[Program]
     timestamps: dict[int, Timestamps]
+    part: StepPart = StepPart.WHOLE
 
 
 Moment = Any
