@@ -56,6 +56,7 @@ ORDER = (
     Package("option_conflicts"),
     Package("api_arguments"),
     Package("api"),
+    Package("integrations"),
     Package("cli", torch=False),
     Package("__main__", torch=False),
 )
