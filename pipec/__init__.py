@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipec import ops
-    from pipec.api import compile, profile
+    from pipec.api import compile, from_pretrained, profile
     from pipec.api_arguments import Example
     from pipec.console import log, progress, rank_zero_only
     from pipec.cost.profile import Profile
@@ -50,6 +50,7 @@ __all__ = [
     "VerifyError",
     "calibrate",
     "compile",
+    "from_pretrained",
     "load",
     "log",
     "ops",
@@ -66,6 +67,7 @@ _HOMES = {
     "Topology": "pipec.hardware.topology",
     "calibrate": "pipec.hardware.calibration",
     "compile": "pipec.api",
+    "from_pretrained": "pipec.api",
     "profile": "pipec.api",
     "log": "pipec.console",
     "progress": "pipec.console",

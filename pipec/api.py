@@ -1,5 +1,6 @@
 """The front door: compile a model, and profile one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
+from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
+from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.compile import CompileSettings
 from pipec.compiler.compiler import Compiler
@@ -33,11 +36,12 @@ from pipec.hardware.topology import Topology
 from pipec.ir import Mode, NonFiniteAction, Precision, ShardingLevel, SyncSpec
 from pipec.ir.argument_checks import check_arguments
 from pipec.option_conflicts import check_conflicts
-from pipec.options import GRADIENT_DTYPES, Options, takes_options
+from pipec.options import GRADIENT_DTYPES, OPTIONS, Options, takes_options
 from pipec.pipeline import Pipeline
 from pipec.plan.optimizer_cost import OptimizerProperties
 from pipec.profiler import ProgressWrapper, profile_graph
-from pipec.runtime.model_tensors import ModelTensors
+from pipec.runtime.absent_tensors import materialized
+from pipec.runtime.model_tensors import ModelTensors, restore_tensors
 from pipec.runtime.optimizers import state_bytes, update_scratch
 from pipec.runtime.processes.launch import Devices, default_num_ranks, world
 from pipec.runtime.step.loss_scale import LossScale
@@ -63,9 +67,65 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     """
     check_arguments({"model": MODEL}, {"model": model})
     options = Options.of({"devices": devices, **given})
-    ranks = Ranks(
-        default_num_ranks(world()) if devices is None else devices, options.timeout, options.kernels
-    )
+    ranks, weights = _ranks(options), None
+    if options.weights is not None:
+        folder = options.weights
+        weights = _agreed_weights(ranks, folder, lambda: (model, weights_for(model, folder)))[1]
+    return _pipeline(model, options, ranks, weights)
+
+
+def from_pretrained(
+    name: str | Path, devices: Devices | None = None, *, model_class: Any = None, **given: Any
+) -> Pipeline:
+    """A pipeline of a model of transformers, of which each rank reads the weights of its own stages alone.
+
+    The weights are read in the first call, or in ``prepare``, when the stages are cut. Until then neither
+    their values nor a copy of them can be had. As transformers leaves it, the model is in evaluation mode:
+    call ``pipe.train()``. It is ``pipe.unsplit_model``.
+
+    Args:
+        name: a folder that ``save_pretrained`` wrote, or a name on the Hub.
+        devices: as for ``compile``.
+        model_class: which ``from_pretrained`` to call, such as ``AutoModelForSequenceClassification``. None:
+            that of the class that was saved.
+        given: the options of ``compile``, and the arguments of the model's ``from_pretrained``, such as
+            ``dtype`` and ``num_labels``.
+
+    Raises:
+        CheckpointError: files are damaged, or do not fit the model, or differ from rank to rank.
+        InputError: an argument does not fit, or the weights cannot be read in parts: they are quantized, an
+            adapter, or not safetensors.
+    """
+    own = {option: given.pop(option) for option in [*given] if option in OPTIONS}
+    options = Options.of({"devices": devices, **own})
+    ranks = _ranks(options)
+    model, weights = _agreed_weights(ranks, name, lambda: read_pretrained(name, model_class, given))
+    return _pipeline(model, options, ranks, weights)
+
+
+def _ranks(options: Options) -> Ranks:
+    devices = default_num_ranks(world()) if options.devices is None else options.devices
+    return Ranks(devices, options.timeout, options.kernels)
+
+
+def _agreed_weights(
+    ranks: Ranks, name: str | Path, read: Callable[[], tuple[nn.Module, PretrainedWeights]]
+) -> tuple[nn.Module, PretrainedWeights]:
+    """A model and its weights, whose files are the same on every rank."""
+    made = list[tuple[nn.Module, PretrainedWeights]]()
+
+    def digest() -> str:
+        made.append(read())
+        return made[0][1].digest
+
+    digests = call_on_all_ranks(ranks, f"reading the headers of {name}", digest)
+    require_equal(digests, f"the weights of {name}", "let every rank see the same files")
+    return made[0]
+
+
+def _pipeline(
+    model: nn.Module, options: Options, ranks: Ranks, weights: PretrainedWeights | None
+) -> Pipeline:
     if ranks.world.is_distributed:
         require_same_options(ranks, model, options)
     device = next(iter(ranks.devices.values()))
@@ -82,9 +142,13 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     precision = None if options.precision is None else Precision(options.precision)
     require_matching_autocast(precision, device, "pipec.compile")
     tensors = ModelTensors.of(model)
+    if weights is not None:
+        tensors = tensors.unread(f"in {weights.name} still")
+        restore_tensors(model, {**tensors.parameters, **tensors.buffers})
     tensors.refuse_shared_memory()
-    updates = _optimizer_updates(options, tensors)
-    optimizer = _optimizer_properties(options, updates, tensors, device)
+    with materialized(tensors.unique().values()):
+        updates = _optimizer_updates(options, tensors)
+        optimizer = _optimizer_properties(options, updates, tensors, device)
     offloads = options.offload in ("activations", "all")
     compiler_options = CompilerOptions(
         device_model,
@@ -116,7 +180,7 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
-    return Pipeline(compiler, tensors, ranks, updates, options)
+    return Pipeline(compiler, tensors, ranks, updates, options, weights)
 
 
 def _topology(options: Options, ranks: Ranks, device_model: DeviceModel) -> Topology:

@@ -63,6 +63,13 @@ class TensorSpec:
         return f"{str(self.torch_dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The type that safetensors names so. Raises CheckpointError for one that torch lacks."""
+    if name not in _DTYPES:
+        raise CheckpointError(f"a file has tensors of type {name}, which torch lacks")
+    return _DTYPES[name]
+
+
 def tensor_spec(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
     """Raises InputError for a type that safetensors lacks."""
     if dtype not in _NAMES:

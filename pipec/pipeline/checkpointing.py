@@ -124,6 +124,7 @@ class Checkpoints:
         """The folder, once all ranks have called this for the same one, and adopted the model's tensors."""
         self.finish_saving()
         self._context.drain()
+        self._owned.require_values()
         snapshot = self._owned.snapshot()
         if self._context.is_distributed:
             how = ", asynchronous=True" if asynchronous else ""

@@ -1,23 +1,27 @@
 """The tensors of a compiled model: which of them this process keeps, and how they are gathered."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from pipec.checkpoint import PretrainedWeights
+from pipec.checkpoint.all_ranks import call_on_all_ranks
 from pipec.capture.model_snapshot import ModelSnapshot, SnapshotCache, modules_of, same_objects, tensors_of
 from pipec.compiler.compiler import Compiler
 from pipec.console import notice
-from pipec.errors import InputError, PlanError
+from pipec.errors import CheckpointError, InputError, PlanError
 from pipec.ir import Plan
-from pipec.runtime.absent_tensors import hold, is_absent, release_elsewhere, release_sharded
+from pipec.runtime.absent_tensors import hold, is_absent, is_unread, release_elsewhere, release_sharded
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.messages.call_description import (
     CallDescription,
     describe_differences,
     format_names,
     format_ranks,
+    sampled_digest,
 )
 from pipec.runtime.model_tensors import ModelTensors, register_tensors, restore_tensors, unregister_tensors
 from pipec.runtime.pipeline_context import PipelineContext
@@ -38,11 +42,14 @@ class OwnedTensors:
         tensors: ModelTensors,
         context: PipelineContext,
         linked: LinkedArtifacts,
+        weights: PretrainedWeights | None = None,
     ) -> None:
         self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._compiler, self.tensors = compiler, tensors
         self._context, self._ranks, self._linked = context, context.ranks, linked
         self._owners = context.owners
+        self.weights = weights
+        self.require_values = linked.require_values
         self._mutable_buffers: set[str] = set()
         self.needs_placement = False
         self._snapshots = SnapshotCache(compiler.model)
@@ -79,7 +86,11 @@ class OwnedTensors:
         there, first = tensor_devices(plan, self._ranks.devices), not self._owners.ranks
         if self._context.is_distributed and (new := there.keys() - self._owners.ranks.keys()):
             converted = self._keep_owners(sorted(new & unique.keys())) if not first else set[str]()
-            known = {fqn: x for fqn, x in unique.items() if first or fqn in new - converted}
+            known = {
+                fqn: x
+                for fqn, x in unique.items()
+                if (first or fqn in new - converted) and not is_unread(x)
+            }
             for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
                 notice(f"{differed}, and start with rank 0's: {format_names(names)}")
@@ -87,6 +98,8 @@ class OwnedTensors:
         self._owners.ranks = owner_ranks(plan) | self._owners.ranks
         for fqn in filter(self._owners.is_elsewhere, unique):
             release_elsewhere(fqn, unique[fqn], f"on {format_ranks(self._owners.ranks[fqn])}")
+        if self.weights is not None:
+            self._read_weights(self.weights, there)
         if self._context.updates is not None:
             if not self.needs_placement:
                 self._context.updates.follow_script()
@@ -98,6 +111,32 @@ class OwnedTensors:
                 continue
             if home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
+
+    def _read_weights(
+        self, weights: PretrainedWeights, devices: Mapping[str, torch.device | None]
+    ) -> None:
+        """Read the tensors of this process that are in files still. All processes do so together."""
+        unread = {fqn: x for fqn, x in self.tensors.unique().items() if is_unread(x)}
+        stored = {fqn: name for name, fqn in self.canonical.items() if fqn in unread and weights.has(name)}
+        names = {name: fqn for fqn, name in stored.items()}
+        cpu = torch.device("cpu")
+        homes = {name: devices.get(fqn) or cpu for name, fqn in names.items()}
+
+        def read() -> dict[str, str]:
+            digests = {}
+            for name, values in weights.read(homes):
+                hold(unread[names[name]], values)
+                digests[names[name]] = sampled_digest(values)
+            return digests
+
+        found: dict[str, str] = {}
+        for rank, digests in enumerate(call_on_all_ranks(self._ranks, f"reading {weights.name}", read)):
+            for fqn, digest in digests.items():
+                if found.setdefault(fqn, digest) != digest:
+                    raise CheckpointError(
+                        f"{weights.name}: rank {rank} has read other values of {fqn} than a rank before it; "
+                        "let every rank see the same files"
+                    )
 
     def _keep_owners(self, names: Sequence[str]) -> set[str]:
         """Those of these new tensors that are absent on some ranks: the others own them still.

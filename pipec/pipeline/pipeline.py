@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipec.artifact.artifact import write_artifact
+from pipec.checkpoint import PretrainedWeights
 from pipec.compiler.compiler import Compiler
 from pipec.drawn_artifacts import add_recorded_steps, draw_artifact
 from pipec.errors import InputError
@@ -85,13 +86,14 @@ class Pipeline(PipelineBase):
         ranks: Ranks,
         updates: OptimizerUpdates | None,
         options: Options,
+        weights: PretrainedWeights | None = None,
     ) -> None:
         advice = local_batch_advice if options.batch == "local" else same_batch_advice
         context = PipelineContext(ranks, updates, batch_advice=advice)
         super().__init__(context)
         self._modes_before_eval: dict[nn.Module, bool] = {}
         self._compiler, self._options = compiler, options
-        self._owned = OwnedTensors(self, compiler, tensors, context, self._linked)
+        self._owned = OwnedTensors(self, compiler, tensors, context, self._linked, weights)
         self._agreement = CallAgreement(context, compiler, self._owned, options.batch, options.batched)
         self._calls = CompiledCalls(
             compiler, context, self._linked, self._owned, self._agreement, options.microbatch_weight
@@ -177,6 +179,11 @@ class Pipeline(PipelineBase):
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         return make_module(self, self._compiler.model, outputs)
+
+    @property
+    def unsplit_model(self) -> nn.Module:
+        """The model that was compiled, or that ``from_pretrained`` made."""
+        return self._compiler.model
 
     @property
     def has_loss_fn(self) -> bool:
@@ -292,7 +299,8 @@ class Pipeline(PipelineBase):
                 updates = updates.of(tensors.unique_parameters())
         agreement = self._agreement
         compiler, options = self._compiler.of(model), replace(self._options, batched=agreement.batched)
-        copied = memo[id(self)] = Pipeline(compiler, tensors, self._context.ranks, updates, options)
+        copied = Pipeline(compiler, tensors, self._context.ranks, updates, options, self._owned.weights)
+        memo[id(self)] = copied
         self._owned.copy_to(copied._owned)
         copied._agreement.known_splits = dict(agreement.known_splits)
         copied._agreement.variables = copy.deepcopy(agreement.variables)
@@ -349,6 +357,7 @@ class Pipeline(PipelineBase):
         ranks, unless the state is one of ``local_state_dict``, which has no others than this rank's.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
+        self._linked.require_values()
         here, canonical = self._linked.tensors(every_name=True), self._owned.canonical
         own = {name: x for name, x in state_dict.items() if name in here or name not in canonical}
         if not state_dict and self._context.owners.are_spread:

@@ -1,5 +1,7 @@
 """Tensors of a model whose values this process does not have: other processes hold them, or shards of them.
 
+Or they are in files still, to be read once the stages are cut.
+
 An absent tensor stays the object that it was, in a subclass, and keeps shape, dtype, device and
 ``requires_grad``. Its memory is one element. An optimizer passes it over, because its gradient is None. What
 is computed of absent tensors and numbers element by element is absent, too: each rank updates and averages
@@ -9,7 +11,7 @@ what it holds. Everything else raises InputError.
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -26,13 +28,17 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(frozen=True)
 class Absence:
-    """The name of a tensor, where its values are, and what it was before: its class and its strides."""
+    """The name of a tensor, where its values are, and what it was before: its class and its strides.
+
+    One that is ``unread`` gets its values once it is known which process is to hold it.
+    """
 
     name: str
     place: str
     is_sharded: bool
     kind: type[Tensor]
     stride: tuple[int, ...]
+    is_unread: bool = False
 
 
 class _Absent:
@@ -85,9 +91,22 @@ def is_absent(tensor: object) -> bool:
     return isinstance(tensor, _Absent)
 
 
+def is_unread(tensor: object) -> bool:
+    """Whether the values of a tensor are still in a file."""
+    return isinstance(tensor, _Absent) and tensor.absence.is_unread
+
+
+def release_unread(name: str, tensor: Tensor, place: str) -> None:
+    """Free the memory of a tensor whose values are to be read from a file."""
+    _release(tensor, Absence(name, place, False, type(tensor), tensor.stride(), is_unread=True))
+
+
 def release_elsewhere(name: str, tensor: Tensor, place: str) -> None:
     """Free the memory of a tensor that others hold, and of its gradient. It stays the same object."""
-    if not is_absent(tensor):
+    if is_unread(tensor):
+        absent = cast(_Absent, tensor)
+        absent.absence = replace(absent.absence, place=place, is_unread=False)
+    elif not is_absent(tensor):
         _release(tensor, Absence(name, place, False, type(tensor), tensor.stride()))
 
 
@@ -252,6 +271,7 @@ def _tensors(args: object, kwargs: object) -> list[Tensor]:
 def _refuse(func: Callable[..., Any] | str, args: Sequence[Any], kwargs: Any = None) -> NoReturn:
     refuse_wrappers()
     absence = next(cast(_Absent, each).absence for each in _tensors(args, kwargs or {}) if is_absent(each))
+    refuse_unread(*[each for each in _tensors(args, kwargs or {}) if is_unread(each)])
     found = f"{absence.name} is {absence.place}, and this process has none of its values"
     if calls_module():
         raise InputError(
@@ -271,6 +291,18 @@ def _refuse(func: Callable[..., Any] | str, args: Sequence[Any], kwargs: Any = N
         "AveragedModel(pipe), is right if it is made once the pipeline is compiled, by a step or "
         "pipe.prepare(...); a penalty on parameters belongs into the model's forward or the optimizer"
     )
+
+
+def refuse_unread(*tensors: Tensor) -> None:
+    """Raise InputError if the values of a tensor are still in a file."""
+    for tensor in tensors:
+        if is_unread(tensor):
+            absence = cast(_Absent, tensor).absence
+            raise InputError(
+                f"{absence.name} is {absence.place}: each rank reads the weights of its own stages once "
+                "these are cut, in the first call. Make that before, or pipe.prepare(...), which takes what "
+                "step takes and runs nothing"
+            )
 
 
 def _functions(owner: object, names: str) -> frozenset[Callable[..., Any]]:

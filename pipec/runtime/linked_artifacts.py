@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan
-from pipec.runtime.absent_tensors import release_sharded
+from pipec.runtime.absent_tensors import refuse_unread, release_sharded
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.model_tensors import UninitializedTensors
 from pipec.runtime.optimizers import StateShard
@@ -70,6 +70,11 @@ class LinkedArtifacts:
             **dict(self._module.named_parameters(remove_duplicate=once)),
             **dict(self._module.named_buffers(remove_duplicate=once)),
         }
+
+    def require_values(self) -> None:
+        """Raise InputError if values are in files still, which is so on all ranks or on none."""
+        for tensor in self.all_tensors().values():
+            refuse_unread(tensor)
 
     def keep(self, artifacts: Collection[Artifact]) -> None:
         """Unlink all other artifacts."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipec.errors import InputError
 from pipec.ir import Plan
-from pipec.runtime.absent_tensors import hold, is_absent, plain_tensors
+from pipec.runtime.absent_tensors import hold, is_absent, plain_tensors, release_unread
 from pipec.runtime.messages.call_description import format_names
 
 
@@ -78,6 +78,18 @@ class ModelTensors:
         for parameter, flag in zip(self.parameters.values(), flags, strict=True):
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
+
+    def unread(self, place: str) -> "ModelTensors":
+        """The same with those on meta replaced by absent ones, whose values are ``place``."""
+        made = dict[int, Tensor]()
+        for fqn, tensor in self.unique().items():
+            if tensor.is_meta:
+                memory = torch.empty_like(tensor, device="cpu")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory
+                release_unread(fqn, made[id(tensor)], place)
+        every = {**self.parameters, **self.buffers}
+        return self.with_replaced({fqn: made.get(id(tensor), tensor) for fqn, tensor in every.items()})
 
     def with_replaced(self, others: Mapping[str, Tensor]) -> "ModelTensors":
         """The same with other objects under some names."""

@@ -291,6 +291,7 @@ class PipelineBase(nn.Module):
 
     def _state(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of torch. What is kept in shards is gathered and copied."""
+        self._linked.require_values()
         with self._linked.unsharded():
             state = super().state_dict(*args, **kwargs)
             updates = self._context.updates

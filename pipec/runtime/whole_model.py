@@ -64,6 +64,7 @@ class WholeModel:
     ) -> dict[str, Tensor]:
         """Copies of the named ones of ``tensors`` on the CPU of rank 0 or of all ranks; {} on others."""
         context = self._context
+        self._linked.require_values()
         if context.is_distributed:
             context.require_same_call(f"{method}(all_ranks={all_ranks})", {})
         with self._linked.unsharded():

@@ -1,0 +1,334 @@
+"""Weights for ``from_pretrained`` of transformers, of which each rank reads its own stages' alone.
+
+transformers renames and merges weights while it loads them, initialises what a folder lacks, and ties. All of
+this it does here, too, but first with weights on meta, which take no memory: the names and shapes come from
+the headers of the files. Once the stages are cut, ``read`` converts the weights of some names for real.
+"""
+
+import contextlib
+import copy
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor, nn
+
+from pipec.checkpoint.hugging_face import weight_files
+from pipec.checkpoint.safetensors_files import torch_dtype
+from pipec.errors import CheckpointError, InputError
+from pipec.runtime.messages.call_description import format_names
+
+
+def read_pretrained(
+    name: str | Path, model_class: Any, arguments: Mapping[str, Any]
+) -> tuple[nn.Module, "PretrainedWeights"]:
+    """What ``model_class.from_pretrained(name, **arguments)`` returns, but with its weights on meta.
+
+    Tensors that the folder lacks have the values that transformers gives them.
+
+    Args:
+        model_class: None for the class that the configuration names.
+
+    Raises:
+        CheckpointError: the folder does not fit the model, or a file is damaged.
+        InputError: such weights cannot be read for each stage by itself.
+    """
+    transformers = _transformers()
+    if model_class is None:
+        model_class = _configured_class(name, arguments)
+    if forbidden := arguments.keys() & {"device_map", "tp_plan", "tp_size", "distributed_config", "max_memory"}:
+        raise InputError(
+            f"{min(forbidden)} says where transformers puts weights, and with pipec a rank holds those of its "
+            "own stages; leave it out, and pass devices=..."
+        )
+    found: list[PretrainedWeights] = []
+
+    def load_later(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any
+    ) -> tuple[Any, None]:
+        if found:
+            raise InputError(
+                f"{name} has more than one set of weights, such as those of a PEFT adapter. Pass the folder "
+                "of the model alone, and for an adapter load both with transformers and call pipec.compile"
+            )
+        _require_plain_files(name, checkpoint_files, load_config)
+        found.append(PretrainedWeights(str(name), model, checkpoint_files, load_config))
+        return found[0].load_on_meta(model), None
+
+    with _replaced(transformers.PreTrainedModel, "_load_pretrained_model", staticmethod(load_later)):
+        model = _raising_checkpoint_errors(name, lambda: model_class.from_pretrained(name, **arguments))
+    if not found:
+        raise InputError(f"{model_class.__name__}.from_pretrained does not load a model of transformers")
+    return model, found[0]
+
+
+def weights_for(model: Any, folder: str | Path) -> "PretrainedWeights":
+    """The weights in a folder, for a model on meta, which gets values where the folder has none.
+
+    Raises:
+        CheckpointError: the folder does not fit the model, or a file is damaged.
+        InputError: the model is not on meta, or not one of transformers.
+    """
+    transformers = _transformers()
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise InputError(
+            f"weights takes a model of transformers, and {type(model).__name__} is none. Compile it on meta, "
+            "call pipe.to_empty(device=...) and then pipe.load_checkpoint(folder, model_only=True)"
+        )
+    if real := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
+        raise InputError(
+            f"weights takes a model on meta, but {format_names(real)} has values; make the model inside of "
+            'torch.device("meta"), or leave out weights'
+        )
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    def read() -> PretrainedWeights:
+        files = [str(Path(folder) / file) for file in sorted(weight_files(Path(folder)))]
+        config = LoadStateDictConfig(
+            pretrained_model_name_or_path=str(folder),
+            dtype=model.dtype,
+            dtype_plan=model._get_dtype_plan(model.dtype),
+            weight_mapping=get_model_conversion_mapping(model),
+        )
+        weights = PretrainedWeights(str(folder), model, files, config)
+        model._finalize_model_loading(model, config, weights.load_on_meta(model))
+        return weights
+
+    return _raising_checkpoint_errors(folder, read)  # type: ignore[no-any-return]
+
+
+class PretrainedWeights:
+    """The files of a model's weights, and how they become tensors of the model.
+
+    It has a copy of the model on meta, into which transformers loads.
+    """
+
+    def __init__(self, name: str, model: Any, files: Sequence[str], load_config: Any) -> None:
+        self.name = name
+        self._model, self._load_config = copy.deepcopy(model), load_config
+        self._files: dict[str, str] = {}
+        self._on_meta: dict[str, Tensor] = {}
+        for file in files:
+            for key, tensor in _headers(file).items():
+                self._files[key], self._on_meta[key] = file, tensor
+        self._sources: dict[str, list[str]] = {}
+
+    @property
+    def digest(self) -> str:
+        """A digest of the files' sizes, their headers, and some of their contents."""
+        return " ".join(f"{Path(file).name} {_sampled(file)}" for file in sorted({*self._files.values()}))
+
+    def load_on_meta(self, model: Any) -> Any:
+        """Let ``model``, on meta, be what it would be with its weights; returns what transformers notes."""
+        info = self._converted(model, self._on_meta, "meta")
+        self._find_sources({*model.state_dict()} - info.missing_keys)
+        for target, source in list(model.all_tied_weights_keys.items()):
+            if target in self._sources and source in self._sources:
+                if self._are_equal(target, source):
+                    info.missing_keys.add(target)  # so that it is tied
+                else:
+                    model.all_tied_weights_keys.pop(target)
+        return info
+
+    def read(self, devices: Mapping[str, torch.device]) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of these tensors, each on its device, one after the other.
+
+        Raises:
+            CheckpointError: a file has changed or is damaged.
+        """
+        for targets, sources in self._groups(devices):
+            with self._opened(sources) as weights:
+                info = self._converted(self._model, weights, str(devices[targets[0]]))
+                for target in targets:
+                    found = self._model.get_parameter_or_buffer(target).detach()
+                    if info.mismatched_keys or info.conversion_errors or found.is_meta:
+                        raise CheckpointError(f"{self.name} has changed since its headers were read")
+                    device = devices[target]
+                    yield target, found.to(device, copy=found.device == device)
+                    self._forget(target)
+
+    def has(self, target: str) -> bool:
+        """Whether the files have the tensor of this name."""
+        return target in self._sources
+
+    def _find_sources(self, targets: set[str]) -> None:
+        """Find the weights of which each of these tensors is made."""
+        from transformers import core_model_loading as loading
+
+        state = self._model.state_dict()
+        mapping = self._load_config.weight_mapping or []
+        renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+        prefix, made = self._model.base_model_prefix, defaultdict[str, list[str]](list)
+        converted = set[str]()
+        for source in self._on_meta:
+            renamed, pattern = loading.rename_source_key(source, renamings, converters, prefix, state)
+            if renamed not in state and source in state:
+                renamed, pattern = loading.rename_source_key(source, [], [], prefix, state)
+            if renamed in state:
+                made[renamed].append(source)
+                converted |= {renamed} if pattern else set()
+        for first, sources in made.items():
+            found = {first}
+            if first in converted:
+                info = self._converted(self._model, {key: self._on_meta[key] for key in sources}, "meta")
+                found = state.keys() - info.missing_keys
+            self._sources |= dict.fromkeys(found & targets, sources)
+        if lost := targets - self._sources.keys():
+            raise InputError(
+                f"it cannot be found of which weights of {self.name} transformers makes "
+                f"{format_names(sorted(lost))}; load the model by from_pretrained(...) of transformers, and "
+                "call pipec.compile"
+            )
+
+    def _groups(self, targets: Collection[str]) -> Iterator[tuple[list[str], list[str]]]:
+        """The tensors that are made together, and of which weights."""
+        groups = defaultdict[tuple[str, ...], list[str]](list)
+        for target in targets:
+            groups[tuple(self._sources[target])].append(target)
+        for sources, found in groups.items():
+            yield found, [*sources]
+
+    def _converted(self, model: Any, weights: Mapping[str, Any], device: str) -> Any:
+        """Load weights into ``model`` by transformers; returns what it notes."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+        config = replace(self._load_config, device_map={"": device})
+        with _without_progress_bars():
+            info, _ = convert_and_load_state_dict_in_model(model, weights, config)
+        return info
+
+    @contextlib.contextmanager
+    def _opened(self, sources: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Weights that are read when they are used. The files are closed at the end, as they hold memory."""
+        with contextlib.ExitStack() as stack:
+            files = {
+                file: stack.enter_context(safetensors.safe_open(file, "pt"))  # type: ignore[no-untyped-call]
+                for file in {self._files[source] for source in sources}
+            }
+            yield {source: files[self._files[source]].get_slice(source) for source in sources}
+
+    def _forget(self, target: str) -> None:
+        """Give the memory of a tensor back."""
+        path, _, leaf = target.rpartition(".")
+        setattr(self._model.get_submodule(path), leaf, _on_meta(self._model.get_parameter_or_buffer(target)))
+
+    def _are_equal(self, *targets: str) -> bool:
+        """Whether two tensors have the same values."""
+        cpu = torch.device("cpu")
+        first, other = (dict(self.read({target: cpu}))[target] for target in targets)
+        return torch.equal(first, other)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+        import transformers.core_model_loading
+    except ImportError as error:
+        raise InputError(
+            "from_pretrained and weights=... read models of transformers, version 5: pip install "
+            f"'transformers>=5' ({error})"
+        ) from error
+    return transformers
+
+
+def _configured_class(name: str | Path, arguments: Mapping[str, Any]) -> Any:
+    """The class of the model that was saved."""
+    transformers = _transformers()
+    config = arguments.get("config")
+    if not isinstance(config, transformers.PreTrainedConfig):
+        where = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
+        given = {key: arguments[key] for key in where if key in arguments}
+        config = _raising_checkpoint_errors(
+            name, lambda: transformers.AutoConfig.from_pretrained(name if config is None else config, **given)
+        )
+    names = config.architectures or ["None"]
+    found = getattr(transformers, names[0], None)
+    if found is None:
+        raise InputError(
+            f"the configuration of {name} names the class {names[0]}, which transformers lacks; pass the "
+            "class, such as model_class=transformers.AutoModelForCausalLM"
+        )
+    return found
+
+
+def _require_plain_files(name: str | Path, files: Any, load_config: Any) -> None:
+    """Raise InputError for weights of which a part cannot be read by itself."""
+    if load_config.is_quantized:
+        raise InputError(
+            f"the weights of {name} are quantized, which pipec does not train; pass the folder of the model "
+            "that is not"
+        )
+    if other := [file for file in files or ["none"] if not str(file).endswith(".safetensors")]:
+        raise InputError(
+            f"the weights of {name} are in {Path(other[0]).name}, but only safetensors can be read in parts; "
+            "load and save the model by transformers once: AutoModel.from_pretrained(...)"
+            ".save_pretrained(folder)"
+        )
+
+
+def _headers(file: str) -> dict[str, Tensor]:
+    """The tensors of a file, on meta."""
+    with safetensors.safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return {
+            key: torch.empty(each.get_shape(), dtype=torch_dtype(each.get_dtype()), device="meta")
+            for key, each in slices.items()
+        }
+
+
+def _sampled(file: str) -> str:
+    """A digest of the size of a file and of blocks of it at even distances, the first of its header."""
+    path, digest = Path(file), 0
+    size = path.stat().st_size
+    with path.open("rb") as opened:
+        for number in range(_NUM_BLOCKS):
+            opened.seek(size * number // _NUM_BLOCKS)
+            digest = zlib.crc32(opened.read(_BLOCK_BYTES), digest)
+    return f"{size} {digest:08x}"
+
+
+_NUM_BLOCKS, _BLOCK_BYTES = 64, 4096
+
+
+def _raising_checkpoint_errors(name: str | Path, call: Callable[[], Any]) -> Any:
+    """The result of a call into transformers, whose errors for such folders become CheckpointError."""
+    try:
+        return call()
+    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{name} cannot be loaded: {error}") from error
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers would draw one for each group of tensors."""
+    from transformers.utils import logging
+
+    are_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if are_shown:
+            logging.enable_progress_bar()
