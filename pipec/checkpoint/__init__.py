@@ -6,7 +6,8 @@
 * ``metadata`` is ``checkpoint.json``; ``json_values`` encodes plain values as JSON, ``stream_positions`` the
   positions of streams. ``torch_checkpoint`` and ``convert`` read and write the folders of
   ``torch.distributed.checkpoint``, ``hugging_face`` the folders of transformers and diffusers.
-* ``pretrained_weights`` reads the weights of ``from_pretrained``, each rank those of its stages.
+* ``pretrained_weights`` reads the weights of ``from_pretrained``, each rank those of its stages, and
+  ``save_pretrained`` writes them.
 * ``manifest`` has the checksums of the files, ``staging_directory`` replaces a folder in one step, and
   ``all_ranks`` makes all processes succeed or fail together.
 * ``async_save`` writes a checkpoint while the training goes on.
@@ -17,6 +18,7 @@ from pipec.checkpoint.async_save import AsyncSave
 from pipec.checkpoint.pretrained_weights import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.read import load, load_saved_profile, load_weights
 from pipec.checkpoint.safetensors_files import tensor_spec
+from pipec.checkpoint.save_pretrained import save_pretrained
 from pipec.checkpoint.shards import TensorShard, unsharded
 from pipec.checkpoint.stream_positions import replica_position
 from pipec.checkpoint.training_state import TrainingState

@@ -16,23 +16,28 @@ DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (
 )
 
 
-def _is_of(library: str, model: nn.Module) -> bool:
+def is_of(library: str, model: nn.Module) -> bool:
+    """Whether the class of a model, or one that it derives from, is of a library."""
     return any(base.__module__.partition(".")[0] == library for base in type(model).__mro__)
 
 
 def index_name(model: nn.Module) -> str:
     """The name of the index for the library of a model; diffusers has its own."""
-    return DIFFUSERS_INDEX if _is_of("diffusers", model) else INDEX
+    return DIFFUSERS_INDEX if is_of("diffusers", model) else INDEX
 
 
 def write_config(model: Any, directory: Path) -> None:
     """Write the model's configuration, if it has one, for ``from_pretrained``."""
-    if _is_of("diffusers", model):
+    if is_of("diffusers", model):
         model.save_config(directory)
-    if _is_of("transformers", model) and hasattr(model, "config"):
+    if is_of("transformers", model) and hasattr(model, "config"):
+        from transformers.dynamic_module_utils import custom_object_save
+
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = model.dtype
+        if type(model)._auto_class is not None:  # its code is not in transformers
+            custom_object_save(model, directory, config=config)
         config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)

@@ -41,10 +41,16 @@ def read_pretrained(
     transformers = _transformers()
     if model_class is None:
         model_class = _configured_class(name, arguments)
-    if forbidden := arguments.keys() & {"device_map", "tp_plan", "tp_size", "distributed_config", "max_memory"}:
+    if forbidden := arguments.keys() & {
+        "device_map",
+        "tp_plan",
+        "tp_size",
+        "distributed_config",
+        "max_memory",
+    }:
         raise InputError(
-            f"{min(forbidden)} says where transformers puts weights, and with pipec a rank holds those of its "
-            "own stages; leave it out, and pass devices=..."
+            f"{min(forbidden)} says where transformers puts weights, but with pipec a rank holds those of "
+            "its own stages; leave it out, and pass devices=..."
         )
     found: list[PretrainedWeights] = []
 
@@ -94,7 +100,7 @@ def weights_for(model: Any, folder: str | Path) -> "PretrainedWeights":
             pretrained_model_name_or_path=str(folder),
             dtype=model.dtype,
             dtype_plan=model._get_dtype_plan(model.dtype),
-            weight_mapping=get_model_conversion_mapping(model),
+            weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
         )
         weights = PretrainedWeights(str(folder), model, files, config)
         model._finalize_model_loading(model, config, weights.load_on_meta(model))
@@ -195,7 +201,7 @@ class PretrainedWeights:
         for sources, found in groups.items():
             yield found, [*sources]
 
-    def _converted(self, model: Any, weights: Mapping[str, Any], device: str) -> Any:
+    def _converted(self, model: Any, weights: dict[str, Any], device: str) -> Any:
         """Load weights into ``model`` by transformers; returns what it notes."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
@@ -209,7 +215,7 @@ class PretrainedWeights:
         """Weights that are read when they are used. The files are closed at the end, as they hold memory."""
         with contextlib.ExitStack() as stack:
             files = {
-                file: stack.enter_context(safetensors.safe_open(file, "pt"))  # type: ignore[no-untyped-call]
+                file: stack.enter_context(safetensors.safe_open(file, "pt"))
                 for file in {self._files[source] for source in sources}
             }
             yield {source: files[self._files[source]].get_slice(source) for source in sources}
@@ -280,7 +286,7 @@ def _require_plain_files(name: str | Path, files: Any, load_config: Any) -> None
 
 def _headers(file: str) -> dict[str, Tensor]:
     """The tensors of a file, on meta."""
-    with safetensors.safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+    with safetensors.safe_open(file, "pt") as opened:
         slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
         return {
             key: torch.empty(each.get_shape(), dtype=torch_dtype(each.get_dtype()), device="meta")
@@ -326,9 +332,9 @@ def _without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     are_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if are_shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

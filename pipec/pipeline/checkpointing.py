@@ -18,6 +18,7 @@ from pipec.checkpoint import (
     load,
     load_weights,
     replica_position,
+    save_pretrained,
     tensor_spec,
     unsharded,
 )
@@ -110,6 +111,11 @@ class Checkpoints:
             self._context.updates.drop_gradients()
             self._follow_loss_scale(metadata.loss_scale)
         return metadata.value_of_extra()
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """As ``Pipeline.save_pretrained``."""
+        path = self._agreed_path("save_pretrained", directory)
+        save_pretrained(path, self._training(None, None, only_owned=True))
 
     def _follow_loss_scale(self, saved: LossScale | None) -> None:
         """Go on with the scale that was saved, if the loss is scaled."""

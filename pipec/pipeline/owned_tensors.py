@@ -7,9 +7,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from pipec.capture.model_snapshot import ModelSnapshot, SnapshotCache, modules_of, same_objects, tensors_of
 from pipec.checkpoint import PretrainedWeights
 from pipec.checkpoint.all_ranks import call_on_all_ranks
-from pipec.capture.model_snapshot import ModelSnapshot, SnapshotCache, modules_of, same_objects, tensors_of
 from pipec.compiler.compiler import Compiler
 from pipec.console import notice
 from pipec.errors import CheckpointError, InputError, PlanError
@@ -87,9 +87,7 @@ class OwnedTensors:
         if self._context.is_distributed and (new := there.keys() - self._owners.ranks.keys()):
             converted = self._keep_owners(sorted(new & unique.keys())) if not first else set[str]()
             known = {
-                fqn: x
-                for fqn, x in unique.items()
-                if (first or fqn in new - converted) and not is_unread(x)
+                fqn: x for fqn, x in unique.items() if (first or fqn in new - converted) and not is_unread(x)
             }
             for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
@@ -112,9 +110,7 @@ class OwnedTensors:
             if home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
 
-    def _read_weights(
-        self, weights: PretrainedWeights, devices: Mapping[str, torch.device | None]
-    ) -> None:
+    def _read_weights(self, weights: PretrainedWeights, devices: Mapping[str, torch.device | None]) -> None:
         """Read the tensors of this process that are in files still. All processes do so together."""
         unread = {fqn: x for fqn, x in self.tensors.unique().items() if is_unread(x)}
         stored = {fqn: name for name, fqn in self.canonical.items() if fqn in unread and weights.has(name)}

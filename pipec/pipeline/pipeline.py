@@ -427,6 +427,20 @@ class Pipeline(PipelineBase):
         return self._checkpoints.save(directory, training_state, asynchronous)
 
     @exclusive_call
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the model for ``from_pretrained`` of transformers, as its own ``save_pretrained`` does.
+
+        Every rank calls this, and writes the weights of its stages, one tensor at a time. Files of a
+        tokenizer or others that are in ``directory`` stay. All ranks see the same.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+            InputError: the model is not one of transformers, or its tensors cannot be written one at a time.
+        """
+        check_arguments(METHOD_ARGUMENTS, locals())
+        self._checkpoints.save_pretrained(directory)
+
+    @exclusive_call
     def start_saving(
         self,
         directory: str | Path,
