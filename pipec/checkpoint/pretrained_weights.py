@@ -55,7 +55,7 @@ def read_pretrained(
     found: list[PretrainedWeights] = []
 
     def load_later(
-        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **_: Any
     ) -> tuple[Any, None]:
         if found:
             raise InputError(

@@ -121,7 +121,8 @@ class OwnedTensors:
         def read() -> dict[str, str]:
             digests = {}
             for name, values in weights.read(homes):
-                hold(unread[names[name]], values)
+                tensor = unread[names[name]]
+                hold(tensor, values.to(tensor.dtype))  # the script may have called pipe.to(dtype)
                 digests[names[name]] = sampled_digest(values)
             return digests
 

@@ -23,7 +23,8 @@ def write(folder: Path) -> None:
 
 def memory(kind: str) -> int:
     """The bytes that the kernel counts of this process, of a kind."""
-    line = next(each for each in open("/proc/self/status") if each.startswith(kind))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(each for each in lines if each.startswith(kind))
     return int(line.split()[1]) * 1024
 
 

@@ -1,7 +1,7 @@
 """Trains models from folders, and prints what came of it as JSON.
 
-The arguments are FOLDER KIND NAME ... KIND is "write" for the folders to be written, "plain" for transformers to load and train the models on one
-device, else "pipec".
+The arguments are FOLDER KIND NAME ... KIND is "write" for the folders to be written, "plain" for transformers
+to load and train the models on one device, else "pipec".
 """
 
 import json
