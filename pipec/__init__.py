@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from pipec.hardware.calibration import calibrate
     from pipec.hardware.topology import Device, Level, Topology
-    from pipec.pipeline import CheckpointManager, Pipeline
+    from pipec.pipeline import CheckpointManager, Pipeline, metrics
     from pipec.runtime.loaded_pipeline import LoadedPipeline, load
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "from_pretrained",
     "load",
     "log",
+    "metrics",
     "ops",
     "profile",
     "progress",
@@ -74,6 +75,7 @@ _HOMES = {
     "rank_zero_only": "pipec.console",
     "CheckpointManager": "pipec.pipeline",
     "Pipeline": "pipec.pipeline",
+    "metrics": "pipec.pipeline",
     "LoadedPipeline": "pipec.runtime.loaded_pipeline",
     "load": "pipec.runtime.loaded_pipeline",
 }

@@ -1,17 +1,29 @@
 """Draws the steps of an artifact: the planned one, the typical measured one, and those of a run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from pipec.artifact.artifact import Artifact
 from pipec.ir import Plan, StepPart
 from pipec.ir.step_parts import plan_part, program_part
+from pipec.ir.text_format import text_as_html
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.what_if import what_if_of_plan
 from pipec.runtime.recording import Recording
+from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
-from pipec.viz import DrawnPipeline, DrawnStep, DrawnText, draw_steps, page_html, steps_text, steps_title
+from pipec.viz import (
+    DrawnPipeline,
+    DrawnStep,
+    DrawnText,
+    draw_steps,
+    page_html,
+    steps_text,
+    steps_title,
+    timeline_svg,
+    timeline_text,
+)
 
 _MOST_STEPS = 24
 """The steps of a run that a page shows; of more, as many evenly spaced ones."""
@@ -84,6 +96,37 @@ def _run_steps(plan: Plan, trace: Trace) -> list[DrawnStep]:
         for k, (timeline, number) in enumerate(zip(trace.steps, numbers, strict=True))
         if len(trace.steps) > 1 and (k % stride == 0 or number in trace.notes)
     ]
+
+
+class DrawnTimeline(Timeline):
+    """A timeline that a notebook shows as a picture."""
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> "DrawnTimeline":
+        return cls(**{each.name: getattr(timeline, each.name) for each in fields(timeline)})
+
+    def _repr_html_(self) -> str:
+        return _picture(self, "")
+
+
+class DrawnTrace(Trace):
+    """A trace of which a notebook shows the planned and the typical step as pictures."""
+
+    def _repr_html_(self) -> str:
+        if not self.steps:
+            return text_as_html("nothing was recorded yet")
+        return "\n".join(_picture(timeline, name) for name, timeline in self.timelines().items())
+
+
+def _picture(timeline: Timeline, title: str) -> str:
+    """A picture without scripts; of many ranks, the text."""
+    if timeline.num_ranks > _MOST_RANKS:
+        return text_as_html(timeline_text(timeline, title))
+    return timeline_svg(timeline, title)
+
+
+_MOST_RANKS = 32
+"""Ranks that a picture in a notebook has."""
 
 
 def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -> None:

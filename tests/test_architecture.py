@@ -244,17 +244,28 @@ def test_every_exception_is_still_needed() -> None:
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    """And no other is declared: GPU machines have torch, and often no way to install more."""
+    """And no other is declared: GPU machines have torch, and often no way to install more.
+
+    Libraries for which there are extras are imported where they are used, but in ``integrations``.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
-    found = set[str]()
+    extras = project["optional-dependencies"]
+    lists = [extras[name] for name in extras if name != "dev"]
+    optional, found = {re.split(r"[<>=\[]", each)[0] for own in lists for each in own}, set[str]()
     for path in (ROOT / "pipec").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        early = {node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+        for node in ast.walk(tree):
+            is_late = node not in early or path.parent.name == "integrations"
             match node:
                 case ast.Import():
-                    found |= {each.name.partition(".")[0] for each in node.names}
+                    names = {each.name.partition(".")[0] for each in node.names}
                 case ast.ImportFrom(module=str() as module, level=0):
-                    found.add(module.partition(".")[0])
+                    names = {module.partition(".")[0]}
+                case _:
+                    continue
+            found |= names - optional if is_late else names
     found -= {"pipec", *sys.stdlib_module_names}
     assert found == declared
 

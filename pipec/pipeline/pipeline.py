@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipec.artifact.artifact import write_artifact
+from pipec.artifact.artifact import Artifact, write_artifact
 from pipec.checkpoint import PretrainedWeights
 from pipec.compiler.compiler import Compiler
-from pipec.drawn_artifacts import add_recorded_steps, draw_artifact
+from pipec.drawn_artifacts import DrawnTimeline, DrawnTrace, add_recorded_steps, draw_artifact
 from pipec.errors import InputError
 from pipec.ir import Mode, RankMemory
 from pipec.ir.argument_checks import check_arguments
+from pipec.ir.text_format import text_as_html
 from pipec.options import Options
 from pipec.pipeline.checkpointing import Checkpoints
 from pipec.pipeline.collective_calls import CallAgreement, CallRequest, local_batch_advice
@@ -92,6 +94,7 @@ class Pipeline(PipelineBase):
         context = PipelineContext(ranks, updates, batch_advice=advice)
         super().__init__(context)
         self._modes_before_eval: dict[nn.Module, bool] = {}
+        self.last_step_seconds: float | None = None
         self._compiler, self._options = compiler, options
         self._owned = OwnedTensors(self, compiler, tensors, context, self._linked, weights)
         self._agreement = CallAgreement(context, compiler, self._owned, options.batch, options.batched)
@@ -130,7 +133,10 @@ class Pipeline(PipelineBase):
         request = CallRequest("step", Mode.TRAIN, outputs)
         collective_call = self._calls.agree(request, args, kwargs, target)
         self._stream.leave_last()
-        return _explaining(self._calls.train(collective_call), STEP_LOSS)
+        begun = time.perf_counter()
+        loss = _explaining(self._calls.train(collective_call), STEP_LOSS)
+        self.last_step_seconds = time.perf_counter() - begun
+        return loss
 
     @exclusive_call
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
@@ -528,13 +534,25 @@ class Pipeline(PipelineBase):
             write_artifact(self._artifact, Path(directory), values)
 
     @property
+    def trained_artifact(self) -> Artifact | None:
+        """What ``step`` runs, once it is compiled."""
+        return self._context.trained
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the plan, once there is one."""
+        name = type(self._compiler.model).__name__
+        if self.trained_artifact is None:
+            return text_as_html(f"pipeline of {name}, not compiled yet: call step(...) or prepare(...)")
+        return text_as_html(f"pipeline of {name} after {self.num_steps} steps\n\n{self.plan}")
+
+    @property
     def plan(self) -> PrintablePlan:
         """What the compiler decided. It prints as a table."""
         return PrintablePlan.of(self._artifact.plan, self._artifact.representative_programs)
 
     def simulate(self) -> Timeline:
         """The timeline of one step, predicted from the programs and the plan's costs."""
-        return simulate_plan(self.plan, self.plan.programs)
+        return DrawnTimeline.of(simulate_plan(self.plan, self.plan.programs))
 
     def memory(self) -> StepMemory:
         """What each rank holds in a step that begins with ``.grad`` None, predicted from the programs.
@@ -572,7 +590,7 @@ class Pipeline(PipelineBase):
                 Steps that were skipped or compiled are noted, whether they are recorded or not.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        trace, recording = Trace() if trace is None else trace, None
+        trace, recording = DrawnTrace() if trace is None else trace, None
         try:
             with self.record(every, lambda: sum(self._compiler.stopwatch.seconds.values())) as recording:
                 yield trace

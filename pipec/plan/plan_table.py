@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage
-from pipec.ir.text_format import format_bytes, format_replicas, format_seconds, format_type, value_bytes
+from pipec.ir.text_format import (
+    format_bytes,
+    format_replicas,
+    format_seconds,
+    format_type,
+    text_as_html,
+    value_bytes,
+)
 from pipec.plan.memory_needs import plan_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import attribute_waits, critical_path, critical_path_times
@@ -37,6 +44,9 @@ class PrintablePlan(Plan):
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self))
 
 
 def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
@@ -101,14 +111,23 @@ def _span(stage: Stage) -> str:
     return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
 
 
-def sent_bytes(plan: Plan, stage: int) -> int:
-    """Bytes a stage sends to other ranks for one microbatch, both ways."""
+def sent_bytes(plan: Plan, stage: int, per_microbatch: bool = True) -> int:
+    """Bytes a stage sends to other ranks both ways, for one microbatch; or what it sends once a step."""
     return sum(
         value_bytes(value, plan.sizes)
         for link in plan.links
-        if link.source == stage and link.payload.per_microbatch
+        if link.source == stage and link.payload.per_microbatch is per_microbatch
         if link.target < 0 or plan.placement[link.target] != plan.placement[stage]
         for value in link.values
+    )
+
+
+def bytes_of_step(plan: Plan) -> int:
+    """Bytes that all ranks send in a step, without collectives."""
+    return sum(
+        sent_bytes(plan, stage) * plan.num_microbatches
+        + sent_bytes(plan, stage, per_microbatch=False) * len(ranks)
+        for stage, ranks in enumerate(plan.placement)
     )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from pipec.ir import Program, RankMemory
 from pipec.ir.memory_figures import MEMORY_CATEGORIES
-from pipec.ir.text_format import format_bytes, instruction_lines
+from pipec.ir.text_format import format_bytes, instruction_lines, text_as_html
 from pipec.plan.plan_table import table_lines
 
 
@@ -44,6 +44,9 @@ class StepMemory(Sequence[RankMemory]):
             amounts += [each.reserved_bytes] * len(reserved)
             table.add_row(str(each.rank), *map(format_bytes, amounts), self._at(each))
         return "\n".join(table_lines(table))
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self))
 
     def _at(self, memory: RankMemory) -> str:
         if memory.position < 0:
