@@ -22,7 +22,7 @@ from pipec.runtime.recording import Recording
 from pipec.runtime.stream.call_arguments import ITERABLE
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
-from pipec.runtime.wrappers import refuse_wrappers
+from pipec.runtime.wrappers import is_called_by_dcp, refuse_wrappers
 
 
 class PipelineBase(nn.Module):
@@ -237,7 +237,8 @@ class PipelineBase(nn.Module):
 
         Under ``torchrun`` every rank calls this, unless each holds the whole model. Rank 0 gets copies on the
         CPU, and the others get an empty dict, which refuses to be pickled, so that it is not written over
-        rank 0's; ``local_state_dict`` has what a rank holds itself.
+        rank 0's; ``local_state_dict`` has what a rank holds itself. As an entry of what
+        ``torch.distributed.checkpoint`` saves or loads, a pipeline gives each rank's own part.
 
         Raises:
             InputError: under ``torchrun``, not all ranks call it, or ``keep_vars`` asks for the tensors
@@ -252,6 +253,8 @@ class PipelineBase(nn.Module):
 
     def _whole_state(self, all_ranks: bool, args: Any, kwargs: Any) -> Any:
         refuse_wrappers()
+        if is_called_by_dcp():
+            return self._state_for_dcp()
         if not self._context.owners.are_spread:
             return self._state(*args, **kwargs)
         state = super().state_dict(*args, **kwargs)
@@ -269,6 +272,15 @@ class PipelineBase(nn.Module):
         elif not args and "destination" not in kwargs:
             return StateOfRank0()
         return state  # a module around this one gets absent tensors on other ranks than 0
+
+    def _state_for_dcp(self) -> dict[str, Tensor]:
+        """The tensors of this rank, into which ``torch.distributed.checkpoint`` loads."""
+        if self._context.updates is not None:
+            raise InputError(
+                "torch.distributed.checkpoint would save the pipeline without the state of its optimizer; "
+                "call pipe.save_checkpoint(...), which `pipec checkpoint convert` writes in that format"
+            )
+        return {name: x for name, x in self._state().items() if not is_absent(x)}
 
     def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         """Copies of the tensors of the whole model that have these first names."""

@@ -181,6 +181,14 @@ def lightning_advice() -> str:
     return ". A Trainer of Lightning leaves it out with devices=1, in each process that torchrun starts"
 
 
+def is_called_by_dcp() -> bool:
+    """Whether ``save`` or ``load`` of ``torch.distributed.checkpoint`` asks for a state."""
+    return any(frame.f_globals.get("__name__", "") in _DCP_CALLERS for frame in _frames())
+
+
+_DCP_CALLERS = {f"torch.distributed.checkpoint.state_dict_{name}" for name in ("saver", "loader")}
+
+
 def calls_module() -> bool:
     """Whether the forward of a module runs."""
     return any(frame.f_code is nn.Module._call_impl.__code__ for frame in _frames())
