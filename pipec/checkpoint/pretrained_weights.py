@@ -100,7 +100,7 @@ def weights_for(model: Any, folder: str | Path) -> "PretrainedWeights":
             pretrained_model_name_or_path=str(folder),
             dtype=model.dtype,
             dtype_plan=model._get_dtype_plan(model.dtype),
-            weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+            weight_mapping=get_model_conversion_mapping(model),
         )
         weights = PretrainedWeights(str(folder), model, files, config)
         model._finalize_model_loading(model, config, weights.load_on_meta(model))
@@ -332,9 +332,9 @@ def _without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     are_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         if are_shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()

@@ -1,0 +1,212 @@
+"""Loops with Accelerate, whose model is a pipeline::
+
+    accelerator = PipecAccelerator(devices=4, gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+To Accelerate every process trains alone, on the batches that one process would train on; pipec divides these
+among stages and replicas. With ``batch="local"`` the processes of a replica read its rows of them alone.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import is_torch_tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import pipec
+from pipec.errors import InputError
+from pipec.options import OPTIONS
+from pipec.pipeline import Pipeline
+from pipec.pipeline.pipeline_module import PipelineModule
+from pipec.torch_compat import pytree
+
+__all__ = ["PipecAccelerator"]
+
+_PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+
+
+class PipecAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator whose ``prepare`` makes a pipeline of the model, and returns ``pipe.as_module()`` of it.
+
+    A pipeline, or a module of one, is taken as it is. ``is_main_process`` is true on rank 0 alone. Every rank
+    makes the calls that a loop makes: steps, ``clip_grad_norm_``, ``save_state``, ``get_state_dict``.
+
+    Args:
+        given: the options of ``pipec.compile``, and the arguments of ``Accelerator``. ``mixed_precision`` is
+            pipec's ``precision``. The script's own optimizer makes the updates.
+
+    Raises:
+        InputError: an option does not fit, or leaves no update to the script.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        self._options = {name: given.pop(name) for name in [*given] if name in OPTIONS}
+        if "optimizer" in self._options:
+            raise InputError(
+                "optimizer=... makes updates in the programs, and the optimizer that prepare(...) is given "
+                "would make them again; leave it out, and pass that optimizer to prepare"
+            )
+        if given.get("split_batches") or given.get("dispatch_batches"):
+            raise InputError(
+                "split_batches and dispatch_batches divide batches among processes, but pipec divides them "
+                'among replicas; leave them out, and pass batch="local" for each replica to read its own rows'
+            )
+        precision = given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if precision not in _PRECISIONS:
+            raise InputError(f"mixed_precision is {precision!r}; pipec has 'no' and 'bf16'")
+        if _PRECISIONS[precision] is not None:
+            self._options.setdefault("precision", _PRECISIONS[precision])
+        self._pipes: list[Pipeline] = []
+        state = PartialState(cpu=bool(given.get("cpu")))
+        state.num_processes, state.distributed_type = 1, DistributedType.NO
+        super().__init__(mixed_precision="no", **given)
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As of Accelerate. The model may come with the others, or before them in a call of its own."""
+        prepared = [self._pipelined(each) if isinstance(each, nn.Module) else each for each in args]
+        return super().prepare(*prepared, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The module of the pipeline of a model; a module without parameters as it is."""
+        module = self._pipelined(model)
+        if module not in self._models:
+            self._models.append(module)
+        return module
+
+    def _pipelined(self, model: nn.Module) -> nn.Module:
+        if not isinstance(model, PipelineModule):
+            if not any(True for _ in model.parameters()):
+                return model
+            pipe = model if isinstance(model, Pipeline) else pipec.compile(model, **self._options)
+            model = pipe.as_module()
+        pipe = model.__dict__["_pipe"]
+        if pipe not in self._pipes:
+            self._pipes.append(pipe)
+        return model
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """A loader of the same batches on every rank, or with ``batch="local"`` of its replica's rows.
+
+        Where ranks would shuffle differently, they shuffle as rank 0.
+        """
+        if not getattr(data_loader, "_is_accelerate_prepared", False):
+            data_loader = self._shared_loader(data_loader)
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def _shared_loader(self, loader: Any) -> Any:
+        if not self._pipes:
+            raise InputError(
+                "a loader was prepared before the model, on whose replicas its rows depend; pass the model "
+                "to the same prepare(...), or prepare it first"
+            )
+        pipe = self._pipes[0]
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            if pipe.num_replicas > 1:
+                raise InputError(
+                    'batch="local" divides batches by the sampler of a loader, which this one lacks; let it '
+                    'yield the same batches on every rank, and leave batch="local" out'
+                )
+            return loader
+        kept = (
+            "collate_fn generator multiprocessing_context num_workers persistent_workers pin_memory "
+            "prefetch_factor timeout worker_init_fn"
+        )
+        arguments = {name: getattr(loader, name) for name in kept.split()}
+        return DataLoader(loader.dataset, batch_sampler=_ReplicaBatches(loader, pipe), **arguments)
+
+    def gather(self, tensor: Any) -> Any:
+        """The rows of all replicas, in the order of the batch; with the same batches everywhere, these."""
+        if self._num_replicas == 1:
+            return tensor
+        leaves, structure = pytree.tree_flatten(tensor)
+        parts = zip(*self._of_replicas(leaves), strict=True)
+        return pytree.tree_unflatten([_joined(each).to(self.device) for each in parts], structure)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As ``gather``; no row comes twice. Of objects it makes one list of all replicas'."""
+        leaves = pytree.tree_leaves(input_data)
+        if self._num_replicas == 1 or not (use_gather_object or not all(map(is_torch_tensor, leaves))):
+            return self.gather(input_data)
+        return [each for own in self._of_replicas(input_data) for each in own]
+
+    @property
+    def _num_replicas(self) -> int:
+        return self._pipes[0].num_replicas if self._pipes else 1
+
+    def _of_replicas(self, own: Any) -> list[Any]:
+        """What each replica passes, from its first rank."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self._pipes[0].replica, own))
+        by_replica: dict[int, Any] = {}
+        for replica, each in found:
+            by_replica.setdefault(replica, each)
+        return [by_replica[replica] for replica in sorted(by_replica)]
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The state of the whole model on rank 0, and an empty dict on the others. Every rank calls this."""
+        if isinstance(model, PipelineModule):
+            return model.__dict__["_pipe"].state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As of Accelerate. Every rank calls this, sees the same folder, and waits until all is written."""
+        saved = super().save_state(output_dir, *args, **kwargs)
+        self.wait_for_everyone()
+        return saved
+
+
+class _ReplicaBatches:
+    """The batches of a loader's sampler, or the rows of one replica of each."""
+
+    def __init__(self, loader: Any, pipe: Pipeline) -> None:
+        self._batches, self._pipe = loader.batch_sampler, pipe
+        self.sampler = getattr(self._batches, "sampler", None)
+        self.batch_size = getattr(self._batches, "batch_size", None)
+        self.drop_last = getattr(self._batches, "drop_last", False)
+        self._generator = getattr(self.sampler, "generator", None)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self._follow_rank_0()
+        count, replica = self._pipe.num_replicas, self._pipe.replica
+        for batch in self._batches:
+            if len(batch) < count:
+                raise InputError(
+                    f"a batch of {len(batch)} rows cannot be divided among {count} replicas; leave "
+                    'batch="local" out, or pass drop_last=True to the loader'
+                )
+            yield batch[len(batch) * replica // count : len(batch) * (replica + 1) // count]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def _follow_rank_0(self) -> None:
+        """Shuffle as rank 0 does."""
+        ranks = self._pipe.ranks
+        if not ranks.world.is_distributed:
+            return
+        generator = torch.default_generator if self._generator is None else self._generator
+        state = generator.get_state()
+        generator.set_state(ranks.agreement.broadcast_tensor(0, "shuffling as rank 0", state))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all replicas; of numbers, a vector."""
+    host = [part.cpu() for part in parts]
+    return torch.cat(host) if host[0].dim() else torch.stack(host)

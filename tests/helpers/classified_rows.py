@@ -1,0 +1,44 @@
+"""A BERT classifier in float64, and rows of ragged lengths, for the loops of libraries."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NUM_ROWS, BATCH = 18, 4  # the last of five batches has two rows
+
+
+def model() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=48,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForSequenceClassification(config).double().train()
+
+
+def rows(count: int = NUM_ROWS) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 11, (count,), generator=draw).tolist()
+    ids = [torch.randint(1, 48, (length,), generator=draw) for length in lengths]
+    return [{"input_ids": each, "labels": each.sum() % 3} for each in ids]
+
+
+def collated(batch: list[dict[str, Tensor]], length: int = 0) -> dict[str, Tensor]:
+    """Padded to the longest row of the batch, or to ``length``."""
+    ids = nn.utils.rnn.pad_sequence([each["input_ids"] for each in batch], batch_first=True)
+    ids = nn.functional.pad(ids, (0, max(length - ids.shape[1], 0)))
+    labels = torch.stack([each["labels"] for each in batch])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def sums(state: dict[str, Any]) -> dict[str, float]:
+    return {name: tensor.double().abs().sum().item() for name, tensor in sorted(state.items())}
