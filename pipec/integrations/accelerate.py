@@ -8,18 +8,17 @@ among stages and replicas. With ``batch="local"`` the processes of a replica rea
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import is_torch_tensor
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch import nn
 
 import pipec
 from pipec.errors import InputError
+from pipec.integrations.replica_rows import joined, of_replicas, shared_loader
 from pipec.options import OPTIONS
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
@@ -102,57 +101,32 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         Where ranks would shuffle differently, they shuffle as rank 0.
         """
         if not getattr(data_loader, "_is_accelerate_prepared", False):
-            data_loader = self._shared_loader(data_loader)
-        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-
-    def _shared_loader(self, loader: Any) -> Any:
-        if not self._pipes:
-            raise InputError(
-                "a loader was prepared before the model, on whose replicas its rows depend; pass the model "
-                "to the same prepare(...), or prepare it first"
-            )
-        pipe = self._pipes[0]
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            if pipe.num_replicas > 1:
+            if not self._pipes:
                 raise InputError(
-                    'batch="local" divides batches by the sampler of a loader, which this one lacks; let it '
-                    'yield the same batches on every rank, and leave batch="local" out'
+                    "a loader was prepared before the model, on whose replicas its rows depend; pass the "
+                    "model to the same prepare(...), or prepare it first"
                 )
-            return loader
-        kept = (
-            "collate_fn generator multiprocessing_context num_workers persistent_workers pin_memory "
-            "prefetch_factor timeout worker_init_fn"
-        )
-        arguments = {name: getattr(loader, name) for name in kept.split()}
-        return DataLoader(loader.dataset, batch_sampler=_ReplicaBatches(loader, pipe), **arguments)
+            data_loader = shared_loader(data_loader, self._pipes[0])
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def gather(self, tensor: Any) -> Any:
         """The rows of all replicas, in the order of the batch; with the same batches everywhere, these."""
         if self._num_replicas == 1:
             return tensor
         leaves, structure = pytree.tree_flatten(tensor)
-        parts = zip(*self._of_replicas(leaves), strict=True)
-        return pytree.tree_unflatten([_joined(each).to(self.device) for each in parts], structure)
+        parts = zip(*of_replicas(self._pipes[0], leaves), strict=True)
+        return pytree.tree_unflatten([joined(each).to(self.device) for each in parts], structure)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As ``gather``; no row comes twice. Of objects it makes one list of all replicas'."""
         leaves = pytree.tree_leaves(input_data)
         if self._num_replicas == 1 or not (use_gather_object or not all(map(is_torch_tensor, leaves))):
             return self.gather(input_data)
-        return [each for own in self._of_replicas(input_data) for each in own]
+        return [each for own in of_replicas(self._pipes[0], input_data) for each in own]
 
     @property
     def _num_replicas(self) -> int:
         return self._pipes[0].num_replicas if self._pipes else 1
-
-    def _of_replicas(self, own: Any) -> list[Any]:
-        """What each replica passes, from its first rank."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (self._pipes[0].replica, own))
-        by_replica: dict[int, Any] = {}
-        for replica, each in found:
-            by_replica.setdefault(replica, each)
-        return [by_replica[replica] for replica in sorted(by_replica)]
 
     def wait_for_everyone(self) -> None:
         """Wait for the other ranks."""
@@ -170,43 +144,3 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         saved = super().save_state(output_dir, *args, **kwargs)
         self.wait_for_everyone()
         return saved
-
-
-class _ReplicaBatches:
-    """The batches of a loader's sampler, or the rows of one replica of each."""
-
-    def __init__(self, loader: Any, pipe: Pipeline) -> None:
-        self._batches, self._pipe = loader.batch_sampler, pipe
-        self.sampler = getattr(self._batches, "sampler", None)
-        self.batch_size = getattr(self._batches, "batch_size", None)
-        self.drop_last = getattr(self._batches, "drop_last", False)
-        self._generator = getattr(self.sampler, "generator", None)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        self._follow_rank_0()
-        count, replica = self._pipe.num_replicas, self._pipe.replica
-        for batch in self._batches:
-            if len(batch) < count:
-                raise InputError(
-                    f"a batch of {len(batch)} rows cannot be divided among {count} replicas; leave "
-                    'batch="local" out, or pass drop_last=True to the loader'
-                )
-            yield batch[len(batch) * replica // count : len(batch) * (replica + 1) // count]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def _follow_rank_0(self) -> None:
-        """Shuffle as rank 0 does."""
-        ranks = self._pipe.ranks
-        if not ranks.world.is_distributed:
-            return
-        generator = torch.default_generator if self._generator is None else self._generator
-        state = generator.get_state()
-        generator.set_state(ranks.agreement.broadcast_tensor(0, "shuffling as rank 0", state))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all replicas; of numbers, a vector."""
-    host = [part.cpu() for part in parts]
-    return torch.cat(host) if host[0].dim() else torch.stack(host)

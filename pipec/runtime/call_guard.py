@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from pipec.console import logger
@@ -51,13 +52,19 @@ class CallGuard:
 
 
 def exclusive_call(method: Method) -> Method:
-    """Refuse a method of a pipeline while another call runs on another thread."""
+    """Refuse a method of a pipeline while another call runs on another thread.
+
+    Inference mode is left meanwhile: what is captured, placed or read in it could not be trained.
+    """
     name = method.__name__
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._call_guard.begin(name)
         try:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         except PipecError as error:
             log_and_trim(error)

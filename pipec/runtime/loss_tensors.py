@@ -43,6 +43,9 @@ class _Loss(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain().clone()
+
     def __mul__(self, other: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
             raise InputError(_SCALED)
@@ -69,9 +72,6 @@ class StepLoss(_Loss):
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         raise InputError(getattr(self, "_explanation", STEP_LOSS))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.plain().clone()
 
 
 class ForwardOutput(_Loss):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -42,3 +43,17 @@ def collated(batch: list[dict[str, Tensor]], length: int = 0) -> dict[str, Tenso
 
 def sums(state: dict[str, Any]) -> dict[str, float]:
     return {name: tensor.double().abs().sum().item() for name, tensor in sorted(state.items())}
+
+
+def assert_close(found: Any, expected: Any, path: str = "") -> None:
+    """Both have the same structure, and the same numbers to 1e-6."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        for name in expected:
+            assert_close(found[name], expected[name], f"{path}/{name}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), path
+        for number, each in enumerate(expected):
+            assert_close(found[number], each, f"{path}/{number}")
+    else:
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), path

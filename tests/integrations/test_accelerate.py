@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from classified_rows import assert_close
 from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -31,17 +32,3 @@ def test_numbers_are_those_of_one_device(layout: str, expected: Any, tmp_path: P
     for printed in run_ranks(SCRIPT, num_ranks, tmp_path, [str(tmp_path), "pipec", repr(options)]):
         found = json.loads(printed.splitlines()[-1])
         assert_close(found, {name: expected[name] for name in found})
-
-
-def assert_close(found: Any, expected: Any, path: str = "") -> None:
-    """Both have the same structure, and the same numbers to 1e-6."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for name in expected:
-            assert_close(found[name], expected[name], f"{path}/{name}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for number, each in enumerate(expected):
-            assert_close(found[number], each, f"{path}/{number}")
-    else:
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), path

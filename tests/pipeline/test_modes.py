@@ -7,7 +7,7 @@ import pytest
 import torch
 from compile_variants import SIZES, TrainingRun, Variant, captured, compiled, pipeline, tied_parameters
 from huggingface_models import Factory, bert, each, gpt2, gpt2_with_dropout, resnet
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_output
 
@@ -76,3 +76,15 @@ def test_dropout_does_not_depend_on_the_cut(num_stages: int, recompute: str) -> 
 def test_every_step_drops_something_else() -> None:
     first, second = run_steps(Variant(2, "1f1b", "none"))
     assert first.loss != second.loss
+
+
+def test_what_inference_mode_places_can_be_trained() -> None:
+    pipe, _, unsplit, inputs = switched(gpt2, training=False)
+    with torch.inference_mode():
+        copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        found = pipe(**copies)
+    expected = unsplit(**inputs)
+    assert found["loss"].item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    pipe.train()
+    assert pipe.step(**inputs).item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert not any(each.is_inference() for each in pipe.parameters())

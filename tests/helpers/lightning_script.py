@@ -1,0 +1,134 @@
+"""Trains with Lightning's Trainer and prints what came of it as JSON.
+
+The arguments are a FOLDER, "plain" or "pipec", and options of pipec as Python.
+"""
+
+import ast
+import functools
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import classified_rows
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from pipec.integrations.lightning import PipecStrategy
+
+FOLDER, KIND, *OPTIONS = sys.argv[1:]
+PLACE = Path(FOLDER) / KIND
+
+
+class Classifier(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self, is_manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = classified_rows.model()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss: Tensor = self.model(**batch)["loss"]
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True, batch_size=len(batch["labels"]))
+        if self.automatic_optimization:
+            return loss
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        self.manual_backward(loss / 3)
+        if (index + 1) % 3 == 0 or self.trainer.is_last_batch:
+            self.clip_gradients(optimizer, gradient_clip_val=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return None
+
+    def configure_gradient_clipping(self, optimizer: Any, **given: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), given["gradient_clip_val"] or torch.inf)
+        self.norms.append(norm.item())
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        output = self.model(**batch)
+        right = (output["logits"].argmax(-1) == batch["labels"]).double().mean()
+        rows = len(batch["labels"])
+        self.log("validated", output["loss"], sync_dist=True, batch_size=rows)
+        self.log("right", right, sync_dist=True, batch_size=rows)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        step = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return [optimizer], [{"scheduler": step, "interval": "step"}]
+
+
+def loaders() -> list[Any]:
+    torch.manual_seed(5)
+    data = classified_rows.rows()
+    collate: Any = functools.partial(classified_rows.collated, length=10)
+    return [DataLoader(data, classified_rows.BATCH, shuffle=x, collate_fn=collate) for x in (True, False)]
+
+
+def trainer(name: str, **given: Any) -> Any:
+    options = {} if KIND == "plain" else {"strategy": PipecStrategy(**ast.literal_eval(OPTIONS[0]))}
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="64-true",
+        default_root_dir=PLACE,
+        logger=CSVLogger(PLACE, name=name, version=0),
+        callbacks=[ModelCheckpoint(PLACE / name, save_top_k=-1, filename="{epoch}")],
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+        **given,
+    )
+
+
+def result(module: Classifier, trained: Any, name: str, epoch: int) -> dict[str, Any]:
+    trained.strategy.barrier()
+    saved = torch.load(PLACE / name / f"epoch={epoch}.ckpt", weights_only=False)
+    lines = (PLACE / name / "version_0" / "metrics.csv").read_text().splitlines()
+    return {
+        "losses": module.losses,
+        "norms": module.norms,
+        "rates": module.rates,
+        "metrics": {key: float(value) for key, value in sorted(trained.callback_metrics.items())},
+        "lines": len(lines),
+        "weights": classified_rows.sums(saved["state_dict"]),
+        "optimizer": len(saved["optimizer_states"][0]["state"]),
+        "steps": trained.global_step,
+    }
+
+
+def fitted(name: str, is_manual: bool, accumulation: int) -> dict[str, Any]:
+    clip = {} if is_manual else {"gradient_clip_val": 0.3, "accumulate_grad_batches": accumulation}
+    module, made = Classifier(is_manual), trainer(name, max_epochs=2, **clip)
+    made.fit(module, *loaders())
+    found = {"fitted": result(module, made, name, 1)}
+    if accumulation == 3:
+        again, other = Classifier(is_manual), trainer(f"{name} again", max_epochs=3, **clip)
+        other.fit(again, *loaders(), ckpt_path=PLACE / name / "epoch=0.ckpt", weights_only=False)
+        found["resumed"] = result(again, other, f"{name} again", 2)
+        alone = Classifier(is_manual)
+        found["validated"] = trainer(f"{name} alone").validate(
+            alone, loaders()[1], ckpt_path=PLACE / name / "epoch=1.ckpt", weights_only=False
+        )
+    return found
+
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    runs = {"automatic 1": (False, 1), "automatic 3": (False, 3), "manual 3": (True, 3)}
+    print(json.dumps({name: fitted(name, *run) for name, run in runs.items()}))
