@@ -95,6 +95,23 @@ def test_data_parallelism_is_three_lines_and_prints_the_losses_of_plain_pytorch(
     assert numbers(parallel) == pytest.approx(numbers(plain), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("plain", "script"),
+    [("accelerate_plain.py", "accelerate_loop.py"), ("lightning_plain.py", "lightning_module.py")],
+)
+def test_a_loop_of_a_library_differs_in_three_lines_and_not_in_losses(
+    plain: str, script: str, tmp_path: Path
+) -> None:
+    codes = [(EXAMPLES / name).read_text(encoding="utf-8").split('"""', 2)[2] for name in (plain, script)]
+    new = [line for line in difflib.ndiff(*(code.splitlines() for code in codes)) if line[0] in "+-"]
+    changed = [line for line in new if line.startswith("+ ") and line.strip("+ ")]
+    assert len(changed) <= 3, changed
+    expected = numbers(results(run_script(EXAMPLES / plain, ("--epochs", "2"), 0, tmp_path)))
+    for num_ranks in (0, 2):
+        found = results(run_script(EXAMPLES / script, ("--epochs", "2"), num_ranks, tmp_path))
+        assert numbers(found) == pytest.approx(expected, rel=2e-4)
+
+
 def numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"\d+(?:\.\d+)?", line)]
 

@@ -10,6 +10,7 @@ batches that one process would train on; pipec divides these among stages and re
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -22,13 +23,14 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.errors import InputError
+from pipec.integrations.logged_page import write_page
 from pipec.integrations.replica_rows import of_replicas, shared_loader
 from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.runtime.processes.launch import world
 
-__all__ = ["PipecStrategy"]
+__all__ = ["PipecMetrics", "PipecStrategy"]
 
 
 class PipecStrategy(SingleDeviceStrategy):
@@ -112,9 +114,7 @@ class PipecStrategy(SingleDeviceStrategy):
 
     @property
     def _pipes(self) -> dict[str, Pipeline]:
-        """The pipeline, once there is one, by its name in the LightningModule."""
-        children = self.lightning_module.named_children() if self.lightning_module is not None else ()
-        return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
+        return _pipes_of(self.lightning_module)
 
     def model_to_device(self) -> None:
         """Move what is not of the pipeline, which has places for its own."""
@@ -193,6 +193,31 @@ class PipecStrategy(SingleDeviceStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+class PipecMetrics(lightning.Callback):
+    """Logs ``pipec.metrics`` of the pipeline under ``pipec/``, as often as the Trainer logs.
+
+    When a fit ends, its page is written to ``pipec.html`` in the Trainer's folder of logs, and added once to
+    the open run of W&B or MLflow.
+    """
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            for pipe in _pipes_of(pl_module).values():
+                found = {f"pipec/{name}": value for name, value in pipec.metrics(pipe).items()}
+                for logger in trainer.loggers:
+                    logger.log_metrics(found, step=trainer.global_step)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        for pipe in _pipes_of(pl_module).values():
+            write_page(pipe, Path(trainer.log_dir or trainer.default_root_dir))
+
+
+def _pipes_of(module: Any) -> dict[str, Pipeline]:
+    """The pipeline of a LightningModule, once there is one, by its name there."""
+    children = module.named_children() if module is not None else ()
+    return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
 
 
 _REDUCTIONS = {
