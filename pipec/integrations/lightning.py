@@ -80,6 +80,7 @@ class PipecStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: lightning.Trainer) -> None:
         self._take_precision(trainer)
+        trainer._accelerator_connector.use_distributed_sampler = False  # process_dataloader divides rows
         super().setup(trainer)
 
     def _take_precision(self, trainer: lightning.Trainer) -> None:
@@ -129,16 +130,22 @@ class PipecStrategy(SingleDeviceStrategy):
             return dataloader
         return shared_loader(dataloader, *self._pipes.values())
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks log different values, which ``sync_dist`` then brings together."""
+        return any(pipe.num_replicas > 1 for pipe in self._pipes.values())
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """What ``sync_dist`` logs: the mean or sum of the replicas' values, where they differ."""
         (pipe,) = self._pipes.values()
         if pipe.num_replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
         name = str(getattr(reduce_op, "name", reduce_op)).lower()
-        stacked = torch.stack([each.cpu() for each in of_replicas(pipe, tensor)])
+        stacked = torch.stack([each.cpu().double() for each in of_replicas(pipe, tensor)])
         if name not in _REDUCTIONS:
             raise InputError(f"reduce_op is {reduce_op!r}; expected one of {', '.join(_REDUCTIONS)}")
-        return _REDUCTIONS[name](stacked).to(tensor.device)
+        reduced = _REDUCTIONS[name](stacked).to(tensor.device)
+        return reduced.to(tensor.dtype) if tensor.is_floating_point() else reduced
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The values of all replicas, stacked; the same everywhere as it is."""
