@@ -131,7 +131,15 @@ class PretrainedWeights:
         return " ".join(f"{Path(file).name} {_sampled(file)}" for file in sorted({*self._files.values()}))
 
     def load_on_meta(self, model: Any) -> Any:
-        """Let ``model``, on meta, be what it would be with its weights; returns what transformers notes."""
+        """Let ``model``, on meta, be what it would be with its weights; returns what transformers notes.
+
+        Raises InputError for a module with state that is no tensor.
+        """
+        if extra := [name for name in model.state_dict() if name.endswith("_extra_state")]:
+            raise InputError(
+                f"{format_names(extra)} is no tensor, and a module is given it as a whole; load the model by "
+                "from_pretrained(...) of transformers, and call pipec.compile"
+            )
         info = self._converted(model, self._on_meta, "meta")
         self._find_sources({*model.state_dict()} - info.missing_keys)
         for target, source in list(model.all_tied_weights_keys.items()):
