@@ -17,11 +17,17 @@ def shared_loader(loader: Any, pipe: Pipeline) -> Any:
 
     Where ranks would shuffle differently, they shuffle as rank 0.
     """
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+    if not pipe.ranks.world.is_distributed:
+        return loader
+    if (
+        type(loader) is not DataLoader
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
         if pipe.num_replicas > 1:
             raise InputError(
-                'batch="local" divides batches by the sampler of a loader, which this one lacks; let it '
-                'yield the same batches on every rank, and leave batch="local" out'
+                'batch="local" divides the batches of a torch DataLoader by its sampler, which this one '
+                'lacks; let it yield the same batches on every rank, and leave batch="local" out'
             )
         return loader
     kept = (
@@ -59,8 +65,6 @@ class ReplicaBatches:
     def _follow_rank_0(self) -> None:
         """Shuffle as rank 0 does."""
         ranks = self._pipe.ranks
-        if not ranks.world.is_distributed:
-            return
         generator = torch.default_generator if self._generator is None else self._generator
         state = generator.get_state()
         generator.set_state(ranks.agreement.broadcast_tensor(0, "shuffling as rank 0", state))

@@ -41,6 +41,8 @@ class PipelineModule(AcceleratedModule):
         super().__init__()
         self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
         self._modules = model._modules
+        self._parameters, self._buffers = model._parameters, model._buffers  # which modules around it list
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._outputs = outputs
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()

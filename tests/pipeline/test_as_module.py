@@ -220,3 +220,27 @@ def test_a_loop_finds_the_model_behind_it() -> None:
     assert not any(parameter.any() for parameter in model.parameters())
     with pytest.raises(AttributeError, match="no_such"):
         _ = module.no_such
+
+
+def test_a_module_around_it_lists_the_parameters_of_the_model_itself() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+            self.register_buffer("shift", torch.zeros(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * self.scale + self.shift).mean()
+
+    model = Scaled()
+    around = nn.Sequential(pipec.compile(model, 1).as_module())
+    names = ["0.scale", "0.layer.weight", "0.layer.bias"]
+    assert [name for name, _ in around.named_parameters()] == names
+    assert [name for name, _ in around.named_buffers()] == ["0.shift"]
+    assert {*around.state_dict()} == {*names}
+    around[0](torch.ones(4, 3)).backward()
+    assert next(iter(around.parameters())) is model.scale
+    assert model.scale.grad is not None
+    around.double()
+    assert next(iter(around.parameters())) is model.scale
+    assert model.scale.dtype == torch.float64
