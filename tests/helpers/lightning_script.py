@@ -116,7 +116,7 @@ def fitted(name: str, is_manual: bool, accumulation: int) -> dict[str, Any]:
     module, made = Classifier(is_manual), trainer(name, max_epochs=2, **clip)
     made.fit(module, *loaders())
     found = {"fitted": result(module, made, name, 1)}
-    if accumulation == 3:
+    if accumulation == 3 and not is_manual:
         again, other = Classifier(is_manual), trainer(f"{name} again", max_epochs=3, **clip)
         other.fit(again, *loaders(), ckpt_path=PLACE / name / "epoch=0.ckpt", weights_only=False)
         found["resumed"] = result(again, other, f"{name} again", 2)

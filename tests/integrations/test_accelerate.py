@@ -8,7 +8,7 @@ import pytest
 from classified_rows import assert_close
 from worker_processes import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "accelerate_script.py"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -85,7 +85,7 @@ def test_folders_that_do_not_fit_are_refused_or_completed_as_by_transformers(tmp
     pretrained_script.write(tmp_path, "tied")
     for factor in (1, 2):
         table = "model.embed_tokens.weight"
-        both = changed(tmp_path / "tied", lambda w: w.update({"lm_head.weight": w[table] * factor}))  # noqa: B023
+        both = changed(tmp_path / "tied", lambda w: w.update({"lm_head.weight": w[table] * factor}))
         tensors = dict(pipec.from_pretrained(both, 2).named_parameters(remove_duplicate=False))
         assert (tensors["lm_head.weight"] is tensors[table]) == (factor == 1)
 
