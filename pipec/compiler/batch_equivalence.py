@@ -6,7 +6,7 @@ from torch import nn
 
 from pipec.errors import InputError, MixedRowsError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
-from pipec.ir import Payload, Placement, Plan
+from pipec.ir import Payload, Placement, Plan, Schedule
 
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -123,6 +123,16 @@ def changed_buffer_warning(graph: TrainingGraph, model: nn.Module, num_microbatc
         "averaged, or for integers their changes are summed. Pass microbatches=1 to change it once, or "
         "change it between steps, in the training loop"
     )
+
+
+def refuse_stream_with_tail(schedule: Schedule, graph: TrainingGraph) -> None:
+    """Refuse a loss that mixes rows under an asynchronous schedule, which waits for no mini-batch."""
+    if schedule.stream:
+        raise InputError(
+            f"the loss mixes rows: {graph.findings.tail}\nIt needs all forwards of a mini-batch before the "
+            "first backward; an asynchronous schedule does not wait for them. Pass a synchronous one, such as "
+            "schedule='1f1b'"
+        )
 
 
 def refuse_tied_weights(plan: Plan) -> None:

@@ -42,7 +42,7 @@ from pipec.compiler.microbatch_groups import (
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
-from pipec.graph import BatchFindings, Output, TrainingGraph
+from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Precision, Sizes, Variable
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
 
@@ -372,7 +372,7 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
         sharding_costs=sharding_costs(evaluated),
     )
     graph = evaluated.staged.graph
-    outputs = (role for role, _ in graph.outputs if isinstance(role, Output))
+    outputs = (role for role, _ in graph.returned)
     axes = {
         name: role.axis
         for name, role in zip(plan.outputs, outputs, strict=True)

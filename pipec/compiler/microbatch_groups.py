@@ -7,7 +7,7 @@ from typing import Any
 
 from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
-from pipec.graph import Output, TrainingGraph
+from pipec.graph import TrainingGraph
 from pipec.graph.size_text import format_size
 from pipec.ir import Sizes
 from pipec.ir.batch_axis import BatchAxis
@@ -37,7 +37,7 @@ def check_outputs(graph: TrainingGraph) -> None:
     """Raise InputError if it is unknown how the results of microbatches are concatenated."""
     if all(axis is None or axis.is_leading for axis in graph.axes):
         return
-    outputs = ((role, node.meta["val"]) for role, node in graph.outputs if isinstance(role, Output))
+    outputs = ((role, node.meta["val"]) for role, node in graph.returned)
     if any(role.axis is None and _may_have_rows_elsewhere(graph, value.shape) for role, value in outputs):
         raise InputError(
             "the model or loss_fn returns tensors, and nothing shows where their rows are: an argument has "

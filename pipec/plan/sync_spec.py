@@ -41,12 +41,14 @@ def build_sync_spec(
         for stage in stages
         if requested.replicas_pass_own_rows and len(placement[stage.index]) > 1 and stage.batch_counts
     )
+    tail_stage = next((stage.index for stage in stages if stage.tail), -1)
     if mode is not Mode.TRAIN:
         gathers = requested.shard is ShardingLevel.PARAMETERS and bool(requested.buckets)
         return SyncSpec(
             requested.buckets if gathers else (),
             averaged,
             shard=requested.shard if gathers else None,
+            tail_stage=tail_stage,
             replicas_pass_own_rows=requested.replicas_pass_own_rows,
             count_stages=counted,
         )
@@ -59,7 +61,13 @@ def build_sync_spec(
     )
     if requested.shard is not None:
         _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
-    return replace(requested, buckets=buckets, buffer_sync_stages=averaged, count_stages=counted)
+    return replace(
+        requested,
+        buckets=buckets,
+        buffer_sync_stages=averaged,
+        tail_stage=tail_stage,
+        count_stages=counted,
+    )
 
 
 def _require_dense(stages: Sequence[StageFunctions]) -> None:
@@ -73,7 +81,7 @@ def _require_dense(stages: Sequence[StageFunctions]) -> None:
 
 
 def _changes_buffers(stage: StageFunctions) -> bool:
-    return any(function.buffer_updates for function in stage.functions)
+    return any(function.buffer_updates for function in stage.all_functions)
 
 
 def _buckets(
@@ -106,7 +114,9 @@ def _buckets(
 
 def _gradients(stage: StageFunctions) -> dict[str, bool]:
     """The parameters that get gradients, in the order of the stage, and whether that gradient is sparse."""
-    made: dict[str, fx.Node] = {fqn: node for function in stage.functions for fqn, node in function.gradients}
+    made: dict[str, fx.Node] = {
+        fqn: node for function in stage.all_functions for fqn, node in function.gradients
+    }
     names = (node.meta["role"].fqn for node in stage.parameters)
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
 

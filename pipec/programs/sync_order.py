@@ -58,6 +58,7 @@ class SyncOrder:
         """Every collective and update, in the order in which the ranks reach them."""
         timed = [
             *self._counts(),
+            *self._tail(),
             *self._averages(),
             *self._reduces(),
             *self._norm(),
@@ -69,6 +70,17 @@ class SyncOrder:
     def _counts(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self.sync_spec.count_stages:
             yield self._collective(Op.SUM_COUNTS, dict.fromkeys(self._ranks(stage), 0), stage)
+
+    def _tail(self) -> Iterator[tuple[float, SyncOp]]:
+        """The tail, behind the last forward of each replica; first they gather each other's rows."""
+        stage = self.sync_spec.tail_stage
+        if stage < 0:
+            return
+        ready = self._last(stage, _FORWARD)
+        for op in (Op.GATHER_ROWS, Op.TAIL) if len(ready) > 1 else (Op.TAIL,):
+            time, found = self._collective(op, ready, stage)
+            before_end = {rank: min(reached, self._end(rank)) for rank, reached in found.positions.items()}
+            yield time, SyncOp(op, before_end, stage)
 
     def _averages(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self.sync_spec.buffer_sync_stages:

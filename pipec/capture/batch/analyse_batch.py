@@ -14,7 +14,7 @@ made right, nodes are inserted, and the analysis goes on with them::
 """
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from pipec.capture.batch.operator_call import (
     NeedsRowNumbersError,
     tensors_in,
 )
+from pipec.capture.batch.tail import Tail, bytes_per_row, find_tail, insert_tail_inputs
 from pipec.capture.captured_collectives import (
     ALL_GATHERS,
     ALL_REDUCES,
@@ -644,18 +645,47 @@ class _BatchAnalysis:
             problem = self.dependence_of(loss)
             if not isinstance(problem, MixedRows | Unproven):
                 problem = MixedRows("is no sum or mean over the rows of the batch")
+            tail = self._find_tail(loss)
+            if isinstance(tail, Tail):
+                return self._with_tail(tail, self._placed(problem, loss))
+            problem = replace(problem, why=f"{problem.why}{tail}")
         output.args = fx.map_arg(output.args, lambda node: node if node is loss else self._marked(node))
         unproven = self._placed(problem, loss) if isinstance(problem, Unproven) else ""
+        return self._findings(
+            mixed_rows=self._placed(problem, loss) if isinstance(problem, MixedRows) else "",
+            unproven=unproven or (self._incomparable if loss is not None and problem is None else ""),
+        )
+
+    def _findings(self, drawn_once: Set[fx.Node] = frozenset(), **found: Any) -> BatchFindings:
+        output = self.module.graph.output_node()
+        drawn = (x for x in self._drawn if x in _leading_to(output) and x not in drawn_once)
         return BatchFindings(
-            self._placed(problem, loss) if isinstance(problem, MixedRows) else "",
-            unproven or (self._incomparable if loss is not None and problem is None else ""),
-            tuple(self.tracker.assumed),
+            assumed=tuple(self.tracker.assumed),
             num_batch_norms=self.tracker.num_batch_norms,
             has_norm_over_rows_alone=self.tracker.has_norm_over_rows_alone,
-            unordered_random=tuple(
-                dict.fromkeys(describe_call(x) for x in self._drawn if x in _leading_to(output))
-            ),
+            unordered_random=tuple(dict.fromkeys(map(describe_call, drawn))),
+            **found,
         )
+
+    def _find_tail(self, loss: fx.Node) -> Tail | str:
+        """The part of the forward that is to run once, of all rows; or why there is none, as a clause."""
+        if self._symbol is None or any(x.target in MODEL_COLLECTIVES for x in self.module.graph.nodes):
+            return ""
+        found = find_tail(loss, self.dependence_of, self._memory_of)
+        return f"; the rest cannot run once of all rows: {found}" if isinstance(found, str) else found
+
+    def _with_tail(self, tail: Tail, why: str) -> BatchFindings:
+        """Let the tail run once a step. Returns the findings about the rest."""
+        output = self.module.graph.output_node()
+        output.args = fx.map_arg(output.args, lambda node: node if node in tail.nodes else self._marked(node))
+        insert_tail_inputs(self.module.graph, tail, self.dependence_of)
+        row_bytes = bytes_per_row(tail, self.values.__getitem__, ROW_COUNT_PRIME)
+        return self._findings(tail.nodes, tail=why, tail_row_bytes=row_bytes)
+
+    def _memory_of(self, node: fx.Node) -> object:
+        """Identifies the memory of a node's value, in which views and their base are."""
+        tensors = tensors_in(self.values.get(node))
+        return tensors[0].untyped_storage()._cdata if tensors else node
 
     def _placed(self, value: Dependence, node: fx.Node | None = None) -> str:
         """The reason for a value, with the line of the model where it arose."""

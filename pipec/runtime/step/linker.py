@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, ModelCollective, Op, Payload, Phase
+from pipec.ir import SCHEDULED_PHASES, Instruction, Link, ModelCollective, Op, Payload, Phase
 from pipec.runtime.stages.bound_stage import Frame, parameter_names
 from pipec.runtime.stages.model_collectives import RunningCollective
 from pipec.runtime.step.compute import Action, FetchArguments, bind_function
@@ -60,7 +60,8 @@ class Linker:
             Op.OFFLOAD: self._offload,
             Op.PREFETCH: self._prefetch,
             **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
-            **dict.fromkeys(map(Op, Phase), self._compute),
+            **dict.fromkeys(map(Op, SCHEDULED_PHASES), self._compute),
+            Op.TAIL: self._tail,
             **{op: functools.partial(self._started, make) for op, make in sync.starts.items()},
             **sync.calls,
         }
@@ -258,7 +259,19 @@ class Linker:
             self._check_tied_weights(stage.index, name)
         take = self._argument_fetcher(stage.index, microbatch, parameters, name)
         self._note_made(stage.index, microbatch, phase, is_last)
-        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
+        tail = self._rank.tails.get(stage.index) if phase is Phase.FORWARD else None
+        results = tail.collecting(self._rank.results) if tail else self._rank.results
+        return bind_function(name, phase, is_last, stage, microbatch, take, results)
+
+    def _tail(self, instruction: Instruction) -> Action:
+        """Run the tail of a stage; its gradients are present in the frames then."""
+        stage, tail = self._rank.stages[instruction.stage], self._rank.tails[instruction.stage]
+        self._check_tied_weights(stage.index, "tail")
+        stage.inputs |= tail.inputs & self._inputs
+        made = {value.name for value in self._rank.plan.stages[stage.index].tail.gradients}
+        for microbatch in self._rank.plan.microbatches_on(stage.index, self._rank.number):
+            self._present[stage.index, microbatch] |= made
+        return functools.partial(tail.run, self._rank.step_results)
 
     def _precompute(self, instruction: Instruction) -> Action:
         stage = self._rank.stages[instruction.stage]

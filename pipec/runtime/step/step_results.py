@@ -69,6 +69,13 @@ class StepResults:
             if name in sent:
                 parts[microbatch] = sent[name] = compact(sent[name])
 
+    def set_whole(self, results: Mapping[str, Tensor], microbatch: int) -> None:
+        """Keep results of the whole batch. What is found in the loss counts as found in ``microbatch``."""
+        for name, tensor in results.items():
+            self._merged[name] = compact(tensor)
+            if name == "loss":
+                self._parts[name][microbatch] = tensor
+
     def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """The part of a result that this rank's microbatches make; see ``merge``."""
         if name not in self._merged:
