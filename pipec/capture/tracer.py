@@ -432,7 +432,8 @@ class _Tracer:
         if captured.traced_backward is not None:
             return analyse_differentiated(captured, batched, size, has_loss, num_replicas, of_batch)
         if self._adds_up:
-            return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch)
+            rows = self._branches.batch.batch_size
+            return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch, rows)
         return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
 
     def model_guards(self) -> ModelGuards:

@@ -129,9 +129,8 @@ def refuse_stream_with_tail(schedule: Schedule, graph: TrainingGraph) -> None:
     """Refuse a loss that mixes rows under an asynchronous schedule, which waits for no mini-batch."""
     if schedule.stream:
         raise InputError(
-            f"the loss mixes rows: {graph.findings.tail}\nIt needs all forwards of a mini-batch before the "
-            "first backward; an asynchronous schedule does not wait for them. Pass a synchronous one, such as "
-            "schedule='1f1b'"
+            f"the loss needs all rows of a mini-batch at once:\n  {graph.findings.tail}\nAn asynchronous "
+            "schedule does not wait for all forwards of one. Pass a synchronous one, such as schedule='1f1b'"
         )
 
 

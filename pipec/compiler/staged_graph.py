@@ -21,11 +21,10 @@ from pipec.compiler.batch_equivalence import (
 from pipec.compiler.pass_list import NO_OFFLOAD, CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import PipecError
-from pipec.graph import Operator, TrainingGraph, copy_graph
+from pipec.graph import Operator, TailGradient, TrainingGraph, copy_graph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.hardware.topology import Topology
 from pipec.ir import (
-    Mode,
     Phase,
     Placement,
     Plan,
@@ -317,8 +316,9 @@ class StagedGraph:
 
     def _evaluate(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
-        if self.graph.tail is not None and self.graph.mode is Mode.TRAIN:
+        if self.graph.tail is not None:
             refuse_stream_with_tail(schedule, self.graph)
+        if any(isinstance(role, TailGradient) for role in self.graph.tail_results):
             schedule = with_forwards_first(schedule)
         placed = self.placed(schedule)
         plan, stages = self._plan(placed, size, replace(sync_spec, stream=placed.stream))

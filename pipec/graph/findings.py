@@ -30,8 +30,8 @@ class BatchFindings:
     * ``num_batch_norms``: the number of batch norms that take the statistics of a microbatch.
     * ``has_norm_over_rows_alone``: one of them has a single value per channel and row, and so needs two rows.
     * ``unordered_random``: calls, other than dropout, whose random numbers belong to no row.
-    * ``tail``: the call with which the tail begins, which runs once a step, of all rows; empty if there is
-      none. Its inputs have ``tail_row_bytes`` for each row of the batch.
+    * ``tail``: the first call that needs the rows of all microbatches, and so runs once a step; empty if none
+      does.
     * ``branches``: conditions on sizes that Python code branches on, true of the microbatch, each with its
       line.
     """

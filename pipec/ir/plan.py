@@ -30,8 +30,9 @@ class StageCost:
 class Tail:
     """What a stage computes once a step, of the rows of all microbatches, because it mixes them.
 
-    It reads ``inputs``, which each forward of the stage returns, and returns ``results``, and ``gradients``
-    of some inputs, whose rows the backwards read. ``parameters`` are those that it trains, and
+    It runs after the last forward of the stage and, if it has ``gradients``, before its first backward. It
+    reads ``inputs``, which each forward of the stage returns, and returns ``results``, and ``gradients`` of
+    some inputs, whose rows the backwards read. ``parameters`` are those that it reads, and
     ``updated_buffers`` those that it replaces. It begins at the call ``location``. ``flops`` and ``seconds``
     are of the whole batch, and so are ``transient_bytes``, the most that it holds beside its inputs, and
     ``unsaved_bytes``, what forwards make for it alone. Its inputs are gathered from the replicas of the stage
@@ -209,6 +210,11 @@ class Plan:
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""
         return microbatches_on(self.placement, stage, rank, self.num_microbatches)
+
+    @property
+    def tail_stage(self) -> int | None:
+        """The stage that has a tail, if any."""
+        return next((stage.index for stage in self.stages if stage.tail), None)
 
     @property
     def sizes(self) -> Sizes:

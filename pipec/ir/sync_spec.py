@@ -71,7 +71,6 @@ class SyncSpec:
 
     An evaluation only gathers parameters that are sharded.
 
-    If the loss mixes rows, ``tail_stage`` runs its tail between its last forward and its first backward.
     If ``replicas_pass_own_rows`` of a batch, those of ``count_stages`` sum their batch counts first.
     ``buckets`` belong to stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
     average the buffers that their forwards changed. If the program ``updates``, it runs the optimizer; if it
@@ -96,7 +95,6 @@ class SyncSpec:
     has_loss_scale: bool = False
     state_on_host: bool = False
     reduces_once: bool = False
-    tail_stage: int = -1
     replicas_pass_own_rows: bool = False
     count_stages: tuple[int, ...] = ()
     part: StepPart = StepPart.WHOLE

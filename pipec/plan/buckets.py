@@ -85,7 +85,7 @@ def segment_backwards(
 
 
 def _has_dense_gradient(stage: StageFunctions, fqn: str) -> bool:
-    made = [node for function in stage.all_functions for name, node in function.gradients if name == fqn]
+    made = [node for function in stage.functions for name, node in function.gradients if name == fqn]
     return bool(made) and all(node.meta["val"].layout is torch.strided for node in made)
 
 
@@ -161,13 +161,7 @@ def _seconds(
         segments={backward: shares},
     )
     alone = replace(
-        sync_spec,
-        buckets=buckets,
-        buffer_sync_stages=(),
-        tail_stage=-1,
-        count_stages=(),
-        clips=False,
-        on_nan=None,
+        sync_spec, buckets=buckets, buffer_sync_stages=(), count_stages=(), clips=False, on_nan=None
     )
     stage = Stage(0, 0, 0, segments={Phase.BACKWARD: shares} if len(groups) > 1 else {})
     schedule = _schedule()

@@ -41,14 +41,12 @@ def build_sync_spec(
         for stage in stages
         if requested.replicas_pass_own_rows and len(placement[stage.index]) > 1 and stage.batch_counts
     )
-    tail_stage = next((stage.index for stage in stages if stage.tail), -1)
     if mode is not Mode.TRAIN:
         gathers = requested.shard is ShardingLevel.PARAMETERS and bool(requested.buckets)
         return SyncSpec(
             requested.buckets if gathers else (),
             averaged,
             shard=requested.shard if gathers else None,
-            tail_stage=tail_stage,
             replicas_pass_own_rows=requested.replicas_pass_own_rows,
             count_stages=counted,
         )
@@ -61,13 +59,7 @@ def build_sync_spec(
     )
     if requested.shard is not None:
         _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
-    return replace(
-        requested,
-        buckets=buckets,
-        buffer_sync_stages=averaged,
-        tail_stage=tail_stage,
-        count_stages=counted,
-    )
+    return replace(requested, buckets=buckets, buffer_sync_stages=averaged, count_stages=counted)
 
 
 def _require_dense(stages: Sequence[StageFunctions]) -> None:
@@ -81,7 +73,7 @@ def _require_dense(stages: Sequence[StageFunctions]) -> None:
 
 
 def _changes_buffers(stage: StageFunctions) -> bool:
-    return any(function.buffer_updates for function in stage.all_functions)
+    return any(function.buffer_updates for function in stage.functions)
 
 
 def _buckets(

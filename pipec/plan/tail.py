@@ -6,7 +6,7 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
-from pipec.graph import TailGradient, TailInput, TrainingGraph
+from pipec.graph import TailGradient, TailInput, TrainingGraph, source_parameters
 from pipec.graph.lifetimes import function_memory, storage_owners
 from pipec.graph.phase_functions import StageFunctions
 from pipec.hardware.collective_costs import fastest_num_hosts, unshard_seconds
@@ -34,6 +34,7 @@ def build_tail(
     gradients = [node for node in graph.arguments if isinstance(node.meta["role"], TailGradient)]
     gathered, several = sum(map(bytes_of, inputs)), len(ranks) > 1
     num_hosts = fastest_num_hosts(topology, ranks, gathered) if several else 1
+    read = {fqn for node in tail.read_nodes for fqn in source_parameters(node)}
     saved = storage_owners(stage.phase_functions(Phase.FORWARD)[-1].saved_out)
     made = [node for function in stage.phase_functions(Phase.FORWARD) for _, node in function.tail_values]
     speed = min(topology.devices[rank].speed for rank in ranks)
@@ -41,7 +42,7 @@ def build_tail(
         inputs=tuple(plan_value(graph, node, names[node]) for node in inputs),
         gradients=tuple(plan_value(graph, node, names[node]) for node in gradients),
         results=tuple(names[node] for node in tail.outputs),
-        parameters=tuple(fqn for fqn, _ in tail.gradients),
+        parameters=tuple(fqn for node in stage.parameters if (fqn := node.meta["role"].fqn) in read),
         updated_buffers=tuple(fqn for fqn, _ in tail.buffer_updates),
         location=graph.findings.tail,
         flops=sum(evaluate_cost(node.meta["cost"].flops, num_rows) for node in tail.body),

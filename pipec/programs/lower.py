@@ -119,7 +119,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
     rounds = update_boundaries.update_boundaries(index)
-    order = _unit_order(index, traffic, rounds, sync_spec.tail_stage)
+    order = _unit_order(index, traffic, rounds, plan)
     arriving: dict[int, list[_Arriving]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
     for each, depends in zip(traffic, order.depend_on_compute_before_reader(traffic), strict=True):
@@ -130,7 +130,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     if schedule.stream:
         sums, collectives = update_boundaries.round_collectives(schedule, rounds, order.ends, sync_spec)
     else:
-        collectives = SyncOrder(index, order.ends, links, sync_spec).all()
+        collectives = SyncOrder(index, order.ends, plan).all()
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
     sent_back = np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in links), False])
     stages_of_link = holding_stages(links)
@@ -229,13 +229,13 @@ def _unit_order(
     index: ScheduleIndex,
     traffic: Sequence[_Traffic],
     rounds: Sequence[update_boundaries.UpdateBoundary],
-    tail_stage: int,
+    plan: Plan,
 ) -> _UnitOrder:
     read = [each for each in traffic if each.route.link.payload.feeds_compute]
     nothing = np.empty(0, np.int32)
     readers = [index.compute_numbers(each.route.target, each.readers) for each in read]
     producers = [index.compute_numbers(each.route.source, each.producers) for each in read]
-    for later, earlier in (update_boundaries.version_reads(index, rounds), tail_reads(index, tail_stage)):
+    for later, earlier in (update_boundaries.version_reads(index, rounds), tail_reads(index, plan)):
         readers.append(later)
         producers.append(earlier)
     reads = TaskInputs(np.concatenate([nothing, *readers]), np.concatenate([nothing, *producers]))

@@ -1,10 +1,10 @@
-"""The order of a step with a tail: all forwards of a stage, the tail, and then its backwards."""
+"""The order of a step whose tail has gradients: all forwards of a stage, the tail, and then its backwards."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from pipec.ir import Phase, Schedule
+from pipec.ir import Phase, Plan, Schedule
 from pipec.ir.columns import PHASE_CODE, ComputeColumns, Ints
 from pipec.programs.schedule_index import ScheduleIndex
 
@@ -22,15 +22,19 @@ def with_forwards_first(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=tuple(orders))
 
 
-def tail_reads(index: ScheduleIndex, stage: int) -> tuple[Ints, Ints]:
-    """The first backward of each rank of a stage with a tail, with the last forward of each of them."""
+def tail_reads(index: ScheduleIndex, plan: Plan) -> tuple[Ints, Ints]:
+    """The first backward of each rank of the tail's stage, with the last forward of each of these ranks."""
     readers, producers = list[int](), list[int]()
-    for rank in index.schedule.placement[stage] if stage >= 0 else ():
-        own = index.computes[rank]
-        backwards = np.flatnonzero((own.stages == stage) & (own.phases != PHASE_CODE[Phase.FORWARD]))
-        for other in index.schedule.placement[stage] if backwards.size else ():
-            theirs = index.computes[other]
-            forwards = (theirs.stages == stage) & (theirs.phases == PHASE_CODE[Phase.FORWARD])
-            readers.append(index.first_tasks[rank] + int(backwards[0]))
-            producers.append(index.first_tasks[other] + int(np.flatnonzero(forwards).max()))
+    for stage in (each for each in plan.stages if each.tail and each.tail.gradients):
+        first, last = dict[int, int](), dict[int, int]()
+        for rank in plan.placement[stage.index]:
+            own = index.computes[rank]
+            is_forward = own.phases == PHASE_CODE[Phase.FORWARD]
+            of_stage = own.stages == stage.index
+            last[rank] = index.first_tasks[rank] + int(np.flatnonzero(of_stage & is_forward).max())
+            if (backwards := np.flatnonzero(of_stage & ~is_forward)).size:
+                first[rank] = index.first_tasks[rank] + int(backwards[0])
+        for reader in first.values():
+            readers += [reader] * len(last)
+            producers += last.values()
     return np.array(readers, np.int32), np.array(producers, np.int32)

@@ -11,7 +11,7 @@ Everything in front of the tail is computed row by row; the tail reads nothing e
 row nor the same for all microbatches, such as a mean, is computed in the tail from the rows it is made of.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +41,19 @@ class Tail:
 
 
 def find_tail(
-    loss: fx.Node, dependence_of: Callable[[fx.Node], Dependence], memory_of: Callable[[fx.Node], object]
+    graph: fx.Graph,
+    mixing: Sequence[fx.Node],
+    dependence_of: Callable[[fx.Node], Dependence],
+    memory_of: Callable[[fx.Node], object],
 ) -> Tail | str:
-    """The tail of a graph whose ``loss`` mixes rows, or the reason why there is none.
+    """The tail of a graph in which the nodes ``mixing`` need all rows; or the reason why there is none.
 
     ``memory_of`` identifies the memory of a node's value: views and their base share it.
     """
-    graph, nodes, inputs, whole = loss.graph, set[fx.Node](), set[fx.Node](), set[fx.Node]()
-    pending = [node for node in _leading_to(loss) if isinstance(dependence_of(node), MixedRows | Unproven)]
-    pending.append(loss)
+    nodes, inputs, whole = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    ways = {way: None for node in mixing for way in _leading_to(node)}
+    pending = [node for node in ways if isinstance(dependence_of(node), MixedRows | Unproven)]
+    pending += mixing
     while pending:
         node = pending.pop()
         if node in nodes or node.op in ("placeholder", "get_attr", "output"):
@@ -59,11 +63,11 @@ def find_tail(
         for source in node.all_input_nodes:
             if source.target in _ONCE_A_STEP or _is_size(source):
                 continue
-            ways = _leading_to(source)
+            needed = _leading_to(source)
             if _is_row_by_row(source, dependence_of(source)):
                 inputs.add(source)
-            elif all(isinstance(dependence_of(each), Whole) or _is_size(each) for each in ways):
-                whole.update(each for each in ways if each.op not in ("placeholder", "get_attr"))
+            elif all(isinstance(dependence_of(each), Whole) or _is_size(each) for each in needed):
+                whole.update(each for each in needed if each.op not in ("placeholder", "get_attr"))
             else:
                 pending.append(source)
     found = Tail(nodes, inputs - nodes, whole - nodes)
@@ -84,11 +88,6 @@ def insert_tail_inputs(graph: fx.Graph, tail: Tail, dependence_of: Callable[[fx.
                 copies[source] = _joined(source, node, dependence.dim)
             if source in copies:
                 node.replace_input_with(source, copies[source])
-
-
-def bytes_per_row(tail: Tail, rows_of: Callable[[fx.Node], Tensor], num_rows: int) -> int:
-    """The bytes of the tail's inputs for each row of the batch, which ``rows_of`` shows with ``num_rows``."""
-    return sum(rows_of(node).nbytes // num_rows for node in tail.inputs)
 
 
 def _joined(source: fx.Node, reader: fx.Node, dim: int) -> fx.Node:
@@ -137,13 +136,26 @@ def _reason_against(graph: fx.Graph, tail: Tail, memory_of: Callable[[fx.Node], 
             if _is_trained_matrix(source):
                 return f"{describe_call(node)} comes behind it, and has trained weights of several dimensions"
     places = {node: place for place, node in enumerate(graph.nodes)}
-    written = [node for node in graph.nodes if mutates_argument(node)]
+    written = writes(graph)
     for value in (*tail.inputs, *tail.whole):
         read_at = min(places[user] for user in value.users if user in tail.nodes or user in tail.whole)
-        late = [x for x in written if places[x] >= read_at and memory_of(x.args[0]) == memory_of(value)]
+        late = [
+            x for x in written if places[x] >= read_at and memory_of(x.all_input_nodes[0]) == memory_of(value)
+        ]
         if late:
             return f"{describe_call(late[0])} writes into a value that is read row by row"
+    for call in (x for x in written if x in tail.nodes):
+        memory = memory_of(call.all_input_nodes[0])
+        for node in graph.nodes:
+            reads = any(memory_of(source) == memory for source in node.all_input_nodes)
+            if reads and places[node] > places[call] and node not in tail.nodes and node.op != "output":
+                return f"{describe_call(node)} reads row by row what {describe_call(call)} has written"
     return ""
+
+
+def writes(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that write into their first input."""
+    return [node for node in graph.nodes if mutates_argument(node) and node.all_input_nodes]
 
 
 def _is_trained_matrix(node: fx.Node) -> bool:

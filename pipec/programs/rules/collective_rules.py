@@ -84,7 +84,7 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
     for stage in stages_on(step.plan.placement, rank):
         if stage in sync_spec.count_stages and sync_spec.runs_microbatches:
             keys[CollectiveKey(Op.SUM_COUNTS, stage)] = 1
-        if stage == sync_spec.tail_stage and sync_spec.runs_microbatches:
+        if stage == step.plan.tail_stage and sync_spec.runs_microbatches:
             keys[CollectiveKey(Op.TAIL, stage)] = 1
             if len(step.plan.placement[stage]) > 1:
                 keys[CollectiveKey(Op.GATHER_ROWS, stage)] = 1
@@ -167,7 +167,7 @@ def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
                 yield from _computes_while_gathered(step, rank, own, key)
             if key.op is Op.WAIT_SUM_COUNTS:
                 yield from _computes_after(step, rank, numbers[0], key)
-            if key.op is Op.TAIL:
+            if key.op is Op.TAIL and _has_gradients(step, key.stage):
                 yield from _computes_after(step, rank, numbers[0], key, _BACKWARDS)
 
 
@@ -227,6 +227,12 @@ def _added(step: ProgramIndex, message: DeliveredMessages) -> int:
     return int(np.flatnonzero(added & (columns.peers == route.source)).max(initial=-1))
 
 
+def _has_gradients(step: ProgramIndex, stage: int) -> bool:
+    """Whether backwards of a stage read what its tail returns."""
+    tail = step.plan.stages[stage].tail
+    return tail is not None and bool(tail.gradients)
+
+
 def _computes_after(
     step: ProgramIndex, rank: int, wait: int, key: CollectiveKey, ops: NDArray[np.bool_] = _ALL
 ) -> Iterator[Violation]:
@@ -241,8 +247,9 @@ def _computes_after(
 def _computes_while_gathered(
     step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
 ) -> Iterator[Violation]:
-    columns = step.columns[rank]
-    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
+    columns, tail = step.columns[rank], step.plan.stages[key.stage].tail
+    reads = columns.is_compute | ((columns.ops == OP_CODE[Op.TAIL]) & bool(tail and tail.parameters))
+    computes = np.flatnonzero(reads & (columns.stages == key.stage))
     gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.WAIT_UNSHARD, Op.RESHARD))
     available = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
     for number in computes[~available].tolist()[:1]:

@@ -268,9 +268,8 @@ class Linker:
         stage, tail = self._rank.stages[instruction.stage], self._rank.tails[instruction.stage]
         self._check_tied_weights(stage.index, "tail")
         stage.inputs |= tail.inputs & self._inputs
-        made = {value.name for value in self._rank.plan.stages[stage.index].tail.gradients}
         for microbatch in self._rank.plan.microbatches_on(stage.index, self._rank.number):
-            self._present[stage.index, microbatch] |= made
+            self._present[stage.index, microbatch] |= tail.gradients
         return functools.partial(tail.run, self._rank.step_results)
 
     def _precompute(self, instruction: Instruction) -> Action:

@@ -83,7 +83,9 @@ class SyncLinker:
             *sizes, _ = rank.sizes
             return sum(sizes[each] > 0 for each in own) / sum(size > 0 for size in sizes)
 
-        average = BufferAverage(stage, self._group(stage.index), share)
+        tail = rank.plan.stages[stage.index].tail
+        equal = tail.updated_buffers if tail else ()
+        average = BufferAverage(stage, self._group(stage.index), share, equal)
         return average.start, average.finish
 
     def _norm(self, instruction: Instruction) -> Action:

@@ -37,6 +37,11 @@ class StageTail:
         """The names of values that the function takes, other than those that it joins."""
         return frozenset(self._names).difference(value.name for value in self._tail.inputs)
 
+    @property
+    def gradients(self) -> frozenset[str]:
+        """The names of the gradients whose rows it puts into the frames of microbatches."""
+        return frozenset(value.name for value in self._tail.gradients)
+
     def begin_step(self, batch_slice: BatchSlice) -> None:
         self._sizes, self._first_rows = batch_slice.sizes, batch_slice.first_rows
         self._values = batch_slice.values
