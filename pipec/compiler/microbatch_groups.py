@@ -55,11 +55,13 @@ def _may_have_rows_elsewhere(graph: TrainingGraph, shape: Sequence[Any]) -> bool
 
 
 def check_batch_counts(groups: Sequence[tuple[CompiledArtifact, list[int]]]) -> None:
-    """Raise InputError if a count over the whole mini-batch is needed by several graphs."""
-    if len(groups) > 1 and any(stage.batch_counts for stage in groups[0][0].artifact.plan.stages):
+    """Raise InputError if several graphs need a count over the whole mini-batch, or all of its rows."""
+    stages = groups[0][0].artifact.plan.stages if len(groups) > 1 else ()
+    if any(stage.batch_counts or stage.tail for stage in stages):
         sizes = [size for _, group in groups for size in group]
+        what = "all rows" if any(stage.tail for stage in stages) else "a count over the rows"
         raise InputError(
-            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
+            f"the loss needs {what} of the mini-batch, but its {len(sizes)} microbatches of "
             f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
             f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
         )

@@ -290,6 +290,11 @@ class StagedGraph:
         known: T = self._known[key]
         return known
 
+    @property
+    def waits_for_tail(self) -> bool:
+        """Whether backwards read gradients of the tail, so that all forwards come first."""
+        return any(isinstance(role, TailGradient) for role in self.graph.tail_results)
+
     @functools.cached_property
     def operator_numbers(self) -> Mapping[str, int]:
         """The number of the operator that each node comes from, by the node's name; -1 for arguments."""
@@ -318,7 +323,7 @@ class StagedGraph:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
         if self.graph.tail is not None:
             refuse_stream_with_tail(schedule, self.graph)
-        if any(isinstance(role, TailGradient) for role in self.graph.tail_results):
+        if self.waits_for_tail:
             schedule = with_forwards_first(schedule)
         placed = self.placed(schedule)
         plan, stages = self._plan(placed, size, replace(sync_spec, stream=placed.stream))

@@ -167,6 +167,11 @@ class TrainingGraph:
 
     def findings_for(self, batch_size: int, values: Sizes) -> BatchFindings:
         """The findings for a batch of ``batch_size`` rows, whose size may lead to other branches."""
+        if self.findings.tail and not self.is_valid_for(batch_size, values) and not self.findings.mixed_rows:
+            reason = (
+                f"{self.findings.tail} needs all rows, but what was captured does not hold for {batch_size}"
+            )
+            return replace(self.findings, mixed_rows=reason)
         values_of = self._symbol_values({"b": batch_size, **values})
         names = {symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}
         for condition, line in self.findings.branches:

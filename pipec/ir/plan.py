@@ -34,9 +34,9 @@ class Tail:
     reads ``inputs``, which each forward of the stage returns, and returns ``results``, and ``gradients`` of
     some inputs, whose rows the backwards read. ``parameters`` are those that it reads, and
     ``updated_buffers`` those that it replaces. It begins at the call ``location``. ``flops`` and ``seconds``
-    are of the whole batch, and so are ``transient_bytes``, the most that it holds beside its inputs, and
-    ``unsaved_bytes``, what forwards make for it alone. Its inputs are gathered from the replicas of the stage
-    in ``gather_seconds``.
+    are of the whole batch, and so are ``transient_bytes``, the most that it holds beside its inputs. Each
+    forward makes ``unsaved_bytes`` for it alone. Its inputs are gathered from the replicas of the stage in
+    ``gather_seconds``.
     """
 
     inputs: tuple[Value, ...]

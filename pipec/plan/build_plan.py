@@ -201,7 +201,6 @@ def _stage(
     operators = _operators(node for function in forwards for node in function.body)
     parameters = _fqns(stage.parameters)
     updated = {fqn for function in stage.all_functions for fqn, _ in function.buffer_updates}
-    rows = size * (schedule.stream.microbatches if schedule.stream else schedule.num_microbatches)
     return Stage(
         index=stage.index,
         first_operator=operators[0] if operators else 0,
@@ -229,7 +228,9 @@ def _stage(
         offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
         segments=_segment_fractions(stage, size),
         model_collectives=tuple(model_collectives_of(graph, stage, names, ranks, topology, size)),
-        tail=build_tail(graph, stage, names, rows, ranks, topology) if stage.tail else None,
+        tail=build_tail(graph, stage, names, size, schedule.num_microbatches, ranks, topology)
+        if stage.tail
+        else None,
         cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
     )
 
@@ -428,13 +429,17 @@ def _tied_links(
 def _result_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, streams: bool
 ) -> Iterator[Link]:
-    """The links of a step's results to all other ranks; in a stream, one for each microbatch."""
+    """The links of a step's results to all other ranks; in a stream, one for each microbatch.
+
+    Results of the tail have a link of their own: each has the rows of all microbatches.
+    """
     payload = Payload.MICROBATCH_RESULT if streams else Payload.RESULT
     axes = {node: role.axis or LEADING for role, node in graph.returned}
     for stage in stages:
-        nodes = [node for function in stage.all_functions for node in dict.fromkeys(function.outputs)]
-        if values := tuple(_result(graph, node, names[node], axes[node]) for node in nodes):
-            yield Link(stage.index, -1, payload, values)
+        for functions in (stage.functions, [stage.tail] if stage.tail else []):
+            nodes = [node for function in functions for node in dict.fromkeys(function.outputs)]
+            if values := tuple(_result(graph, node, names[node], axes[node]) for node in nodes):
+                yield Link(stage.index, -1, payload, values)
 
 
 def _result(graph: TrainingGraph, node: fx.Node, name: str, axis: BatchAxis) -> Value:

@@ -19,13 +19,15 @@ def build_tail(
     graph: TrainingGraph,
     stage: StageFunctions,
     names: Mapping[fx.Node, str],
-    num_rows: int,
+    microbatch_size: int,
+    num_microbatches: int,
     ranks: Sequence[int],
     topology: Topology,
-) -> Tail:
-    """The tail of a stage for a batch of ``num_rows``."""
-    tail = stage.tail
-    assert tail is not None
+) -> Tail | None:
+    """The tail of a stage, which computes with the rows of all microbatches; None if it has none."""
+    tail, num_rows = stage.tail, microbatch_size * num_microbatches
+    if tail is None:
+        return None
 
     def bytes_of(node: fx.Node) -> int:
         return node_bytes(node, num_rows)
@@ -49,5 +51,5 @@ def build_tail(
         seconds=sum(node.meta["cost"].seconds(num_rows) for node in tail.body) / speed,
         gather_seconds=unshard_seconds(topology, ranks, gathered, num_hosts) if several else 0.0,
         transient_bytes=function_memory(tail, bytes_of).peak,
-        unsaved_bytes=sum(map(bytes_of, storage_owners(made) - saved)),
+        unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in storage_owners(made) - saved),
     )

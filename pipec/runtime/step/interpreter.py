@@ -134,7 +134,8 @@ class Interpreter:
         self._summed_later = {
             name for stage in plan.sync_spec.count_stages for name in plan.stages[stage].batch_counts
         }
-        self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
+        whole = {name for stage in plan.stages if stage.tail for name in stage.tail.results}
+        self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs, whole)
         self._stream_results = StreamResults(plan)
         self._update_state = UpdateState(updates)
         self._rank = RankState(

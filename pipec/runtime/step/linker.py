@@ -125,9 +125,16 @@ class Linker:
         sizes, microbatch = self._rank.sizes, instruction.microbatch
         if _link_of(instruction).payload is not Payload.RESULT:
             return lambda: sizes[microbatch]
+        if self._is_of_tail(_link_of(instruction)):
+            return lambda: sizes[-1]
         results, away = self._rank.step_results, self._is_other_pipeline(instruction.peer)
         made_of = self._microbatches(instruction)
         return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
+
+    def _is_of_tail(self, link: Link) -> bool:
+        """Whether a link carries what a tail makes of the whole batch."""
+        tail = self._rank.plan.stages[link.source].tail
+        return tail is not None and {value.name for value in link.values} <= {*tail.results}
 
     def _is_other_pipeline(self, peer: int) -> bool:
         """Whether a rank belongs to another one of several whole pipelines."""
@@ -197,6 +204,7 @@ class Linker:
                 )
             case Payload.RESULT:
                 results, rank = self._rank.step_results, self._rank
+                away = away and not self._is_of_tail(link)
                 fetch = results.sent_to_other_pipeline if away else results.merged
                 return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]

@@ -3,7 +3,7 @@
 A replica makes a part of a result of its own microbatches. The parts of all replicas then make the whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -36,8 +36,9 @@ class StepResults:
     """Collects the parts of each result that a rank makes, by microbatch.
 
     ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
-    up. ``loss_weights`` are the microbatch weights, if they are not the fractions of the rows. If the batch
-    ``is_local`` to replicas, what has rows stays in the pipeline of its replica.
+    up, and ``whole`` those that are set for the whole batch. ``loss_weights`` are the microbatch weights, if
+    they are not the fractions of the rows. If the batch ``is_local`` to replicas, what has rows stays in the
+    pipeline of its replica.
     """
 
     loss_weights: Sequence[float] | None = None
@@ -50,10 +51,12 @@ class StepResults:
         made: Sequence[tuple[Value, Sequence[int]]],
         num_microbatches: int,
         sums: Sequence[str] = (),
+        whole: Collection[str] = (),
     ) -> None:
         self._sums = sums
         for value, _ in made if num_microbatches > 1 else ():
-            check_mergeable(value)
+            if value.name not in whole:
+                check_mergeable(value)
         self._values = {value.name: value for value, _ in made}
         self._own = {value.name: own for value, own in made}
         self.forget_step()
