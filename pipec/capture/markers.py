@@ -41,6 +41,9 @@ OUTPUT_MERGE = torch.ops.pipec.output_merge.default
 With an ``axis`` it has the rows of the batch there instead: the fields of a ``BatchAxis``.
 """
 
+IN_TAIL = "pipec_tail"
+"""Key in ``node.meta["custom"]`` of nodes of the tail, which their backward inherits."""
+
 TAIL_INPUT = torch.ops.pipec.tail_input.default
 """The rows of all microbatches of a value, which the tail reads. The pass ``extract_tail`` removes it."""
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from pipec.errors import InputError, MixedRowsError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
-from pipec.ir import Payload, Placement, Plan, Schedule
+from pipec.ir import Payload, Placement, Plan
 
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -123,15 +123,6 @@ def changed_buffer_warning(graph: TrainingGraph, model: nn.Module, num_microbatc
         "averaged, or for integers their changes are summed. Pass microbatches=1 to change it once, or "
         "change it between steps, in the training loop"
     )
-
-
-def refuse_stream_with_tail(schedule: Schedule, graph: TrainingGraph) -> None:
-    """Refuse a loss that mixes rows under an asynchronous schedule, which waits for no mini-batch."""
-    if schedule.stream:
-        raise InputError(
-            f"the loss needs all rows of a mini-batch at once:\n  {graph.findings.tail}\nAn asynchronous "
-            "schedule does not wait for all forwards of one. Pass a synchronous one, such as schedule='1f1b'"
-        )
 
 
 def refuse_tied_weights(plan: Plan) -> None:

@@ -182,6 +182,7 @@ def _capture(
         settings.device,
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
+        may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
         timed=request.stopwatch.timed,
@@ -201,6 +202,8 @@ def _capture(
         assert isinstance(replicas, int), "model collectives of unequal replicas are refused"
         candidate = replace(candidate, num_microbatches=replicas)
         count = replicas
+    if graph.findings.tail:
+        candidate = replace(candidate, policy=replace(candidate.policy, is_synchronous_only=True))
     if _takes_whole_batch(request, candidate, graph):
         if request.key.mode is Mode.TRAIN:
             candidate = replace(candidate, num_microbatches=1)

@@ -14,7 +14,6 @@ from pipec.codegen.stage_source import StageSource
 from pipec.compiler import pass_list
 from pipec.compiler.batch_equivalence import (
     refuse_replica_state,
-    refuse_stream_with_tail,
     refuse_tied_weights,
     require_full_rounds,
 )
@@ -321,8 +320,6 @@ class StagedGraph:
 
     def _evaluate(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
-        if self.graph.tail is not None:
-            refuse_stream_with_tail(schedule, self.graph)
         if self.waits_for_tail:
             schedule = with_forwards_first(schedule)
         placed = self.placed(schedule)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from pipec.capture.markers import TAIL_GRADIENT, TAIL_INPUT
+from pipec.capture.markers import IN_TAIL, TAIL_GRADIENT, TAIL_INPUT
 from pipec.errors import CaptureError
 from pipec.graph import (
     Gradient,
@@ -49,7 +49,8 @@ class ExtractTail:
             return graph
         gradients = [node for node in graph.nodes if node.target is TAIL_GRADIENT]
         behind = _depending_on(graph, gradients)
-        tail = _depending_on(graph, inputs) - behind - {*gradients}
+        own = [node for node in graph.nodes if IN_TAIL in (node.meta.get("custom") or {})]
+        tail = {*own, *_depending_on(graph, [*inputs, *own])}.difference(behind, gradients, inputs)
         results = dict(_separate_gradients(graph, tail, behind))
         results |= {role: node for role, node in graph.outputs if node in tail and role not in results}
         results |= {TailGradient(k): node.all_input_nodes[0] for k, node in enumerate(gradients)}

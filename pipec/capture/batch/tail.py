@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven, Whole
 from pipec.capture.graph_calls import describe_call, mutates_argument
-from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, TAIL_INPUT
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, IN_TAIL, TAIL_INPUT
 from pipec.capture.node_insertion import INHERITED_META, fake_value
 from pipec.torch_compat import unbacked_symbols
 
@@ -88,6 +88,8 @@ def insert_tail_inputs(graph: fx.Graph, tail: Tail, dependence_of: Callable[[fx.
                 copies[source] = _joined(source, node, dependence.dim)
             if source in copies:
                 node.replace_input_with(source, copies[source])
+    for node in (*tail.nodes, *(copies[each] for each in tail.whole)):
+        node.meta["custom"] = {**node.meta.get("custom", {}), IN_TAIL: True}
 
 
 def _joined(source: fx.Node, reader: fx.Node, dim: int) -> fx.Node:

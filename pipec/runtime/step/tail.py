@@ -57,9 +57,9 @@ class StageTail:
 
     def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
         """Take the tail's inputs out of what a forward returns; the memory of graphs is used again."""
-        for name, parts in self._parts.items():
+        for name in self._parts.keys() & sent.keys():
             rows = sent.pop(name)
-            parts[microbatch] = rows.clone() if self._is_recorded else rows
+            self._parts[name][microbatch] = rows.clone() if self._is_recorded else rows
 
     def start_gather(self, group: CollectiveGroup) -> None:
         """Start to gather the rows of all replicas, each with as many as the one that has most."""
