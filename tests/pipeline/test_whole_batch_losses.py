@@ -187,7 +187,7 @@ def test_the_plan_and_the_programs_show_the_tail() -> None:
 def test_predicted_bytes_are_the_measured_ones() -> None:
     """And a tail of all rows needs less than a microbatch of all rows."""
     torch.manual_seed(0)
-    net, (x, y) = Towers(LOSSES["info_nce"], width=512), batch(64, torch.float32)
+    net, (x, y) = Towers(LOSSES["info_nce"], width=64), batch(256, torch.float32)
     peaks = {}
     for microbatches in (1, 8):
         pipe = compiled(copy.deepcopy(net), devices=1, microbatches=microbatches, recompute="full")
