@@ -112,6 +112,16 @@ def test_a_loop_of_a_library_differs_in_three_lines_and_not_in_losses(
         assert numbers(found) == pytest.approx(expected, rel=2e-4)
 
 
+def test_clip_prints_the_losses_of_the_plain_loop(tmp_path: Path) -> None:
+    plain, alone, distributed = (
+        numbers(results(run_script(EXAMPLES / "clip_digits.py", ("--epochs", "1", *more), count, tmp_path)))
+        for more, count in ((("--plain",), 0), ((), 0), ((), 4))
+    )
+    assert len(plain) == 3, plain
+    assert alone == pytest.approx(plain, rel=1e-3)
+    assert distributed == pytest.approx(plain, rel=1e-3)
+
+
 def numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"\d+(?:\.\d+)?", line)]
 

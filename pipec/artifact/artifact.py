@@ -36,7 +36,7 @@ from pipec.ir import Plan, Program
 from pipec.ir.json_form import dump_json, parse_json
 from pipec.ir.text_format import format_program, parse_program
 
-FORMAT = "pipec artifact 6"
+FORMAT = "pipec artifact 7"
 
 CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
     "SHA256SUMS",

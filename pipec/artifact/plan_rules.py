@@ -84,6 +84,21 @@ def _model_collectives(plan: Plan) -> Iterator[str]:
         )
 
 
+def _tails(plan: Plan) -> Iterator[str]:
+    found = [(stage, stage.tail) for stage in plan.stages if stage.tail]
+    if len(found) > 1:
+        yield f"stages {', '.join(str(stage.index) for stage, _ in found)} have tails, expected one at most"
+    for stage, tail in found:
+        where = f"the tail of stage {stage.index}"
+        yield from _unknown_names(tail.parameters, stage.parameters, f"{where} reads", "its parameters")
+        yield from _unknown_names(tail.updated_buffers, stage.buffers, f"{where} changes", "its buffers")
+        yield from _duplicates(
+            (value.name for value in tail.inputs + tail.gradients), f"the values of {where}"
+        )
+        if not tail.inputs or not all(value.shape for value in tail.inputs + tail.gradients):
+            yield f"{where} has inputs or gradients without rows"
+
+
 def _offloads(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         if list(stage.offloaded) != sorted({*stage.offloaded}) or min(stage.offloaded, default=0) < 0:
@@ -97,6 +112,8 @@ def _values(plan: Plan) -> Iterator[str]:
     messages = [value for link in plan.links for value in link.values]
     messages += [collective.value for stage in plan.stages for collective in stage.model_collectives]
     messages += [value for stage in plan.stages for value in stage.batch_count_sums]
+    tails = [stage.tail for stage in plan.stages if stage.tail]
+    messages += [value for tail in tails for value in tail.inputs + tail.gradients]
     sizes = {"b": 1, **plan.planned_sizes}
     for value in [*plan.parameters, *plan.buffers, *messages, *(entry.value for entry in plan.inputs)]:
         if not isinstance(_dtype(value), torch.dtype):
@@ -199,7 +216,7 @@ def _sync_spec(plan: Plan) -> Iterator[str]:
 Rule = Callable[[Plan], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
-    *(_stages_and_ranks, _sizes, _segments, _model_collectives, _offloads, _values, _tensors, _links),
+    *(_stages_and_ranks, _sizes, _segments, _model_collectives, _tails, _offloads, _values, _tensors, _links),
     *(_arguments, _variables, _sync_spec),
 )
 

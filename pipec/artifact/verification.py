@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, read_artifact
 from pipec.errors import DAMAGED_DATA_ERRORS, VerifyError
-from pipec.ir import GRADIENT_PHASES, Phase, Plan, Program, Stage
+from pipec.ir import GRADIENT_PHASES, Phase, Plan, Program, Stage, Tail
 from pipec.programs.verify import verify, verify_parts
 
 
@@ -65,6 +65,8 @@ def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) 
             yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
     if stage.batch_counts and "batch_counts" not in functions:
         yield f"has no function batch_counts, which computes {', '.join(stage.batch_counts)}"
+    if stage.tail:
+        yield from _missing_tail_values(stage, stage.tail, functions)
     yield from _gradients_after_reduction(plan, stage, functions)
     yield from _missing_collective_values(stage, functions)
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
@@ -98,6 +100,18 @@ def _gradients_after_reduction(
             for fqn, gradient in zip(stage.parameters, gradients, strict=True):
                 if fqn in summed and not (isinstance(gradient, ast.Constant) and gradient.value is None):
                     yield f"computes a gradient of {fqn} in {name}, after it was reduced"
+
+
+def _missing_tail_values(stage: Stage, tail: Tail, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
+    """A tail without a function, or values that it reads or returns and no function returns."""
+    returned = {
+        stage.functions(Phase.FORWARD): [value.name for value in tail.inputs],
+        ("tail",): [*tail.results, *(value.name for value in tail.gradients)],
+    }
+    for names, values in returned.items():
+        found = {key for name in names if name in functions for key in _sent_names(functions[name])}
+        if missing := [value for value in values if value not in found]:
+            yield f"has no function {' or '.join(names)} that returns {', '.join(missing)}, for the tail"
 
 
 def _missing_collective_values(stage: Stage, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:

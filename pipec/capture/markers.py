@@ -15,6 +15,8 @@ _library.define("row_numbers(Tensor of_microbatch) -> Tensor")
 
 _library.define("output_merge(Tensor result, str unproven, int[] axis=[]) -> Tensor")
 _library.define("require(Tensor condition, str what) -> ()")
+_library.define("tail_input(Tensor rows) -> Tensor")
+_library.define("tail_gradient(Tensor gradient) -> Tensor")
 
 BATCH_COUNT = torch.ops.pipec.batch_counts.default
 """What the operators before it would compute from the whole mini-batch.
@@ -39,6 +41,18 @@ OUTPUT_MERGE = torch.ops.pipec.output_merge.default
 With an ``axis`` it has the rows of the batch there instead: the fields of a ``BatchAxis``.
 """
 
+IN_TAIL = "pipec_tail"
+"""Key in ``node.meta["custom"]`` of nodes of the tail, which their backward inherits."""
+
+TAIL_INPUT = torch.ops.pipec.tail_input.default
+"""The rows of all microbatches of a value, which the tail reads. The pass ``extract_tail`` removes it."""
+
+TAIL_GRADIENT = torch.ops.pipec.tail_gradient.default
+"""The gradient of a ``TAIL_INPUT``: the microbatch's rows of what the tail computes."""
+
+_library.impl("tail_input", torch.clone, "CompositeExplicitAutograd")
+_library.impl("tail_gradient", torch.clone, "CompositeExplicitAutograd")
+
 
 @torch.library.register_fake("pipec::batch_counts", lib=_library)  # type: ignore[untyped-decorator]
 def _like(value: Tensor, is_sum: bool) -> Tensor:
@@ -58,6 +72,15 @@ def _fake_batch_fraction(device: torch.device) -> Tensor:
 @torch.library.register_fake("pipec::output_merge", lib=_library)  # type: ignore[untyped-decorator]
 def _result(result: Tensor, unproven: str, axis: Sequence[int] = ()) -> Tensor:
     return torch.empty_like(result)
+
+
+@torch.library.register_fake("pipec::tail_input", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("pipec::tail_gradient", lib=_library)  # type: ignore[untyped-decorator]
+def _rows(rows: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+torch.library.register_autograd("pipec::tail_input", lambda ctx, grad: TAIL_GRADIENT(grad), lib=_library)
 
 
 @torch.library.register_fake("pipec::require", lib=_library)  # type: ignore[untyped-decorator]

@@ -70,6 +70,7 @@ def capture(
     device: torch.device = CPU,
     symbolic: bool = True,
     rewrite_loss: bool = True,
+    may_have_tail: bool = False,
     outputs: bool = False,
     variables: Sequence[Variable] = (),
     num_replicas: int | None = 1,
@@ -85,6 +86,7 @@ def capture(
         device: The model is traced as if it were there, wherever its tensors are.
         rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the
             graph is of the loss as the model has it.
+        may_have_tail: Let what mixes rows run once, of the rows of all microbatches.
         outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
@@ -120,7 +122,16 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
         tracer = _Tracer(
-            step, mode, call, canonical or {}, device, rewrite_loss, num_replicas, branches, timed
+            step,
+            mode,
+            call,
+            canonical or {},
+            device,
+            rewrite_loss,
+            may_have_tail,
+            num_replicas,
+            branches,
+            timed,
         )
         generators = NonTorchGenerators(step)
         if not symbolic and call.ambiguous_leaves:
@@ -231,6 +242,7 @@ class _Tracer:
         canonical: Mapping[str, str],
         device: torch.device,
         rewrite_loss: bool,
+        may_have_tail: bool,
         num_replicas: int | None,
         branches: BranchDecider,
         timed: Timed,
@@ -239,6 +251,7 @@ class _Tracer:
         self._mode = mode
         self._call = call
         self._adds_up = rewrite_loss
+        self._may_have_tail = may_have_tail
         self._num_replicas = num_replicas
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
@@ -432,7 +445,8 @@ class _Tracer:
         if captured.traced_backward is not None:
             return analyse_differentiated(captured, batched, size, has_loss, num_replicas, of_batch)
         if self._adds_up:
-            return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch)
+            rows = self._branches.batch.batch_size if self._may_have_tail else 0
+            return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch, rows)
         return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
 
     def model_guards(self) -> ModelGuards:

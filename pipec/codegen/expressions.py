@@ -167,6 +167,8 @@ def expression(node: fx.Node, name: Namer, symbols: SymbolNames, written: fx.Nod
     if target is operator.getitem:
         return f"{show(node.args[0])}[{show(node.args[1])}]"
     args = [show(argument) for argument in node.args]
+    if target is aten.alias.default:
+        return args[0]
     kwargs = [
         f"{key}={show(value)}"
         for key, value in node.kwargs.items()

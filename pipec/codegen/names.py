@@ -20,7 +20,8 @@ from pipec.graph import (
     FirstRow,
     LossGradient,
     ModelInput,
-    Output,
+    TailGradient,
+    TailInput,
     TrainingGraph,
     is_data_dependent_number,
     is_forward,
@@ -98,9 +99,8 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     """Unique names for all nodes of the graph, in order. A message has the name of the value it carries."""
     names: dict[fx.Node, str] = {}
     has_loss = graph.mode is not Mode.FORWARD
-    losses = {
-        node for role, node in graph.outputs if isinstance(role, Output) and role.position == 0 and has_loss
-    }
+    losses = {node for role, node in graph.returned if role.position == 0 and has_loss}
+    tail_inputs = {node for role, node in graph.outputs if isinstance(role, TailInput)}
     taken = reserved_names(graph)
     results = _operator_results(graph)
     for node in graph.module.graph.nodes:
@@ -114,9 +114,12 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
             names[node] = "first_row"
         elif node in losses:
             names[node] = "loss"
+        elif node in tail_inputs:
+            names[node] = unique_name(f"{names[node.all_input_nodes[0]]}_rows", taken)
         elif node.op != "output":
             names[node] = unique_name(_base_name(graph, node, results), taken)
-    others = [each for each in (graph.batch_counts, graph.precomputed) if each is not None]
+    others = [each for each in (graph.batch_counts, graph.precomputed, graph.tail) if each is not None]
+    names |= dict.fromkeys(losses, "loss")
     return names | _names_in_others(graph, [node for each in others for node in each.nodes], names, taken)
 
 
@@ -130,12 +133,13 @@ def _names_in_others(
 ) -> dict[fx.Node, str]:
     """Names for nodes of the other graphs; arguments have the names of the training graph."""
     arguments = {node.meta["role"]: names[node] for node in graph.arguments}
+    arguments |= {role: names[node] for role, node in graph.outputs if isinstance(role, TailInput)}
     return {
         node: arguments[node.meta["role"]]
         if node.op == "placeholder"
         else unique_name(_operator_name(node), taken)
         for node in nodes
-        if node.op != "output"
+        if node.op != "output" and node not in names
     }
 
 
@@ -161,6 +165,8 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
         role = node.meta["role"]
         if isinstance(role, BatchCount):
             return f"batch_{_operator_name(_source_of_batch(graph, role))}"
+        if isinstance(role, TailGradient):
+            return "grad_rows"
         return _input_name(role.path) if isinstance(role, ModelInput) else "buffer"
     cause: int = node.meta["operator"]
     if results.get(cause) is node:

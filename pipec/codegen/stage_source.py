@@ -57,6 +57,7 @@ RETURN_VALUES = {
     Phase.BACKWARD: ("sent", "gradients"),
     Phase.BACKWARD_INPUT: ("sent", "saved", "gradients"),
     Phase.BACKWARD_WEIGHT: ("gradients",),
+    Phase.TAIL: ("sent", "updates", "gradients"),
 }
 """The values that the function of each phase returns, as the interpreter unpacks them."""
 
@@ -106,8 +107,14 @@ class StageSource:
             yield from ("", "", *self._batch_counts())
         if self.stage.precomputed:
             yield from ("", "", *self._precompute())
-        for function in self.stage.functions:
+        for function in self.stage.all_functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
+
+    @property
+    def tail_names(self) -> Mapping[object, str]:
+        """The names of the tail's inputs and of its gradients."""
+        tail = self.graph.tail.find_nodes(op="placeholder") if self.graph.tail else ()
+        return {node.meta["role"]: self.shared[node] for node in (*tail, *self.graph.arguments)}
 
     @property
     def parameters(self) -> Sequence[str]:
@@ -117,7 +124,7 @@ class StageSource:
     @property
     def updated(self) -> Sequence[str]:
         """The buffers that forwards change."""
-        changed = {fqn for function in self.stage.functions for fqn, _ in function.buffer_updates}
+        changed = {fqn for function in self.stage.all_functions for fqn, _ in function.buffer_updates}
         return [n.meta["role"].fqn for n in self.stage.buffers if n.meta["role"].fqn in changed]
 
     def used_constants(self) -> list[fx.Node]:
@@ -156,7 +163,7 @@ class StageSource:
 
     def _imports(self) -> list[str]:
         """The imports that the code uses. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
-        bodies = (function.body for function in self.stage.functions)
+        bodies = (function.body for function in self.stage.all_functions)
         apart = precomputed_nodes(self.graph, self.stage.precomputed)
         batch_counts = self.graph.batch_counts.nodes if self.graph.batch_counts is not None else ()
         of_batch_calls = (node for node in batch_counts if node.op == "call_function")
@@ -292,7 +299,7 @@ class _FunctionSource:
         yield from (name for name, nodes in self._held().items() if reads.intersection(nodes))
         if any(map(accumulates_in_place, function.body)):
             yield "gradient_sums"
-        if function is not self.module.stage.functions[0]:
+        if function not in (self.module.stage.functions[0], self.module.stage.tail):
             yield "saved"
         yield from (self.module.names[node] for node in function.received + function.inputs)
         named = self.module.free_names(function.body)
@@ -310,7 +317,12 @@ class _FunctionSource:
 
     def _held_reads(self) -> set[fx.Node]:
         """The values that the function reads and that were not saved; a buffer's may be of a microbatch."""
-        return {*self.function.read_nodes}.difference(self.function.saved_in)
+        reads = {*self.function.read_nodes}.difference(self.function.saved_in)
+        if self.function.phase is not Phase.TAIL:
+            return reads
+        tensors = (*self.module.stage.parameters, *self.module.stage.buffers)
+        held = {node.meta["role"]: node for node in tensors}
+        return {held.get(node.meta.get("role"), node) for node in reads}
 
     def _unpack(self) -> Iterator[str]:
         reads = self._held_reads()
@@ -371,6 +383,7 @@ class _FunctionSource:
         sent = {keys[n]: names[n.all_input_nodes[0]] for n in function.sent}
         sent |= {keys[n]: names[n] for n in function.outputs}
         sent |= {keys[n]: names[n.all_input_nodes[0]] for n in function.collectives}
+        sent |= {self.module.tail_names[role]: names[node] for role, node in function.tail_values}
         gradients = dict(function.gradients)
         parts = {
             "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",

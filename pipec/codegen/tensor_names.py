@@ -36,7 +36,11 @@ def name_tensors(
             found[node] = found[source] = unique_name(f"{of[fqns[0]]}_{dtype}", taken)
         else:
             found[node] = names[source]
-    for fqn, gradient in (pair for function in stage.functions for pair in function.gradients):
+    roles = {node.meta["role"]: found[node] for node in held}
+    for node in stage.tail.read_nodes if stage.tail else ():
+        if node.op == "placeholder" and node.meta["role"] in roles:
+            found[node] = roles[node.meta["role"]]
+    for fqn, gradient in (pair for function in stage.all_functions for pair in function.gradients):
         if gradient not in found:
             found[gradient] = unique_name(f"grad_{of[fqn]}", taken)
     return found

@@ -42,7 +42,7 @@ from pipec.compiler.microbatch_groups import (
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
-from pipec.graph import BatchFindings, Output, TrainingGraph
+from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Precision, Sizes, Variable
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
 
@@ -182,6 +182,7 @@ def _capture(
         settings.device,
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
+        may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
         timed=request.stopwatch.timed,
@@ -201,6 +202,8 @@ def _capture(
         assert isinstance(replicas, int), "model collectives of unequal replicas are refused"
         candidate = replace(candidate, num_microbatches=replicas)
         count = replicas
+    if graph.findings.tail:
+        candidate = replace(candidate, policy=replace(candidate.policy, is_synchronous_only=True))
     if _takes_whole_batch(request, candidate, graph):
         if request.key.mode is Mode.TRAIN:
             candidate = replace(candidate, num_microbatches=1)
@@ -372,7 +375,7 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
         sharding_costs=sharding_costs(evaluated),
     )
     graph = evaluated.staged.graph
-    outputs = (role for role, _ in graph.outputs if isinstance(role, Output))
+    outputs = (role for role, _ in graph.returned)
     axes = {
         name: role.axis
         for name, role in zip(plan.outputs, outputs, strict=True)

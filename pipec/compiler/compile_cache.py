@@ -58,6 +58,8 @@ class _CachedProgram:
 
     def _guards_hold(self, values: Sizes) -> bool:
         plans = [(compiled.artifact.plan, {*sizes} - {0}) for compiled, sizes in self.groups]
+        for plan, sizes in plans:
+            sizes |= {self.rows} if plan.tail_stage is not None else set()
         return all(
             all(values[name] == fixed for name, fixed in plan.fixed_sizes.items())
             and all(holds(guard, {**values, "b": rows}) for rows in sizes for guard in plan.guards)

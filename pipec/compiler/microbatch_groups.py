@@ -7,7 +7,7 @@ from typing import Any
 
 from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
-from pipec.graph import Output, TrainingGraph
+from pipec.graph import TrainingGraph
 from pipec.graph.size_text import format_size
 from pipec.ir import Sizes
 from pipec.ir.batch_axis import BatchAxis
@@ -37,7 +37,7 @@ def check_outputs(graph: TrainingGraph) -> None:
     """Raise InputError if it is unknown how the results of microbatches are concatenated."""
     if all(axis is None or axis.is_leading for axis in graph.axes):
         return
-    outputs = ((role, node.meta["val"]) for role, node in graph.outputs if isinstance(role, Output))
+    outputs = ((role, node.meta["val"]) for role, node in graph.returned)
     if any(role.axis is None and _may_have_rows_elsewhere(graph, value.shape) for role, value in outputs):
         raise InputError(
             "the model or loss_fn returns tensors, and nothing shows where their rows are: an argument has "
@@ -55,11 +55,13 @@ def _may_have_rows_elsewhere(graph: TrainingGraph, shape: Sequence[Any]) -> bool
 
 
 def check_batch_counts(groups: Sequence[tuple[CompiledArtifact, list[int]]]) -> None:
-    """Raise InputError if a count over the whole mini-batch is needed by several graphs."""
-    if len(groups) > 1 and any(stage.batch_counts for stage in groups[0][0].artifact.plan.stages):
+    """Raise InputError if several graphs need a count over the whole mini-batch, or all of its rows."""
+    stages = groups[0][0].artifact.plan.stages if len(groups) > 1 else ()
+    if any(stage.batch_counts or stage.tail for stage in stages):
         sizes = [size for _, group in groups for size in group]
+        what = "all rows" if any(stage.tail for stage in stages) else "a count over the rows"
         raise InputError(
-            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
+            f"the loss needs {what} of the mini-batch, but its {len(sizes)} microbatches of "
             f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
             f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
         )

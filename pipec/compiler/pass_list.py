@@ -10,6 +10,7 @@ from pipec.hardware.topology import Topology
 from pipec.ir import NO_SYNC, SyncSpec
 from pipec.passes import Pass
 from pipec.passes.annotate_cost import AnnotateCost
+from pipec.passes.extract_tail import ExtractTail
 from pipec.passes.fuse_cross_entropy import FuseCrossEntropy
 from pipec.passes.fuse_gradient_accumulation import FuseGradientAccumulation
 from pipec.passes.insert_communication import InsertCommunication
@@ -73,6 +74,7 @@ def make_passes(
         Simplify(),
         MergeSliceGradients(),
         AnnotateCost(options.device_model, options.profile),
+        ExtractTail(),
         MakeRowSparseGradients(),
         SplitOperators(len(options.topology.devices)),
         PrecomputeWeights(options.buffers_on_any_stage),

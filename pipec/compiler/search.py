@@ -282,6 +282,8 @@ class _Search:
         """
         candidate, count = self.candidate, next(count for count in self.counts if self.sizes[count] == size)
         in_flight = candidate.policy.max_in_flight(count)
+        if nearest.staged.waits_for_tail:
+            in_flight = tuple(-(-count // max(map(len, placement))) for _ in in_flight)
         updates = candidate.updates(count)
         devices, members = candidate.pipeline_topology(), candidate.replica_groups()
         replays = updates is None and candidate.plans_recompute_on(devices)

@@ -12,11 +12,15 @@ from pipec.codegen.names import name_nodes
 from pipec.codegen.stage_header import stage_header
 from pipec.codegen.stage_source import StageSource
 from pipec.compiler import pass_list
-from pipec.compiler.batch_equivalence import refuse_replica_state, refuse_tied_weights, require_full_rounds
+from pipec.compiler.batch_equivalence import (
+    refuse_replica_state,
+    refuse_tied_weights,
+    require_full_rounds,
+)
 from pipec.compiler.pass_list import NO_OFFLOAD, CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import PipecError
-from pipec.graph import Operator, TrainingGraph, copy_graph
+from pipec.graph import Operator, TailGradient, TrainingGraph, copy_graph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.hardware.topology import Topology
 from pipec.ir import (
@@ -51,6 +55,7 @@ from pipec.programs.lower_periodic import lower_periodic
 from pipec.programs.rank_memory import NUM_SENDS_IN_TRANSIT
 from pipec.programs.representative_replicas import representative_programs
 from pipec.programs.shared_receives import runs_stages_in_order
+from pipec.programs.tail_order import with_forwards_first
 from pipec.programs.verify import verify, verify_parts
 from pipec.schedules import Workload, remap_ranks
 
@@ -284,6 +289,11 @@ class StagedGraph:
         known: T = self._known[key]
         return known
 
+    @property
+    def waits_for_tail(self) -> bool:
+        """Whether backwards read gradients of the tail, so that all forwards come first."""
+        return any(isinstance(role, TailGradient) for role in self.graph.tail_results)
+
     @functools.cached_property
     def operator_numbers(self) -> Mapping[str, int]:
         """The number of the operator that each node comes from, by the node's name; -1 for arguments."""
@@ -310,6 +320,8 @@ class StagedGraph:
 
     def _evaluate(self, schedule: Schedule, size: int, sync_spec: SyncSpec) -> EvaluatedPlan:
         require_full_rounds(self.graph, schedule.placement, schedule.num_microbatches)
+        if self.waits_for_tail:
+            schedule = with_forwards_first(schedule)
         placed = self.placed(schedule)
         plan, stages = self._plan(placed, size, replace(sync_spec, stream=placed.stream))
         if placed.stream:
@@ -336,9 +348,10 @@ class StagedGraph:
         stages out of order, which needs other links.
         """
         split = _splits_backward(schedule)
+        count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
         in_order = runs_stages_in_order(map(ComputeColumns.of, schedule.orders))
         plan, stages = self._once(
-            ("plan", split, size, schedule.placement, sync_spec, in_order),
+            ("plan", split, size, schedule.placement, sync_spec, in_order, count if self.graph.tail else 0),
             lambda: self._build_plan(schedule, split, size, sync_spec),
         )
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches

@@ -30,6 +30,8 @@ class BatchFindings:
     * ``num_batch_norms``: the number of batch norms that take the statistics of a microbatch.
     * ``has_norm_over_rows_alone``: one of them has a single value per channel and row, and so needs two rows.
     * ``unordered_random``: calls, other than dropout, whose random numbers belong to no row.
+    * ``tail``: the first call that needs the rows of all microbatches, and so runs once a step; empty if none
+      does.
     * ``branches``: conditions on sizes that Python code branches on, true of the microbatch, each with its
       line.
     """
@@ -41,6 +43,8 @@ class BatchFindings:
     num_batch_norms: int = 0
     has_norm_over_rows_alone: bool = False
     unordered_random: tuple[str, ...] = ()
+    tail: str = ""
+    tail_row_bytes: int = 0
     branches: tuple[tuple[sympy.Basic, str], ...] = ()
 
 

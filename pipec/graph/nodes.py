@@ -102,6 +102,20 @@ class BatchCount:
 
 
 @dataclass(frozen=True, slots=True)
+class TailInput:
+    """Input ``index`` of the tail: a result of each microbatch, and an argument of the tail with all rows."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailGradient:
+    """Gradient ``index`` of the tail: a result with all rows, of which each microbatch gets its own."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """Leaf ``position`` of the captured function's result: the loss, or the model's output.
 
@@ -135,10 +149,11 @@ ACCUMULATING_METHODS: Mapping[object, str] = {
 }
 """Matrix products, each with the method that adds it to a sum in place."""
 
-ArgumentRole = (
-    Parameter | Precomputed | Buffer | ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount
-)
-ResultRole = Output | UpdatedBuffer | Gradient
+InputRole = ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount | TailInput | TailGradient
+"""The arguments of a graph that a step brings, or that another function of it makes."""
+
+ArgumentRole = Parameter | Precomputed | Buffer | InputRole
+ResultRole = Output | UpdatedBuffer | Gradient | TailInput | TailGradient
 
 
 def send(value: torch.Tensor, target: int) -> torch.Tensor:

@@ -27,16 +27,15 @@ from torch import fx
 
 from pipec.graph import (
     BatchCount,
-    BatchFraction,
     Buffer,
-    FirstRow,
     Gradient,
-    LossGradient,
-    ModelInput,
+    InputRole,
     Output,
     Parameter,
     Precomputed,
     ResultRole,
+    TailGradient,
+    TailInput,
     TrainingGraph,
     UpdatedBuffer,
     is_check,
@@ -59,7 +58,8 @@ class PhaseFunction:
 
     ``body`` has the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` are arguments.
     ``outputs``, ``saved_out``, ``buffer_updates``, ``gradients`` and the values of ``sent`` (send nodes) are
-    results, and so are the inputs of ``collectives``, which replicas run before the next segment.
+    results, and so are the inputs of ``collectives``, which replicas run before the next segment. The
+    ``tail_values`` are inputs of the tail, or gradients that it returns.
     """
 
     stage: int
@@ -76,6 +76,7 @@ class PhaseFunction:
     segment: int = 0
     num_segments: int = 1
     collectives: tuple[fx.Node, ...] = ()
+    tail_values: tuple[tuple[TailInput | TailGradient, fx.Node], ...] = ()
 
     @property
     def name(self) -> str:
@@ -102,7 +103,7 @@ class PhaseFunction:
     def result_nodes(self) -> tuple[fx.Node, ...]:
         """The nodes whose values leave the function."""
         sent = tuple(node.all_input_nodes[0] for node in self.sent + self.collectives)
-        named = tuple(node for _, node in self.buffer_updates + self.gradients)
+        named = tuple(node for _, node in (*self.buffer_updates, *self.gradients, *self.tail_values))
         return sent + self.outputs + self.saved_out + named
 
 
@@ -118,9 +119,16 @@ class StageFunctions:
     """Arguments of the graph that some function reads: values that depend on weights and fixed buffers."""
     batch_counts: tuple[fx.Node, ...]
     """Arguments of the graph that some function reads: values of the whole mini-batch."""
+    tail: PhaseFunction | None
+    """The function that runs once a step, if the stage has one. Its nodes are of a graph of their own."""
     constants: tuple[fx.Node, ...]
     """The constant nodes that functions read, and the nodes that compute these, in order. The generated
     ``constants(b)`` returns the former."""
+
+    @property
+    def all_functions(self) -> tuple[PhaseFunction, ...]:
+        """The functions of the phases, and the tail."""
+        return self.functions if self.tail is None else (*self.functions, self.tail)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -156,13 +164,15 @@ def stage_functions(
             functions.insert(0, function)
             needed = function.saved_in
     assert not needed, f"stage {stage} reads saved values {needed} that no function computes"
+    tail = _tail(graph, stage) if any(function.tail_values for function in functions) else None
     return StageFunctions(
         stage,
         tuple(functions),
-        parameters=_parameters(graph, functions),
-        buffers=_buffers(graph, functions),
+        parameters=_parameters(graph, functions, tail),
+        buffers=_buffers(graph, functions, tail),
         precomputed=_arguments(functions, Precomputed),
-        batch_counts=_arguments(functions, BatchCount),
+        batch_counts=_batch_counts(graph, functions, tail),
+        tail=tail,
         constants=_constants(graph, functions),
     )
 
@@ -251,11 +261,31 @@ def _function(
         saved_out=saved_out,
         sent=ordered(sent),
         outputs=tuple(n for r, n in results if isinstance(r, Output)),
+        tail_values=tuple((r, n) for r, n in results if isinstance(r, TailInput)),
         buffer_updates=tuple((r.fqn, n) for r, n in results if isinstance(r, UpdatedBuffer)),
         gradients=tuple((r.fqn, n) for r, n in results if isinstance(r, Gradient)),
         segment=segment,
         num_segments=len(segments),
         collectives=ordered(collectives),
+    )
+
+
+def _tail(graph: TrainingGraph, stage: int) -> PhaseFunction:
+    """The function that runs once a step, of all rows."""
+    assert graph.tail is not None
+    return PhaseFunction(
+        stage,
+        Phase.TAIL,
+        body=tuple(node for node in graph.tail.nodes if node.op == "call_function"),
+        received=(),
+        inputs=tuple(node for node in graph.tail.find_nodes(op="placeholder") if _is_input(node)),
+        saved_in=(),
+        saved_out=(),
+        sent=(),
+        outputs=tuple(n for r, n in graph.tail_outputs if isinstance(r, Output)),
+        buffer_updates=tuple((r.fqn, n) for r, n in graph.tail_outputs if isinstance(r, UpdatedBuffer)),
+        gradients=tuple((r.fqn, n) for r, n in graph.tail_outputs if isinstance(r, Gradient)),
+        tail_values=tuple((r, n) for r, n in graph.tail_outputs if isinstance(r, TailGradient)),
     )
 
 
@@ -291,6 +321,7 @@ def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[Resul
         computed = node.op == "call_function" and not is_constant(node)
         if stage == (stage_of(node) if computed else graph.num_stages - 1):
             own = node.meta["phase"] if computed else Phase.FORWARD
+            node = node.all_input_nodes[0] if isinstance(role, TailInput) else node
             if own is phase or (phase is Phase.BACKWARD and own is not Phase.FORWARD):
                 results.append((role, node))
     return results
@@ -338,9 +369,7 @@ def _is_own_tensor(node: fx.Node, reads_changed: bool) -> bool:
 
 
 def _is_input(node: fx.Node) -> bool:
-    return node.op == "placeholder" and isinstance(
-        node.meta["role"], ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount
-    )
+    return node.op == "placeholder" and isinstance(node.meta["role"], InputRole)
 
 
 def _arguments(functions: Sequence[PhaseFunction], kind: type) -> tuple[fx.Node, ...]:
@@ -349,23 +378,47 @@ def _arguments(functions: Sequence[PhaseFunction], kind: type) -> tuple[fx.Node,
     return tuple(dict.fromkeys(arguments))
 
 
-def _parameters(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
-    """The parameters that functions read, then the parameters from which precomputed values are computed."""
+def _parameters(
+    graph: TrainingGraph, functions: Sequence[PhaseFunction], tail: PhaseFunction | None
+) -> tuple[fx.Node, ...]:
+    """The parameters that functions read, then those that precomputed values or the tail are made of."""
     precomputed = {fqn for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].fqns}
-    others = {Parameter(fqn) for fqn in precomputed}
-    named = [node for node in graph.arguments if node.meta["role"] in others]
+    others = {Parameter(fqn) for fqn in precomputed} | _roles_read_by(tail)
+    named = [n for n in graph.arguments if n.meta["role"] in others and isinstance(n.meta["role"], Parameter)]
     return tuple(dict.fromkeys([*_arguments(functions, Parameter), *named]))
 
 
-def _buffers(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
+def _roles_read_by(tail: PhaseFunction | None) -> set[Any]:
+    """The roles of what the tail reads and updates."""
+    if tail is None:
+        return set()
+    updated = {Buffer(fqn) for fqn, _ in tail.buffer_updates}
+    return updated | {node.meta["role"] for node in tail.read_nodes if node.op == "placeholder"}
+
+
+def _buffers(
+    graph: TrainingGraph, functions: Sequence[PhaseFunction], tail: PhaseFunction | None
+) -> tuple[fx.Node, ...]:
     """The buffers that functions read, update, or read through precomputed values and batch counts."""
     others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.buffer_updates}
+    others |= _roles_read_by(tail)
     others |= {
         Buffer(fqn) for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].buffers
     }
-    others |= {n.meta.get("role") for n in batch_count_nodes(graph, _arguments(functions, BatchCount))}
+    counts = _batch_counts(graph, functions, tail)
+    others |= {n.meta.get("role") for n in batch_count_nodes(graph, counts)}
     named = [n for n in graph.arguments if n.meta["role"] in others and isinstance(n.meta["role"], Buffer)]
     return tuple(dict.fromkeys([*_arguments(functions, Buffer), *named]))
+
+
+def _batch_counts(
+    graph: TrainingGraph, functions: Sequence[PhaseFunction], tail: PhaseFunction | None
+) -> tuple[fx.Node, ...]:
+    """The arguments of the graph that some function reads, and that are values of the whole mini-batch."""
+    of_tail = _roles_read_by(tail)
+    counts = [node for node in graph.arguments if isinstance(node.meta["role"], BatchCount)]
+    others = [node for node in counts if node.meta["role"] in of_tail]
+    return tuple(dict.fromkeys([*_arguments(functions, BatchCount), *others]))
 
 
 def batch_count_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:

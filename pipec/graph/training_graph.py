@@ -14,7 +14,7 @@ from pipec.graph.assignment import UNASSIGNED, Assignment
 from pipec.graph.branch_checks import NO_INPUT_BRANCHES, InputBranches
 from pipec.graph.findings import NO_FINDINGS, BatchFindings
 from pipec.graph.model_guards import NO_MODEL_GUARDS, ModelGuards
-from pipec.graph.nodes import ResultRole
+from pipec.graph.nodes import Output, ResultRole
 from pipec.graph.size_text import SymbolNames
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
@@ -61,6 +61,8 @@ class TrainingGraph:
       changes it.
     * ``precomputed`` computes, once for each version of the weights, the values that depend on weights and
       fixed buffers alone.
+    * ``tail`` computes, once a step, what needs all rows of the batch: ``tail_results`` are the roles of its
+      results. No pass changes it.
     * ``findings`` say what capture proved of the batch.
     * ``first_collective`` is the first model collective, if any: replicas run it at the same time.
     * ``squeezed_at`` is the place where eager torch would squeeze the batch dimension of a batch of one row,
@@ -88,6 +90,8 @@ class TrainingGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     batch_counts: fx.Graph | None = None
     precomputed: fx.Graph | None = None
+    tail: fx.Graph | None = None
+    tail_results: tuple[ResultRole, ...] = ()
     findings: BatchFindings = NO_FINDINGS
     first_collective: str = ""
     squeezed_at: str = ""
@@ -113,6 +117,18 @@ class TrainingGraph:
         """Each result with its node. A parameter that does not influence the loss has no gradient."""
         nodes = self.module.graph.output_node().args[0]
         return list(zip(self.results, nodes, strict=True))  # type: ignore[arg-type]
+
+    @property
+    def tail_outputs(self) -> list[tuple[ResultRole, fx.Node]]:
+        """Each result of the tail with its node."""
+        nodes = self.tail.output_node().args[0] if self.tail else ()
+        return list(zip(self.tail_results, nodes, strict=True))  # type: ignore[arg-type]
+
+    @property
+    def returned(self) -> list[tuple[Output, fx.Node]]:
+        """The loss, the logs and the leaves of the model's output, in their order, each with its node."""
+        found = [(role, node) for role, node in self.outputs + self.tail_outputs if isinstance(role, Output)]
+        return sorted(found, key=lambda each: each[0].position)
 
     @property
     def num_stages(self) -> int:
@@ -151,6 +167,11 @@ class TrainingGraph:
 
     def findings_for(self, batch_size: int, values: Sizes) -> BatchFindings:
         """The findings for a batch of ``batch_size`` rows, whose size may lead to other branches."""
+        if self.findings.tail and not self.is_valid_for(batch_size, values) and not self.findings.mixed_rows:
+            reason = (
+                f"{self.findings.tail} needs all rows, but what was captured does not hold for {batch_size}"
+            )
+            return replace(self.findings, mixed_rows=reason)
         values_of = self._symbol_values({"b": batch_size, **values})
         names = {symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}
         for condition, line in self.findings.branches:

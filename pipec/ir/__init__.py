@@ -12,7 +12,7 @@ repeat. ``step_parts`` takes a step apart into its microbatches and its update.
 """
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory
-from pipec.ir.plan import Alternative, HostCost, Plan, ShardingCost, Stage, StageCost
+from pipec.ir.plan import Alternative, HostCost, Plan, ShardingCost, Stage, StageCost, Tail
 from pipec.ir.program import (
     WAIT_OF,
     Instruction,
@@ -42,6 +42,7 @@ from pipec.ir.stream import Stream, VersionPolicy
 from pipec.ir.sync_spec import NO_SYNC, Bucket, NonFiniteAction, ShardingLevel, StepPart, SyncSpec
 from pipec.ir.values import (
     GRADIENT_PHASES,
+    SCHEDULED_PHASES,
     Dim,
     InputLeaf,
     Link,

@@ -44,7 +44,7 @@ def one_of(*ops: Op) -> NDArray[np.bool_]:
 
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
-_IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.UPDATE))
+_IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE))
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)
 _IS_COPY = _having(lambda traits: traits.kind is OpKind.COPY)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
@@ -170,6 +170,10 @@ class ComputeColumns(_Columns[Compute]):
     def where(self, mask: NDArray[np.bool_]) -> "ComputeColumns":
         """The computes at which ``mask`` is true."""
         numbers = np.flatnonzero(mask)
+        return ComputeColumns(taken(column, numbers) for column in self.columns)
+
+    def taken(self, numbers: Ints) -> "ComputeColumns":
+        """The computes with these numbers."""
         return ComputeColumns(taken(column, numbers) for column in self.columns)
 
     def repeated(self, counts: Ints) -> "ComputeColumns":

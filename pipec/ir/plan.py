@@ -27,6 +27,32 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """What a stage computes once a step, of the rows of all microbatches, because it mixes them.
+
+    It runs after the last forward of the stage and, if it has ``gradients``, before its first backward. It
+    reads ``inputs``, which each forward of the stage returns, and returns ``results``, and ``gradients`` of
+    some inputs, whose rows the backwards read. ``parameters`` are those that it reads, and
+    ``updated_buffers`` those that it replaces. It begins at the call ``location``. ``flops`` and ``seconds``
+    are of the whole batch, and so are ``transient_bytes``, the most that it holds beside its inputs. Each
+    forward makes ``unsaved_bytes`` for it alone. Its inputs are gathered from the replicas of the stage in
+    ``gather_seconds``.
+    """
+
+    inputs: tuple[Value, ...]
+    gradients: tuple[Value, ...] = ()
+    results: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    updated_buffers: tuple[str, ...] = ()
+    location: str = ""
+    flops: float = 0.0
+    seconds: float = 0.0
+    gather_seconds: float = 0.0
+    transient_bytes: float = 0.0
+    unsaved_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """Consecutive forward operators ``first_operator .. last_operator``, and all nodes they caused.
 
@@ -36,10 +62,9 @@ class Stage:
     that name, which runs on the whole mini-batch once a step; ``batch_count_sums`` are those that add up over
     its rows. ``precomputed_phases`` read what is computed once of the weights. ``segments`` has the phases
     that consist of several functions, with the fraction of the phase's seconds that each function takes.
-    ``model_collectives`` run between them. With ``recompute``, a phase of its own computes some of the
-    forward again; with ``recomputes_in_backward`` the backward does.
-    ``offloaded`` are the positions, among the saved values, of those that wait in host memory for the
-    backward.
+    ``model_collectives`` run between them. The ``tail`` runs once a step. With ``recompute``, a phase of its
+    own computes some of the forward again; with ``recomputes_in_backward`` the backward does. ``offloaded``
+    are the positions, among the saved values, of those that wait in host memory for the backward.
     """
 
     index: int
@@ -58,6 +83,7 @@ class Stage:
     offloaded: tuple[int, ...] = ()
     segments: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
     model_collectives: tuple[ModelCollective, ...] = ()
+    tail: Tail | None = None
     cost: StageCost = StageCost()
 
     @property
@@ -184,6 +210,11 @@ class Plan:
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""
         return microbatches_on(self.placement, stage, rank, self.num_microbatches)
+
+    @property
+    def tail_stage(self) -> int | None:
+        """The stage that has a tail, if any."""
+        return next((stage.index for stage in self.stages if stage.tail), None)
 
     @property
     def sizes(self) -> Sizes:

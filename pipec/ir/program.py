@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from pipec.ir.values import Link, Phase, Value
+from pipec.ir.values import SCHEDULED_PHASES, Link, Phase, Value
 
 
 class Op(StrEnum):
@@ -24,6 +24,8 @@ class Op(StrEnum):
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
     SUM_COUNTS = "sum_counts"
+    GATHER_ROWS = "gather_rows"
+    TAIL = "tail"
     REDUCE_GRAD = "reduce_grad"
     AVERAGE_BUFFERS = "average_buffers"
     GRAD_NORM = "grad_norm"
@@ -41,6 +43,7 @@ class Op(StrEnum):
     WAIT_OFFLOAD = "wait_offload"
     WAIT_PREFETCH = "wait_prefetch"
     WAIT_SUM_COUNTS = "wait_sum_counts"
+    WAIT_GATHER_ROWS = "wait_gather_rows"
     WAIT_REDUCE_GRAD = "wait_reduce_grad"
     WAIT_AVERAGE_BUFFERS = "wait_average_buffers"
     WAIT_UNSHARD = "wait_unshard"
@@ -59,11 +62,11 @@ class Op(StrEnum):
 
 
 class OpKind(Enum):
-    """The kinds of ops."""
+    """The kinds of ops. A ``STEP_COMPUTE`` occupies its rank as a ``COMPUTE`` does, once a step."""
 
     RECEIVE = "receive"
     COLLECTIVE = "collective"
-    UPDATE = "update"
+    STEP_COMPUTE = "step_compute"
     WAIT = "wait"
     COMPUTE = "compute"
     SEND = "send"
@@ -104,6 +107,8 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.OFFLOAD: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
     Op.PREFETCH: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
     Op.SUM_COUNTS: OpTraits(OpKind.COLLECTIVE, timed=True),
+    Op.GATHER_ROWS: OpTraits(OpKind.COLLECTIVE, timed=True),
+    Op.TAIL: OpTraits(OpKind.STEP_COMPUTE, timed=True),
     Op.REDUCE_GRAD: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.AVERAGE_BUFFERS: OpTraits(OpKind.COLLECTIVE, timed=True),
     Op.GRAD_NORM: OpTraits(OpKind.COLLECTIVE, timed=True),
@@ -112,15 +117,19 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.ALL_GATHER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.REDUCE_SCATTER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
     **{op: OpTraits(OpKind.LOCAL) for op in _LOCAL},
-    Op.UPDATE: OpTraits(OpKind.UPDATE, timed=True),
+    Op.UPDATE: OpTraits(OpKind.STEP_COMPUTE, timed=True),
     Op.RESHARD: OpTraits(OpKind.RELEASE),
-    **{Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
+    **{
+        Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True)
+        for phase in SCHEDULED_PHASES
+    },
 }
 
 WAIT_OF: Mapping[Op, Op] = {
     started: Op(f"wait_{started}")
     for started in (
-        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.SUM_COUNTS, Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
+        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.SUM_COUNTS, Op.GATHER_ROWS),
+        *(Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
         *(Op.UNSHARD, Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
     )
 }
@@ -157,6 +166,8 @@ class Instruction:
                     ``microbatch`` to host memory; ``wait_offload`` frees it on the device
     prefetch        start to copy it back
     sum_counts      start to sum the batch counts of ``stage`` over its replicas, each of which has its rows
+    gather_rows     start to gather the inputs of the tail of ``stage`` from its replicas
+    tail            run the tail of ``stage`` on the rows of all microbatches; it adds its own gradients
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
     grad_norm       sum the squared norms of all gradients over all ranks, and what is not finite

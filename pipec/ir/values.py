@@ -17,14 +17,21 @@ Sizes = Mapping[str, int | float]
 
 
 class Phase(StrEnum):
-    """The phase of a node of the training graph. A schedule runs ``BACKWARD`` or its two halves."""
+    """The phase of a node of the training graph. A schedule runs ``BACKWARD`` or its two halves.
+
+    The ``TAIL`` is no compute of a schedule: a stage runs it once a step, of the rows of all microbatches.
+    """
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
+    TAIL = "tail"
 
+
+SCHEDULED_PHASES = tuple(phase for phase in Phase if phase is not Phase.TAIL)
+"""The phases that run for each microbatch."""
 
 GRADIENT_PHASES = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 """The phases at whose end the gradients of parameters are complete."""

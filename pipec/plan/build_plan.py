@@ -11,7 +11,6 @@ from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import (
     ModelInput,
-    Output,
     TrainingGraph,
     accumulates_in_place,
     depends_on_inputs_only,
@@ -28,6 +27,7 @@ from pipec.graph.phase_functions import PhaseFunction, StageFunctions, batch_cou
 from pipec.graph.size_text import format_guard
 from pipec.hardware.topology import Topology
 from pipec.ir import (
+    SCHEDULED_PHASES,
     InputLeaf,
     Link,
     Payload,
@@ -49,6 +49,7 @@ from pipec.ir.text_format import value_bytes
 from pipec.plan.model_collectives import model_collectives_of
 from pipec.plan.node_values import plan_value
 from pipec.plan.sync_spec import build_sync_spec
+from pipec.plan.tail import build_tail
 from pipec.programs.routes import routes
 from pipec.programs.shared_receives import runs_stages_in_order
 
@@ -85,8 +86,7 @@ def build_plan(
         microbatch_size=microbatch_size,
         placement=schedule.placement,
         stages=tuple(
-            _stage(graph, stage, names, owners, microbatch_size, schedule.placement[stage.index], topology)
-            for stage in stages
+            _stage(graph, stage, names, owners, microbatch_size, schedule, topology) for stage in stages
         ),
         links=links,
         link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
@@ -96,10 +96,8 @@ def build_plan(
         parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
-        outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
-        summed_outputs=tuple(
-            names[node] for role, node in graph.outputs if isinstance(role, Output) and role.is_sum
-        ),
+        outputs=tuple(names[node] for _, node in graph.returned),
+        summed_outputs=tuple(names[node] for role, node in graph.returned if role.is_sum),
         log_names=graph.logs,
         dynamic_batch=graph.batch is not None,
         arguments=graph.paths,
@@ -195,13 +193,14 @@ def _stage(
     names: Names,
     owners: Mapping[str, int],
     size: int,
-    ranks: Sequence[int],
+    schedule: Schedule,
     topology: Topology,
 ) -> Stage:
+    ranks = schedule.placement[stage.index]
     forwards = stage.phase_functions(Phase.FORWARD)
     operators = _operators(node for function in forwards for node in function.body)
     parameters = _fqns(stage.parameters)
-    updated = {fqn for function in forwards for fqn, _ in function.buffer_updates}
+    updated = {fqn for function in stage.all_functions for fqn, _ in function.buffer_updates}
     return Stage(
         index=stage.index,
         first_operator=operators[0] if operators else 0,
@@ -217,7 +216,7 @@ def _stage(
         ),
         precomputed_phases=tuple(
             phase
-            for phase in Phase
+            for phase in SCHEDULED_PHASES
             if any(function.reads_precomputed for function in stage.phase_functions(phase))
         ),
         recompute=bool(stage.phase_functions(Phase.RECOMPUTE)),
@@ -229,6 +228,9 @@ def _stage(
         offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
         segments=_segment_fractions(stage, size),
         model_collectives=tuple(model_collectives_of(graph, stage, names, ranks, topology, size)),
+        tail=build_tail(graph, stage, names, size, schedule.num_microbatches, ranks, topology)
+        if stage.tail
+        else None,
         cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
     )
 
@@ -284,7 +286,7 @@ def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: fl
 
 
 def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
-    trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
+    trained = {fqn for function in stage.all_functions for fqn, _ in function.gradients}
 
     def bytes_of(node: fx.Node) -> int:
         return node_bytes(node, size)
@@ -414,7 +416,7 @@ def _tied_links(
 ) -> Iterator[Link]:
     """A link that sends a tied weight to its borrower, and one that returns the gradient to the owner."""
     for stage in stages:
-        trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
+        trained = {fqn for function in stage.all_functions for fqn, _ in function.gradients}
         for node in stage.parameters:
             fqn = node.meta["role"].fqn
             if owners[fqn] != stage.index:
@@ -427,13 +429,17 @@ def _tied_links(
 def _result_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, streams: bool
 ) -> Iterator[Link]:
-    """The links of a step's results to all other ranks; in a stream, one for each microbatch."""
+    """The links of a step's results to all other ranks; in a stream, one for each microbatch.
+
+    Results of the tail have a link of their own: each has the rows of all microbatches.
+    """
     payload = Payload.MICROBATCH_RESULT if streams else Payload.RESULT
-    axes = {node: role.axis or LEADING for role, node in graph.outputs if isinstance(role, Output)}
+    axes = {node: role.axis or LEADING for role, node in graph.returned}
     for stage in stages:
-        nodes = [node for function in stage.functions for node in dict.fromkeys(function.outputs)]
-        if values := tuple(_result(graph, node, names[node], axes[node]) for node in nodes):
-            yield Link(stage.index, -1, payload, values)
+        for functions in (stage.functions, [stage.tail] if stage.tail else []):
+            nodes = [node for function in functions for node in dict.fromkeys(function.outputs)]
+            if values := tuple(_result(graph, node, names[node], axes[node]) for node in nodes):
+                yield Link(stage.index, -1, payload, values)
 
 
 def _result(graph: TrainingGraph, node: fx.Node, name: str, axis: BatchAxis) -> Value:
@@ -447,7 +453,7 @@ def _result(graph: TrainingGraph, node: fx.Node, name: str, axis: BatchAxis) -> 
 
 
 def _inputs(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[InputLeaf]:
-    read = {n.meta["role"] for stage in stages for function in stage.functions for n in function.inputs}
+    read = {n.meta["role"] for stage in stages for function in stage.all_functions for n in function.inputs}
     read |= {n.meta.get("role") for stage in stages for n in batch_count_nodes(graph, stage.batch_counts)}
     for node in graph.arguments:
         role = node.meta["role"]

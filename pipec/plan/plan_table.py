@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage
+from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage, Tail
 from pipec.ir.text_format import (
     format_bytes,
     format_replicas,
@@ -148,6 +148,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
         memories = (stage.cost.memory for stage in plan.stages)
         without = ", ".join(format_bytes(memory.saved + memory.unsaved) for memory in memories)
         lines.append(f"* computes the rest again; saved without that: {without}")
+    lines += [_tail_line(plan, stage.tail) for stage in plan.stages if stage.tail]
     if plan.sync_spec.updates and plan.sync_spec.shards_gradients and plan.sync_spec.buckets:
         often = (
             "once a step: whole sums fit into memory" if plan.sync_spec.reduces_once else "after each round"
@@ -156,6 +157,15 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines
+
+
+def _tail_line(plan: Plan, tail: Tail) -> str:
+    """What runs once a step, and the order that it demands."""
+    sizes = {**plan.sizes, "b": plan.microbatch_size * plan.num_microbatches}
+    read = format_bytes(sum(value_bytes(value, sizes) for value in tail.inputs))
+    order = "between all forwards and all backwards" if tail.gradients else "behind all forwards"
+    what = f"{tail.location} needs all rows, {read}"
+    return f"tail: {what}: runs once a step, {order}, in {format_seconds(tail.seconds)}"
 
 
 def _ranges(ranks: Sequence[int]) -> str:

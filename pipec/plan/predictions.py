@@ -25,6 +25,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     sync_times = _collectives(plan)
     for stage in plan.stages:
         sync_times[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
+        if stage.tail:
+            sync_times[Op.TAIL, stage.index, -1] = stage.tail.seconds + plan.host.call_seconds
     programs = steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
     representatives = RepresentativeRanks.of(plan.placement, [each.rank for each in programs])
     collective_seconds = {
@@ -63,7 +65,9 @@ def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
 
 
 def _collectives(plan: Plan) -> dict[tuple[Op, int, int], float]:
-    seconds: dict[tuple[Op, int, int], float] = {}
+    seconds: dict[tuple[Op, int, int], float] = {
+        (Op.GATHER_ROWS, stage.index, -1): stage.tail.gather_seconds for stage in plan.stages if stage.tail
+    }
     for number, bucket in enumerate(plan.sync_spec.buckets):
         seconds[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
         seconds[Op.UNSHARD, bucket.stage, number] = bucket.unshard_seconds

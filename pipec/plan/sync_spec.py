@@ -106,7 +106,9 @@ def _buckets(
 
 def _gradients(stage: StageFunctions) -> dict[str, bool]:
     """The parameters that get gradients, in the order of the stage, and whether that gradient is sparse."""
-    made: dict[str, fx.Node] = {fqn: node for function in stage.functions for fqn, node in function.gradients}
+    made: dict[str, fx.Node] = {
+        fqn: node for function in stage.all_functions for fqn, node in function.gradients
+    }
     names = (node.meta["role"].fqn for node in stage.parameters)
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
 

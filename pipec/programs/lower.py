@@ -69,6 +69,7 @@ from pipec.programs.shared_receives import holding_stages
 from pipec.programs.stream_instructions import with_stream_instructions
 from pipec.programs.sync_order import SyncOp, SyncOrder
 from pipec.programs.sync_waits import with_sync_waits
+from pipec.programs.tail_order import tail_reads
 from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
 
 
@@ -118,7 +119,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
     rounds = update_boundaries.update_boundaries(index)
-    order = _unit_order(index, traffic, rounds)
+    order = _unit_order(index, traffic, rounds, plan)
     arriving: dict[int, list[_Arriving]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
     for each, depends in zip(traffic, order.depend_on_compute_before_reader(traffic), strict=True):
@@ -129,7 +130,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     if schedule.stream:
         sums, collectives = update_boundaries.round_collectives(schedule, rounds, order.ends, sync_spec)
     else:
-        collectives = SyncOrder(index, order.ends, links, sync_spec).all()
+        collectives = SyncOrder(index, order.ends, plan).all()
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
     sent_back = np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in links), False])
     stages_of_link = holding_stages(links)
@@ -142,7 +143,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
             _sync_ops(collectives, rank, OpKind.COLLECTIVE),
             _model_collective_block(index, rank, model_collectives),
             _sync_ops(collectives, rank, OpKind.LOCAL),
-            _sync_ops(collectives, rank, OpKind.UPDATE),
+            _sync_ops(collectives, rank, OpKind.STEP_COMPUTE),
             _model_collective_block(index, rank, model_collectives, WAIT_OF),
             _copies(copies, Op.WAIT_PREFETCH, copies.prefetches + NUM_COMPUTES_BESIDE),
             _recomputes(index, rank, recompute, versions),
@@ -225,16 +226,19 @@ _Arriving = tuple[_Traffic, Bools]
 
 
 def _unit_order(
-    index: ScheduleIndex, traffic: Sequence[_Traffic], rounds: Sequence[update_boundaries.UpdateBoundary]
+    index: ScheduleIndex,
+    traffic: Sequence[_Traffic],
+    rounds: Sequence[update_boundaries.UpdateBoundary],
+    plan: Plan,
 ) -> _UnitOrder:
     read = [each for each in traffic if each.route.link.payload.feeds_compute]
     nothing = np.empty(0, np.int32)
     readers = [index.compute_numbers(each.route.target, each.readers) for each in read]
     producers = [index.compute_numbers(each.route.source, each.producers) for each in read]
-    versions = update_boundaries.version_reads(index, rounds)
-    reads = TaskInputs(
-        np.concatenate([nothing, *readers, versions[0]]), np.concatenate([nothing, *producers, versions[1]])
-    )
+    for later, earlier in (update_boundaries.version_reads(index, rounds), tail_reads(index, plan)):
+        readers.append(later)
+        producers.append(earlier)
+    reads = TaskInputs(np.concatenate([nothing, *readers]), np.concatenate([nothing, *producers]))
     run = run_tasks(_units(index), reads, index.first_tasks)
     if isinstance(run, Deadlock):
         raise VerifyError(index.explain_stuck(run.tasks))

@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from pipec.ir import Op, Phase
+from pipec.ir import SCHEDULED_PHASES, Op
 from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, one_of
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.routes import DeliveredMessages
@@ -96,7 +96,7 @@ def _posts_after_wait(columns: InstructionColumns) -> bool:
 
 
 _POSTS = one_of(Op.SEND, Op.RECV)
-_INVOLVED = _POSTS | one_of(Op.WAIT_RECV, *map(Op, Phase))
+_INVOLVED = _POSTS | one_of(Op.WAIT_RECV, *map(Op, SCHEDULED_PHASES))
 
 
 def _waits(

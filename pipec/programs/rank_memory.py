@@ -120,6 +120,7 @@ def _counted(plan: Plan, program: Program) -> "_Account":
     account = _Account(plan, program)
     account.count_static()
     account.count_computes()
+    account.count_tail()
     account.count_offloads()
     account.count_gradients()
     account.count_messages()
@@ -188,6 +189,26 @@ class _Account:
         for stage in self.own:
             scratch, updates = self.stages[stage].update, self._at(Op.UPDATE, stage)
             self.grow("running", updates, scratch, -scratch)
+
+    def count_tail(self) -> None:
+        """Inputs of the tail, from each forward on, their copy with all rows, and gradients of these."""
+        stage = self.plan.tail_stage
+        if stage is None or stage not in self.own or (tail := self.plan.stages[stage].tail) is None:
+            return
+        forwards, runs = self._at(Op.FORWARD, stage), self._at(Op.TAIL, stage)
+        forwards = forwards[self.columns.segments[forwards] <= 0]
+        sizes = {**self.plan.sizes, "b": self.plan.microbatch_size * self.plan.num_microbatches}
+        joined, gradients = (
+            sum(value_bytes(value, sizes) for value in values) for values in (tail.inputs, tail.gradients)
+        )
+        self.grow("results", forwards, 0.0, tail.unsaved_bytes)
+        self.grow("results", runs, 0.0, -tail.unsaved_bytes * forwards.size)
+        self.grow("running", runs, joined + tail.transient_bytes, -joined - tail.transient_bytes)
+        reads = (Op.BACKWARD, Op.BACKWARD_INPUT)
+        last = np.concatenate([self._at(op, stage) for op in reads]).max(initial=-1)
+        if last >= 0:
+            self.grow("saved", runs, 0.0, gradients)
+            self.grow("saved", np.array([last]), 0.0, -gradients)
 
     def count_offloads(self) -> None:
         """Offloaded values are on the host alone from the wait for the offload to the prefetch."""

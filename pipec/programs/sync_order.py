@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import GRADIENT_PHASES, Bucket, Link, Op, Payload, Phase, SyncSpec
+from pipec.ir import GRADIENT_PHASES, Bucket, Op, Payload, Phase, Plan, SyncSpec
 from pipec.ir.columns import PHASES, Floats, Ints
 from pipec.programs.schedule_index import ScheduleIndex
 
@@ -43,7 +43,7 @@ class SyncOp:
 
 @dataclass(frozen=True)
 class SyncOrder:
-    """The computes and times that decide where the instructions of ``sync_spec`` are placed.
+    """The computes and times that decide where the collectives and updates of a plan are placed.
 
     ``ends[rank]`` has the time at which each position of a rank ends, from the start of its program to its
     end, as in the unit order.
@@ -51,13 +51,17 @@ class SyncOrder:
 
     index: ScheduleIndex
     ends: Sequence[Floats]
-    links: Sequence[Link]
-    sync_spec: SyncSpec
+    plan: Plan
+
+    @property
+    def sync_spec(self) -> SyncSpec:
+        return self.plan.sync_spec
 
     def all(self) -> list[SyncOp]:
         """Every collective and update, in the order in which the ranks reach them."""
         timed = [
             *self._counts(),
+            *self._tail(),
             *self._averages(),
             *self._reduces(),
             *self._norm(),
@@ -69,6 +73,16 @@ class SyncOrder:
     def _counts(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self.sync_spec.count_stages:
             yield self._collective(Op.SUM_COUNTS, dict.fromkeys(self._ranks(stage), 0), stage)
+
+    def _tail(self) -> Iterator[tuple[float, SyncOp]]:
+        """The tail, behind the last forward of each replica; first they gather each other's rows."""
+        if (stage := self.plan.tail_stage) is None:
+            return
+        ready = self._last(stage, _FORWARD)
+        for op in (Op.GATHER_ROWS, Op.TAIL) if len(ready) > 1 else (Op.TAIL,):
+            time, found = self._collective(op, ready, stage)
+            before_end = {rank: min(reached, self._end(rank)) for rank, reached in found.positions.items()}
+            yield time, SyncOp(op, before_end, stage)
 
     def _averages(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in self.sync_spec.buffer_sync_stages:
@@ -126,11 +140,13 @@ class SyncOrder:
     def _uses(self, stage: int) -> list[tuple[dict[int, int], dict[int, int]]]:
         """The first and last positions, by rank, between which the parameters of a stage are gathered."""
         forwards = self._first(stage, _FORWARD), self._last(stage, _FORWARD)
+        tail = self.plan.stages[stage].tail
+        has_tail = tail is not None and bool(tail.parameters)
         if self.sync_spec.only_gathers:
-            return [forwards]
+            return [(forwards[0], {rank: last + has_tail for rank, last in forwards[1].items()})]
         backwards = self._first(stage, _BACKWARDS), self._last(stage, [*_BACKWARDS, *_GRADIENTS])
         again = self._at(self._ahead_of(backwards[0]), Op.UNSHARD, backwards[0]).positions
-        if all(again[rank] > last for rank, last in forwards[1].items()):
+        if not has_tail and all(again[rank] > last for rank, last in forwards[1].items()):
             return [forwards, backwards]
         return [(forwards[0], backwards[1])]
 
@@ -176,7 +192,7 @@ class SyncOrder:
 
     def _with_remote_gradients(self, stage: int) -> set[str]:
         """The parameters whose gradients other stages send after the last computes of their ranks."""
-        links = (link for link in self.links if link.payload is Payload.WEIGHT_GRADIENT)
+        links = (link for link in self.plan.links if link.payload is Payload.WEIGHT_GRADIENT)
         return {value.name for link in links if link.target == stage for value in link.values}
 
     def _first(self, stage: int, phases: Sequence[int]) -> dict[int, int]:

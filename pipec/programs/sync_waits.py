@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from pipec.ir import WAIT_OF, Instruction, Op, OpKind, SyncSpec
 from pipec.ir.columns import OP_CODE, InstructionColumns, insert_instructions, one_of
 
-_IS_AWAITED = one_of(Op.SUM_COUNTS, Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
-_READS = one_of(Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
+_IS_AWAITED = one_of(Op.SUM_COUNTS, Op.GATHER_ROWS, Op.REDUCE_GRAD, Op.UNSHARD, Op.AVERAGE_BUFFERS)
+_READS = one_of(Op.TAIL, Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 
 
 def with_sync_waits(
@@ -75,6 +75,8 @@ class _Started:
                 assert own.link
                 names = {value.name for value in own.link.values}
                 return is_same_stage and not names.isdisjoint(sync_spec.buckets[reader.bucket].names)
+            case Op.GATHER_ROWS, Op.TAIL:
+                return is_same_stage
             case ((Op.SUM_COUNTS | Op.UNSHARD), _):
-                return is_same_stage and reader.op.traits.kind is OpKind.COMPUTE
+                return is_same_stage and (reader.op.traits.kind is OpKind.COMPUTE or reader.op is Op.TAIL)
         return False

@@ -51,7 +51,7 @@ class Event:
     @property
     def is_blocking(self) -> bool:
         """Whether it occupies its rank: a compute or an update."""
-        return self.instruction.op.traits.kind in (OpKind.COMPUTE, OpKind.UPDATE)
+        return self.instruction.op.traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE)
 
 
 _CHUNK = 1 << 16

@@ -18,12 +18,14 @@ BLOCKING_NAMES: Mapping[Op, str] = {
     Op.BACKWARD: "backward",
     Op.BACKWARD_INPUT: "input gradient",
     Op.BACKWARD_WEIGHT: "weight gradient",
+    Op.TAIL: "tail",
     Op.UPDATE: "update",
 }
 """What occupies a rank, by the names that readers see."""
 
 COLLECTIVE_NAMES: Mapping[Op, str] = {
     Op.SUM_COUNTS: "sum of counts",
+    Op.GATHER_ROWS: "gathering of rows",
     Op.REDUCE_GRAD: "gradient reduction",
     Op.AVERAGE_BUFFERS: "buffer all-reduce",
     Op.GRAD_NORM: "gradient norm",
@@ -39,8 +41,10 @@ NAMES = {**BLOCKING_NAMES, **COLLECTIVE_NAMES, **COPY_NAMES}
 
 LETTERS: Mapping[Op, str] = {
     **{Op(phase): letter for phase, letter in PHASE_LETTERS.items()},
+    Op.TAIL: "T",
     Op.UPDATE: "U",
     Op.SUM_COUNTS: "C",
+    Op.GATHER_ROWS: "R",
     Op.REDUCE_GRAD: "Σ",
     Op.AVERAGE_BUFFERS: "A",
     Op.GRAD_NORM: "N",

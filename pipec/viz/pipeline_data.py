@@ -61,7 +61,7 @@ def _numbers(program: Program) -> dict[str, list[int]]:
     """The line of each compute and update of a program, in order."""
     ops = InstructionColumns.of(program.instructions, ()).ops
     blocking = [
-        k for k, op in enumerate(ops.tolist()) if OPS[op].traits.kind in (OpKind.COMPUTE, OpKind.UPDATE)
+        k for k, op in enumerate(ops.tolist()) if OPS[op].traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE)
     ]
     return {"blocking": blocking}
 

@@ -42,6 +42,7 @@ from pipec.capture.batch.operator_call import (
     NeedsRowNumbersError,
     tensors_in,
 )
+from pipec.capture.batch.tail import Tail, find_tail, insert_tail_inputs, writes
 from pipec.capture.captured_collectives import (
     ALL_GATHERS,
     ALL_REDUCES,
@@ -69,6 +70,9 @@ from pipec.torch_compat import HigherOrderOperator, pytree, size_of_symbol, unba
 _COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 """Losses whose mean is over targets that are not ignored, each with the weight of its class."""
 
+MAX_TAIL_BYTES = 2**28
+"""The largest size of what the tail reads, of the rows of all microbatches."""
+
 _SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten", "view", "zeros"}
 """Calls that read a number as a size."""
 
@@ -80,6 +84,7 @@ def analyse_batch(
     has_loss: bool,
     num_replicas: int = 1,
     of_batch: WholeBatchCapture | None = None,
+    batch_size: int = 0,
 ) -> BatchFindings:
     """Rewrite the graph in place so that microbatches make what the unsplit model makes of the batch.
 
@@ -90,10 +95,11 @@ def analyse_batch(
         has_loss: The first output is the loss.
         num_replicas: How many replicas take part in the model's own collectives.
         of_batch: What was captured of the whole batch, if the graph is for ``size`` rows alone.
+        batch_size: The rows of the batch, if what mixes them may run once, of all of them.
     """
     walk = _BatchAnalysis(module, {plain_name(path) for path in batched}, size, num_replicas, of_batch)
     walk.run()
-    found = walk.finish(has_loss)
+    found = walk.finish(has_loss, batch_size)
     module.recompile()
     return found
 
@@ -631,31 +637,99 @@ class _BatchAnalysis:
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         return True
 
-    def finish(self, has_loss: bool) -> BatchFindings:
-        """Turn a loss that is a sum into a mean, mark outputs that are no means, return the findings."""
+    def finish(self, has_loss: bool, batch_size: int) -> BatchFindings:
+        """Turn a loss that is a sum into a mean, mark outputs that are no means, return the findings.
+
+        What mixes rows becomes the tail, if its inputs of the ``batch_size`` rows are small enough.
+        """
         output = self.module.graph.output_node()
         leaves = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
         loss = leaves[0] if has_loss and leaves else None
-        problem: Dependence | None = None
+        problem: MixedRows | Unproven | None = None
         with tracking(self.tracker):
             if loss is not None and self.dependence_of(loss) == SumOverRows() and self._mean_of(loss, output):
                 loss = next(x for x in pytree.tree_leaves(output.args) if isinstance(x, fx.Node))
         if loss is not None and self.dependence_of(loss) != MEAN and not is_whole(self.dependence_of(loss)):
-            problem = self.dependence_of(loss)
-            if not isinstance(problem, MixedRows | Unproven):
-                problem = MixedRows("is no sum or mean over the rows of the batch")
-        output.args = fx.map_arg(output.args, lambda node: node if node is loss else self._marked(node))
-        unproven = self._placed(problem, loss) if isinstance(problem, Unproven) else ""
+            value = self.dependence_of(loss)
+            problem = MixedRows("is no sum or mean over the rows of the batch")
+            if isinstance(value, MixedRows | Unproven):
+                problem = value
+        others = [leaf for leaf in leaves if leaf is not loss]
+        tail = self._find_tail(loss if problem is not None else None, others, batch_size)
+        nodes = tail.nodes if isinstance(tail, Tail) else frozenset[fx.Node]()
+        output.args = fx.map_arg(
+            output.args, lambda node: node if node is loss or node in nodes else self._marked(node)
+        )
+        if loss in nodes:
+            problem = None
+        elif problem is not None and isinstance(tail, str):
+            cause = self._causes.get(id(problem))
+            problem = replace(problem, why=problem.why + tail)
+            self._causes |= {id(problem): cause} if cause else {}
         return BatchFindings(
             self._placed(problem, loss) if isinstance(problem, MixedRows) else "",
-            unproven or (self._incomparable if loss is not None and problem is None else ""),
+            self._placed(problem, loss)
+            if isinstance(problem, Unproven)
+            else (self._incomparable if loss is not None and problem is None else ""),
             tuple(self.tracker.assumed),
             num_batch_norms=self.tracker.num_batch_norms,
             has_norm_over_rows_alone=self.tracker.has_norm_over_rows_alone,
             unordered_random=tuple(
-                dict.fromkeys(describe_call(x) for x in self._drawn if x in _leading_to(output))
+                dict.fromkeys(
+                    describe_call(x) for x in self._drawn if x in _leading_to(output) and x not in nodes
+                )
             ),
+            tail=self._with_tail(tail) if isinstance(tail, Tail) else "",
         )
+
+    def _find_tail(self, loss: fx.Node | None, others: Sequence[fx.Node], batch_size: int) -> Tail | str:
+        """What is to run once, of all rows: a ``loss`` that mixes rows, and if possible also other results.
+
+        Otherwise the reason why a loss cannot, as a clause.
+        """
+        if not batch_size or self._symbol is None or self._leading:
+            return ""
+        wanted = [] if loss is None else [loss]
+        outputs = [node for node in others if self._needs_all_rows(node)]
+        reason = ""
+        for nodes in ([*wanted, *outputs, *self._buffer_writes()], [*wanted, *outputs], wanted):
+            found = find_tail(self.module.graph, nodes, self.dependence_of, self._memory_of) if nodes else ""
+            if isinstance(found, Tail):
+                num_bytes = sum(self.values[x].nbytes for x in found.inputs) // ROW_COUNT_PRIME * batch_size
+                if num_bytes <= MAX_TAIL_BYTES:
+                    return found
+                found = f"it would read {num_bytes} bytes, and {MAX_TAIL_BYTES} at most"
+            reason = f"; the rest cannot run once of all rows: {found}" if found else ""
+        return reason
+
+    def _needs_all_rows(self, output: fx.Node) -> bool:
+        """Whether the results of microbatches do not make the batch's result."""
+        value = self.dependence_of(output)
+        if not isinstance(fake_value(output), Tensor) or value in (MEAN, SumOverRows()) or is_whole(value):
+            return False
+        return not isinstance(value, PerRow) or bool(value.degree) or value.is_row_number
+
+    def _buffer_writes(self) -> list[fx.Node]:
+        """The calls that write what depends on rows into memory that the model keeps."""
+        graph = self.module.graph
+        kept = {self._memory_of(x) for x in graph.nodes if x.op in ("placeholder", "get_attr")}
+        return [
+            node
+            for node in writes(graph)
+            if self._memory_of(node.all_input_nodes[0]) in kept
+            and not all(isinstance(self.dependence_of(x), Whole) for x in node.all_input_nodes[1:])
+        ]
+
+    def _with_tail(self, tail: Tail) -> str:
+        """Let the tail run once a step. Returns with what it begins, in words."""
+        first = next(node for node in self.module.graph.nodes if node in tail.nodes)
+        insert_tail_inputs(self.module.graph, tail, self.dependence_of)
+        return describe_call(first)
+
+    def _memory_of(self, node: fx.Node) -> object:
+        """Identifies the memory of a node's value, in which views and their base are."""
+        tensors = tensors_in(self.values.get(node))
+        return tensors[0].untyped_storage()._cdata if tensors else node
 
     def _placed(self, value: Dependence, node: fx.Node | None = None) -> str:
         """The reason for a value, with the line of the model where it arose."""

@@ -7,9 +7,10 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipec.ir import WAIT_OF, Instruction, Link, Op, Payload, stages_on
-from pipec.ir.columns import OP_CODE, OPS
+from pipec.ir.columns import OP_CODE, OPS, one_of
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import DeliveredMessages
@@ -19,12 +20,16 @@ from pipec.programs.violation import Violation
 _SYNC_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
 _READ_GRADIENTS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 _AFTER = {
+    Op.TAIL: (Op.WAIT_GATHER_ROWS,),
     Op.GRAD_NORM: (Op.WAIT_REDUCE_GRAD,),
     Op.CHECK: (Op.GRAD_NORM,),
     Op.UPDATE: (Op.WAIT_REDUCE_GRAD, Op.GRAD_NORM, Op.CHECK, Op.AVERAGE_BUFFERS),
     Op.UNSHARD: (Op.UPDATE,),
 }
 """The ops that must end before an op of the same stage starts."""
+
+_ALL = one_of(*OPS)
+_BACKWARDS = one_of(Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 class CollectiveKey(NamedTuple):
@@ -79,6 +84,10 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
     for stage in stages_on(step.plan.placement, rank):
         if stage in sync_spec.count_stages and sync_spec.runs_microbatches:
             keys[CollectiveKey(Op.SUM_COUNTS, stage)] = 1
+        if stage == step.plan.tail_stage and sync_spec.runs_microbatches:
+            keys[CollectiveKey(Op.TAIL, stage)] = 1
+            if len(step.plan.placement[stage]) > 1:
+                keys[CollectiveKey(Op.GATHER_ROWS, stage)] = 1
         if stage in sync_spec.buffer_sync_stages and sync_spec.runs_microbatches:
             keys[CollectiveKey(Op.AVERAGE_BUFFERS, stage)] = 1
         if sync_spec.runs_update and not sync_spec.stream:
@@ -145,7 +154,7 @@ def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """Gradients are completed, then reduced, then measured for the norm, and then the weights are updated.
 
     No stage computes before its counts are summed or after its update, nor while its parameters are not
-    gathered. Refused::
+    gathered. Its tail runs between its last forward and its first backward. Refused::
 
         backward stage 0 mb 0, reduce_grad stage 0 bucket 0, backward stage 0 mb 1, update stage 0
     """
@@ -158,6 +167,8 @@ def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
                 yield from _computes_while_gathered(step, rank, own, key)
             if key.op is Op.WAIT_SUM_COUNTS:
                 yield from _computes_after(step, rank, numbers[0], key)
+            if key.op is Op.TAIL and _has_gradients(step, key.stage):
+                yield from _computes_after(step, rank, numbers[0], key, _BACKWARDS)
 
 
 def _before(
@@ -165,7 +176,7 @@ def _before(
 ) -> Iterator[tuple[str, int]]:
     """The instructions that must precede an instruction: a description and a number of each."""
     stages = stages_on(step.plan.placement, rank) if key.op is Op.GRAD_NORM else [key.stage]
-    if key.op is Op.AVERAGE_BUFFERS:
+    if key.op in (Op.AVERAGE_BUFFERS, Op.GATHER_ROWS, Op.TAIL):
         yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
     if key.op in _READ_GRADIENTS:
         for stage in stages:
@@ -216,9 +227,18 @@ def _added(step: ProgramIndex, message: DeliveredMessages) -> int:
     return int(np.flatnonzero(added & (columns.peers == route.source)).max(initial=-1))
 
 
-def _computes_after(step: ProgramIndex, rank: int, wait: int, key: CollectiveKey) -> Iterator[Violation]:
+def _has_gradients(step: ProgramIndex, stage: int) -> bool:
+    """Whether backwards of a stage read what its tail returns."""
+    tail = step.plan.stages[stage].tail
+    return tail is not None and bool(tail.gradients)
+
+
+def _computes_after(
+    step: ProgramIndex, rank: int, wait: int, key: CollectiveKey, ops: NDArray[np.bool_] = _ALL
+) -> Iterator[Violation]:
+    """The first of the stage's computes with one of ``ops``, if it runs before ``wait``."""
     columns = step.columns[rank]
-    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
+    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage) & ops[columns.ops])
     if computes.size and computes[0] < wait:
         number = int(computes[0])
         yield Violation((rank, number), f"{columns[number].op} of stage {key.stage} runs before {key}")
@@ -227,8 +247,9 @@ def _computes_after(step: ProgramIndex, rank: int, wait: int, key: CollectiveKey
 def _computes_while_gathered(
     step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
 ) -> Iterator[Violation]:
-    columns = step.columns[rank]
-    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
+    columns, tail = step.columns[rank], step.plan.stages[key.stage].tail
+    reads = columns.is_compute | ((columns.ops == OP_CODE[Op.TAIL]) & bool(tail and tail.parameters))
+    computes = np.flatnonzero(reads & (columns.stages == key.stage))
     gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.WAIT_UNSHARD, Op.RESHARD))
     available = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
     for number in computes[~available].tolist()[:1]:

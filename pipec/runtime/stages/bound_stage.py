@@ -50,12 +50,18 @@ class StageCode(Protocol):
     gradient, ``constants(...) -> tuple`` of values that depend on sizes and ``device`` alone,
     ``precompute(...) -> tuple`` of values that depend on ``w``, constant ``buffers`` and ``device`` alone,
     and ``batch_counts(...) -> tuple`` of counts over the whole batch, in the order of the stage's plan.
+    ``tail`` takes the inputs of the stage's tail with all rows of the batch; ``b`` is their number, and
+    ``batch_fraction`` is 1.
     ``graphs``, if present, replay these functions as CUDA graphs.
     """
 
     PARAMETERS: tuple[str, ...]
     BUFFERS: tuple[str, ...]
     UPDATED_BUFFERS: tuple[str, ...]
+
+    @property
+    def tail(self) -> Callable[..., tuple[dict[str, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """``tail(...) -> (sent, updates, gradients)`` of a stage that has one, aligned as those of phases."""
 
     @property
     def forward(self) -> Callable[..., tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:

@@ -1,6 +1,6 @@
 """Collectives of the replicas of a stage: reduce gradients, and average buffers that forwards changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -145,17 +145,25 @@ class BufferAverage:
 
     A floating-point buffer becomes the mean over replicas, each weighted with its ``share`` of the step's
     microbatches. Any other buffer, such as a count of batches, changes by the sum of the replicas' changes.
+    Those that are ``equal`` already, because each replica changes them by the rows of all, are left out.
     """
 
-    def __init__(self, stage: BoundStage, group: CollectiveGroup, share: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        stage: BoundStage,
+        group: CollectiveGroup,
+        share: Callable[[], float],
+        equal: Collection[str] = (),
+    ) -> None:
         self._stage, self._group, self._share = stage, group, share
+        self._indices = [each for each in stage.updated_indices if stage.code.BUFFERS[each] not in equal]
         self._flats: list[tuple[Tensor, FlatLayout, list[int]]] = []
         self._waits: list[CollectiveWait] = []
 
     def start(self) -> None:
         share = self._share()
         kinds: dict[torch.dtype, list[int]] = {}
-        for index in self._stage.updated_indices:
+        for index in self._indices:
             kinds.setdefault(self._stage.buffers[index].dtype, []).append(index)
         for dtype, indices in kinds.items():
             layout = FlatLayout([self._stage.buffers[index] for index in indices])
@@ -175,7 +183,7 @@ class BufferAverage:
                 before = self._stage.buffers_before[index]
                 value = total if before.is_floating_point() else before + total
                 agreed[index] = value.to(before.dtype)
-        self._stage.update_buffers([agreed[index] for index in self._stage.updated_indices])
+        self._stage.update_buffers([agreed.get(index) for index in self._stage.updated_indices])
         self._flats, self._waits = [], []
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, load_stage_module
 from pipec.errors import InputError, PipecError
-from pipec.ir import Phase, Plan, RankMemory, StepPart, program_part, rank_of, stages_on
+from pipec.ir import SCHEDULED_PHASES, Plan, RankMemory, StepPart, program_part, rank_of, stages_on
 from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.memory.meter import MemoryMeter, make_memory_meter
 from pipec.runtime.messages.cuda import CudaGraphRecorder, pinned_copy
@@ -104,7 +104,7 @@ class Execution:
 
     def _load(self, number: int, recorder: GraphRecorder | None) -> types.ModuleType:
         stage = self.artifact.plan.stages[number]
-        names = [name for phase in Phase for name in stage.functions(phase)]
+        names = [name for phase in SCHEDULED_PHASES for name in stage.functions(phase)]
         code = load_kernels(
             load_stage_module(number, self.artifact.sources[number]), names, self._ranks.kernels
         )

@@ -40,10 +40,11 @@ from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter
 from pipec.runtime.messages.cuda import current_device, on_device
 from pipec.runtime.messages.transport import Transport
+from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.bound_stage import BoundStage, StageCode
 from pipec.runtime.stages.cuda_graphs import graph_slots
 from pipec.runtime.stages.weight_versions import WeightVersions
-from pipec.runtime.step.batch_counts import BatchCountsFunction, ReplicaCounts
+from pipec.runtime.step.batch_counts import BatchCountsFunction, ReplicaCounts, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.compute import Action
 from pipec.runtime.step.error_report import failure_message, reporting_failures
@@ -54,6 +55,7 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates, StageUpdate
 from pipec.runtime.step.rank_state import RankState, UpdateState, merged_results
 from pipec.runtime.step.step_results import StepResults, result_values
 from pipec.runtime.step.stream_results import StreamBatch, StreamResults
+from pipec.runtime.step.tail import StageTail
 from pipec.runtime.step.timestamps import Moment, Timestamps, clock_of
 
 BatchSource = Callable[[int], StreamBatch | None]
@@ -132,7 +134,8 @@ class Interpreter:
         self._summed_later = {
             name for stage in plan.sync_spec.count_stages for name in plan.stages[stage].batch_counts
         }
-        self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs)
+        whole = {name for stage in plan.stages if stage.tail for name in stage.tail.results}
+        self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs, whole)
         self._stream_results = StreamResults(plan)
         self._update_state = UpdateState(updates)
         self._rank = RankState(
@@ -145,6 +148,13 @@ class Interpreter:
                 )
                 for stage in plan.sync_spec.count_stages
                 if stage in self._stages
+            },
+            {
+                index: StageTail(
+                    tail, stage, self._own[index], len(plan.placement[index]), self._is_first_replica(index)
+                )
+                for index, stage in self._stages.items()
+                if (tail := plan.stages[index].tail)
             },
             self._stream_results if program.period else self._step_results,
             self._step_results,
@@ -169,6 +179,9 @@ class Interpreter:
             in_frame = replace(each, microbatch=each.microbatch % self._window)
             passes[number % len(passes)][place] = linker.link(in_frame)
         return [[linked[place] for place in range(len(program.instructions))] for linked in passes]
+
+    def _is_first_replica(self, stage: int) -> bool:
+        return self._program.rank == self._plan.placement[stage][0]
 
     @property
     def inputs(self) -> set[str]:
@@ -287,9 +300,34 @@ class Interpreter:
             counts.begin_step(microbatches, batch_slice)
         for stage in self._stages.values():
             stage.begin_step(scale)
+        for index in self._rank.tails:
+            self._fill_tail(index, microbatches, batch_slice, seed, scale)
         for microbatch, size in enumerate(batch_slice.sizes):
             key = seed, batch_slice.first + microbatch
             self._fill(microbatch, size, microbatches[microbatch], key, shares[microbatch] * scale)
+
+    def _fill_tail(
+        self,
+        stage: int,
+        microbatches: Sequence[Mapping[str, Tensor]],
+        batch_slice: BatchSlice,
+        seed: int,
+        scale: float,
+    ) -> None:
+        """Fill the frame of a tail, to which the batch is one microbatch. Its random numbers are its own."""
+        tail, inputs = self._rank.tails[stage], microbatches[self._own[stage][0]]
+        tail.begin_step(batch_slice)
+        tail.frame.update(self._rank.sizes_with(batch_slice.num_rows))
+        names = (tail.inputs & inputs.keys()) - self._summed_later
+        tail.frame.update({name: on_device(inputs[name], self._device) for name in names})
+        tail.frame.update(
+            batch_fraction=batch_fraction(1, 1),
+            first_row=torch.tensor(0),
+            device=self._device,
+            rng=OperatorGenerators(self._device, (seed, -1)),
+        )
+        if self._rank.loss:
+            tail.frame["grad_loss"] = loss_gradient(scale, self._rank.loss.dtype, self._device)
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless nothing is to come of it."""
@@ -374,6 +412,8 @@ class Interpreter:
     def _forget_step(self) -> None:
         for stage in self._stages.values():
             stage.forget_step()
+        for tail in self._rank.tails.values():
+            tail.forget_step()
         self._step_results.forget_step()
         self._rank.received.clear()
         clear_block_cache()

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, ModelCollective, Op, Payload, Phase
+from pipec.ir import SCHEDULED_PHASES, Instruction, Link, ModelCollective, Op, Payload, Phase
 from pipec.runtime.stages.bound_stage import Frame, parameter_names
 from pipec.runtime.stages.model_collectives import RunningCollective
 from pipec.runtime.step.compute import Action, FetchArguments, bind_function
@@ -60,7 +60,8 @@ class Linker:
             Op.OFFLOAD: self._offload,
             Op.PREFETCH: self._prefetch,
             **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
-            **dict.fromkeys(map(Op, Phase), self._compute),
+            **dict.fromkeys(map(Op, SCHEDULED_PHASES), self._compute),
+            Op.TAIL: self._tail,
             **{op: functools.partial(self._started, make) for op, make in sync.starts.items()},
             **sync.calls,
         }
@@ -124,9 +125,16 @@ class Linker:
         sizes, microbatch = self._rank.sizes, instruction.microbatch
         if _link_of(instruction).payload is not Payload.RESULT:
             return lambda: sizes[microbatch]
+        if self._is_of_tail(_link_of(instruction)):
+            return lambda: sizes[-1]
         results, away = self._rank.step_results, self._is_other_pipeline(instruction.peer)
         made_of = self._microbatches(instruction)
         return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
+
+    def _is_of_tail(self, link: Link) -> bool:
+        """Whether a link carries what a tail makes of the whole batch."""
+        tail = self._rank.plan.stages[link.source].tail
+        return tail is not None and {value.name for value in link.values} <= {*tail.results}
 
     def _is_other_pipeline(self, peer: int) -> bool:
         """Whether a rank belongs to another one of several whole pipelines."""
@@ -196,6 +204,7 @@ class Linker:
                 )
             case Payload.RESULT:
                 results, rank = self._rank.step_results, self._rank
+                away = away and not self._is_of_tail(link)
                 fetch = results.sent_to_other_pipeline if away else results.merged
                 return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
@@ -258,7 +267,18 @@ class Linker:
             self._check_tied_weights(stage.index, name)
         take = self._argument_fetcher(stage.index, microbatch, parameters, name)
         self._note_made(stage.index, microbatch, phase, is_last)
-        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
+        tail = self._rank.tails.get(stage.index) if phase is Phase.FORWARD else None
+        results = tail.collecting(self._rank.results) if tail else self._rank.results
+        return bind_function(name, phase, is_last, stage, microbatch, take, results)
+
+    def _tail(self, instruction: Instruction) -> Action:
+        """Run the tail of a stage; its gradients are present in the frames then."""
+        stage, tail = self._rank.stages[instruction.stage], self._rank.tails[instruction.stage]
+        self._check_tied_weights(stage.index, "tail")
+        stage.inputs |= tail.inputs & self._inputs
+        for microbatch in self._rank.plan.microbatches_on(stage.index, self._rank.number):
+            self._present[stage.index, microbatch] |= tail.gradients
+        return functools.partial(tail.run, self._rank.step_results)
 
     def _precompute(self, instruction: Instruction) -> Action:
         stage = self._rank.stages[instruction.stage]

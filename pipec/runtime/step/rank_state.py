@@ -22,6 +22,7 @@ from pipec.runtime.step.step_results import (
     merge_replicas,
 )
 from pipec.runtime.step.stream_results import StreamResults
+from pipec.runtime.step.tail import StageTail
 
 
 @dataclass
@@ -59,7 +60,8 @@ class UpdateState:
 class RankState:
     """The state on which the actions of one rank work.
 
-    ``counts`` are those of the stages whose replicas sum them. ``results`` are those of the step, or of the
+    ``counts`` are those of the stages whose replicas sum them, and ``tails`` those of stages that have one.
+    ``results`` are those of the step, or of the
     stream. ``sizes`` is set for each step: the number of samples
     in each microbatch, then that in the batch. A link that moves once per step has microbatch -1, and so
     finds the size of the batch at ``sizes[-1]``.
@@ -72,6 +74,7 @@ class RankState:
     plan: Plan
     stages: Mapping[int, BoundStage]
     counts: Mapping[int, ReplicaCounts]
+    tails: Mapping[int, StageTail]
     results: ResultCollector
     step_results: StepResults
     stream_results: StreamResults
@@ -104,9 +107,11 @@ def merged_results(rank: RankState, batch_slice: BatchSlice, device: torch.devic
     """
     plan, merged = rank.plan, dict[str, Tensor]()
     for made in (link for link in plan.links if link.payload is Payload.RESULT):
-        ranks = plan.placement[made.source]
+        ranks, tail = plan.placement[made.source], plan.stages[made.source].tail
         for value in made.values:
-            if batch_slice.is_local and has_rows(value):
+            if tail and value.name in tail.results:
+                merged[value.name] = _made_by(rank, value, ranks[0], batch_slice)
+            elif batch_slice.is_local and has_rows(value):
                 own = _part(rank, value, ranks[batch_slice.replica], made.source, batch_slice)
                 merged[value.name] = empty_result(value, batch_slice.values, device) if own is None else own
             else:
@@ -121,6 +126,11 @@ def _part(rank: RankState, value: Value, maker: int, stage: int, batch_slice: Ba
     """A rank's part of a result; None if its microbatches have no rows."""
     if not any(batch_slice.sizes[each] for each in rank.plan.microbatches_on(stage, maker)):
         return None
+    return _made_by(rank, value, maker, batch_slice)
+
+
+def _made_by(rank: RankState, value: Value, maker: int, batch_slice: BatchSlice) -> Tensor:
+    """What a rank made of a result."""
     if maker == rank.number:
         return rank.step_results.merged(value.name, batch_slice.sizes, batch_slice.values)
     return rank.received[value.name, maker]

@@ -3,7 +3,7 @@
 A replica makes a part of a result of its own microbatches. The parts of all replicas then make the whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -36,8 +36,9 @@ class StepResults:
     """Collects the parts of each result that a rank makes, by microbatch.
 
     ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
-    up. ``loss_weights`` are the microbatch weights, if they are not the fractions of the rows. If the batch
-    ``is_local`` to replicas, what has rows stays in the pipeline of its replica.
+    up, and ``whole`` those that are set for the whole batch. ``loss_weights`` are the microbatch weights, if
+    they are not the fractions of the rows. If the batch ``is_local`` to replicas, what has rows stays in the
+    pipeline of its replica.
     """
 
     loss_weights: Sequence[float] | None = None
@@ -50,10 +51,12 @@ class StepResults:
         made: Sequence[tuple[Value, Sequence[int]]],
         num_microbatches: int,
         sums: Sequence[str] = (),
+        whole: Collection[str] = (),
     ) -> None:
         self._sums = sums
         for value, _ in made if num_microbatches > 1 else ():
-            check_mergeable(value)
+            if value.name not in whole:
+                check_mergeable(value)
         self._values = {value.name: value for value, _ in made}
         self._own = {value.name: own for value, own in made}
         self.forget_step()
@@ -68,6 +71,13 @@ class StepResults:
         for name, parts in self._parts.items():
             if name in sent:
                 parts[microbatch] = sent[name] = compact(sent[name])
+
+    def set_whole(self, results: Mapping[str, Tensor], microbatch: int) -> None:
+        """Keep results of the whole batch. What is found in the loss counts as found in ``microbatch``."""
+        for name, tensor in results.items():
+            self._merged[name] = compact(tensor)
+            if name == "loss":
+                self._parts[name][microbatch] = tensor
 
     def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """The part of a result that this rank's microbatches make; see ``merge``."""

@@ -27,6 +27,7 @@ class SyncLinker:
         self._reductions: dict[int, GradientReduction] = {}
         self.starts: Mapping[Op, Callable[[Instruction], StartAndEnd]] = {
             Op.SUM_COUNTS: self._sum_counts,
+            Op.GATHER_ROWS: self._gather_rows,
             Op.REDUCE_GRAD: self._reduce,
             Op.AVERAGE_BUFFERS: self._average,
             Op.UNSHARD: self._unshard,
@@ -51,8 +52,14 @@ class SyncLinker:
             for microbatch in own:
                 if rank.sizes[microbatch]:
                     stage.frames[microbatch].update(sums)
+            if stage.index in rank.tails:
+                rank.tails[stage.index].frame.update(sums)
 
         return functools.partial(counts.start, group), finish
+
+    def _gather_rows(self, instruction: Instruction) -> StartAndEnd:
+        tail, group = self._rank.tails[instruction.stage], self._group(instruction.stage)
+        return functools.partial(tail.start_gather, group), tail.finish_gather
 
     def _reduce(self, instruction: Instruction) -> StartAndEnd:
         stage, bucket = (
@@ -76,7 +83,9 @@ class SyncLinker:
             *sizes, _ = rank.sizes
             return sum(sizes[each] > 0 for each in own) / sum(size > 0 for size in sizes)
 
-        average = BufferAverage(stage, self._group(stage.index), share)
+        tail = rank.plan.stages[stage.index].tail
+        equal = tail.updated_buffers if tail else ()
+        average = BufferAverage(stage, self._group(stage.index), share, equal)
         return average.start, average.finish
 
     def _norm(self, instruction: Instruction) -> Action:

@@ -1,0 +1,165 @@
+"""Finds the tail: the part of a forward that mixes rows, and so must see the whole batch.
+
+::
+
+    z = linear(x, w)              PerRow              z = linear(x, w)              of each microbatch
+    s = z @ z.T                   MixedRows           t = tail_input(z)
+    loss = s.logsumexp(1).mean()  MixedRows    ->     s = t @ t.T                   once, of all rows
+                                                      loss = s.logsumexp(1).mean()
+
+Everything in front of the tail is computed row by row; the tail reads nothing else of it. What is neither per
+row nor the same for all microbatches, such as a mean, is computed in the tail from the rows it is made of.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven, Whole
+from pipec.capture.graph_calls import describe_call, mutates_argument
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, IN_TAIL, TAIL_INPUT
+from pipec.capture.node_insertion import INHERITED_META, fake_value
+from pipec.torch_compat import unbacked_symbols
+
+_ONCE_A_STEP = (BATCH_COUNT, BATCH_FRACTION)
+"""Values that are arguments of the graph later."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The nodes that run once a step.
+
+    They read ``inputs``, row by row along a dimension, and copies of ``whole``, which are equal for all
+    microbatches.
+    """
+
+    nodes: Set[fx.Node]
+    inputs: Set[fx.Node]
+    whole: Set[fx.Node]
+
+
+def find_tail(
+    graph: fx.Graph,
+    mixing: Sequence[fx.Node],
+    dependence_of: Callable[[fx.Node], Dependence],
+    memory_of: Callable[[fx.Node], object],
+) -> Tail | str:
+    """The tail of a graph in which the nodes ``mixing`` need all rows; or the reason why there is none.
+
+    ``memory_of`` identifies the memory of a node's value: views and their base share it.
+    """
+    nodes, inputs, whole = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    ways = {way: None for node in mixing for way in _leading_to(node)}
+    pending = [node for node in ways if isinstance(dependence_of(node), MixedRows | Unproven)]
+    pending += mixing
+    while pending:
+        node = pending.pop()
+        if node in nodes or node.op in ("placeholder", "get_attr", "output"):
+            continue
+        nodes.add(node)
+        pending += [user for user in node.users if not _is_size(user)]
+        for source in node.all_input_nodes:
+            if source.target in _ONCE_A_STEP or _is_size(source):
+                continue
+            needed = _leading_to(source)
+            if _is_row_by_row(source, dependence_of(source)):
+                inputs.add(source)
+            elif all(isinstance(dependence_of(each), Whole) or _is_size(each) for each in needed):
+                whole.update(each for each in needed if each.op not in ("placeholder", "get_attr"))
+            else:
+                pending.append(source)
+    found = Tail(nodes, inputs - nodes, whole - nodes)
+    return _reason_against(graph, found, memory_of) or found
+
+
+def insert_tail_inputs(graph: fx.Graph, tail: Tail, dependence_of: Callable[[fx.Node], Dependence]) -> None:
+    """Let the tail read ``TAIL_INPUT`` nodes, and copies of what is equal for all microbatches."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [each for each in graph.nodes if each in tail.whole]:
+        with graph.inserting_after(node):
+            copies[node] = graph.node_copy(node, lambda read: copies.get(read, read))
+    for node in [each for each in graph.nodes if each in tail.nodes]:
+        for source in node.all_input_nodes:
+            if source in tail.inputs and source not in copies:
+                dependence = dependence_of(source)
+                assert isinstance(dependence, PerRow)
+                copies[source] = _joined(source, node, dependence.dim)
+            if source in copies:
+                node.replace_input_with(source, copies[source])
+    for node in (*tail.nodes, *(copies[each] for each in tail.whole)):
+        node.meta["custom"] = {**node.meta.get("custom", {}), IN_TAIL: True}
+
+
+def _joined(source: fx.Node, reader: fx.Node, dim: int) -> fx.Node:
+    """All rows of ``source``, which has them in dimension ``dim``, for the ``reader`` and those behind it."""
+    made, value = source, fake_value(source)
+    with reader.graph.inserting_before(reader):
+        for function, args in ((torch.movedim, (dim, 0)), (TAIL_INPUT, ()), (torch.movedim, (0, dim))):
+            if dim or function is TAIL_INPUT:
+                made = reader.graph.call_function(function, (made, *args))
+                made.meta = {key: reader.meta[key] for key in INHERITED_META if key in reader.meta}
+                value = value if function is TAIL_INPUT else value.movedim(*args)
+                made.meta["example_value"] = value
+    return made
+
+
+def _is_row_by_row(node: fx.Node, dependence: Dependence) -> bool:
+    """Whether the values of microbatches, one behind the other, are the batch's."""
+    if not isinstance(dependence, PerRow) or not isinstance(fake_value(node), Tensor):
+        return False
+    return dependence == PerRow(dependence.dim, inner=dependence.inner)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node is a number that follows from the sizes of arguments: the tail computes its own."""
+    value = fake_value(node)
+    if value is None or isinstance(value, Tensor | list | tuple | nn.Module):
+        return False
+    return not unbacked_symbols(value)
+
+
+def _leading_to(node: fx.Node) -> list[fx.Node]:
+    """A node and all that it depends on, without what follows from sizes or is computed once a step."""
+    found, pending = dict[fx.Node, None](), [node]
+    while pending:
+        each = pending.pop()
+        if each not in found and not _is_size(each) and each.target not in _ONCE_A_STEP:
+            found[each] = None
+            pending += each.all_input_nodes
+    return [*found]
+
+
+def _reason_against(graph: fx.Graph, tail: Tail, memory_of: Callable[[fx.Node], object]) -> str:
+    """Why the tail cannot run once, of all rows; empty if it can."""
+    for node in tail.nodes | tail.whole:
+        for source in node.all_input_nodes:
+            if _is_trained_matrix(source):
+                return f"{describe_call(node)} comes behind it, and has trained weights of several dimensions"
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    written = writes(graph)
+    for value in (*tail.inputs, *tail.whole):
+        read_at = min(places[user] for user in value.users if user in tail.nodes or user in tail.whole)
+        late = [
+            x for x in written if places[x] >= read_at and memory_of(x.all_input_nodes[0]) == memory_of(value)
+        ]
+        if late:
+            return f"{describe_call(late[0])} writes into a value that is read row by row"
+    for call in (x for x in written if x in tail.nodes):
+        memory = memory_of(call.all_input_nodes[0])
+        for node in graph.nodes:
+            reads = any(memory_of(source) == memory for source in node.all_input_nodes)
+            if reads and places[node] > places[call] and node not in tail.nodes and node.op != "output":
+                return f"{describe_call(node)} reads row by row what {describe_call(call)} has written"
+    return ""
+
+
+def writes(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that write into their first input."""
+    return [node for node in graph.nodes if mutates_argument(node) and node.all_input_nodes]
+
+
+def _is_trained_matrix(node: fx.Node) -> bool:
+    value = fake_value(node) if node.op in ("placeholder", "get_attr") else None
+    return isinstance(value, nn.Parameter) and value.requires_grad and value.ndim > 1

@@ -1,0 +1,120 @@
+"""Losses of two towers of features that no microbatch can compute by itself."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Towers(nn.Module):
+    """Two towers, and what ``combine`` makes of their features, a scale, a bias and a buffer."""
+
+    center: Tensor
+
+    def __init__(self, combine: Callable[..., Any], width: int = 8) -> None:
+        super().__init__()
+        self.a = nn.Sequential(
+            nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
+        )
+        self.b = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4))
+        self.scale, self.bias = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(-0.3))
+        self.register_buffer("center", torch.zeros(4))
+        self.combine = combine
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.combine(self.a(x), self.b(y), self.scale, self.bias, self.center)
+
+
+def info_nce(u: Tensor, v: Tensor, scale: Tensor, *_: Tensor) -> Tensor:
+    logits = F.normalize(u, dim=-1) @ F.normalize(v, dim=-1).T * scale.exp()
+    labels = torch.arange(len(u))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def siglip(u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, *_: Tensor) -> Tensor:
+    logits = F.normalize(u, dim=-1) @ F.normalize(v, dim=-1).T * scale.exp() + bias
+    return -F.logsigmoid((2 * torch.eye(len(u)) - 1) * logits).sum() / len(u)
+
+
+def simclr(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    z, n = F.normalize(torch.cat([u, v]), dim=-1), len(u)
+    logits = (z @ z.T / 0.2).masked_fill(torch.eye(2 * n, dtype=torch.bool), -1e9)
+    return F.cross_entropy(logits, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+
+
+def triplet(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """With the hardest positive and the hardest negative of all rows."""
+    labels = v[:, 0] > 0
+    same, apart = labels[:, None] == labels[None], torch.cdist(u, u)
+    positive, negative = (apart * same).amax(1), apart.masked_fill(same, 1e9).amin(1)
+    return F.relu(positive - negative.clamp(max=5) + 0.5).mean()
+
+
+def vicreg(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    loss = 25 * F.mse_loss(u, v)
+    for z in (u - u.mean(0), v - v.mean(0)):
+        covariance = z.T @ z / (len(z) - 1)
+        apart = covariance.pow(2).sum() - covariance.diagonal().pow(2).sum()
+        loss = loss + 25 * F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() + apart / z.shape[1]
+    return loss
+
+
+def barlow_twins(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    u, v = ((z - z.mean(0)) / (z.std(0) + 1e-3) for z in (u, v))
+    correlation = u.T @ v / len(u)
+    diagonal = correlation.diagonal()
+    return (diagonal - 1).pow(2).sum() + 0.005 * (correlation.pow(2).sum() - diagonal.pow(2).sum())
+
+
+def rmse(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    return F.mse_loss(u, v).sqrt()
+
+
+def quantile(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    return torch.quantile((u - v).abs().mean(1), 0.7)
+
+
+def dice(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    p, t = u.sigmoid(), (v > 0).double()
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def ranking(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    scores, wanted = u.sum(1), v[:, 0].detach()
+    above = (wanted[:, None] > wanted[None]).double()
+    return (F.softplus(scores[None] - scores[:, None]) * above).sum() / above.sum().clamp(min=1)
+
+
+def whitening(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    z = u - u.mean(0)
+    return torch.linalg.matrix_norm(z.T @ z / len(z) - torch.eye(4)) + F.mse_loss(u, v)
+
+
+def centered(u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, center: Tensor) -> Tensor:
+    """DINO's: the teacher's features are centred by a running mean, which follows those of the batch."""
+    with torch.no_grad():
+        target = F.softmax((v - center) / 0.04, dim=-1)
+        center.mul_(0.9).add_(v.mean(0), alpha=0.1)
+    return -(target * F.log_softmax(u / 0.1, dim=-1)).sum(-1).mean()
+
+
+def of_both_kinds(u: Tensor, v: Tensor, scale: Tensor, *_: Tensor) -> Tensor:
+    """Cross entropy of rows that count, weighted by a parameter that the contrastive term reads, too."""
+    labels = torch.where(v[:, 0] > 0.3, -100, (v[:, 1] > 0).long())
+    return F.cross_entropy(u, labels) * scale + info_nce(u, v, scale)
+
+
+def shared_scale(u: Tensor, v: Tensor, scale: Tensor, *_: Tensor) -> Tensor:
+    """A parameter that is read row by row and of all rows."""
+    return info_nce(torch.tanh(u * scale), v, scale)
+
+
+LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    each.__name__: each
+    for each in (
+        *(info_nce, siglip, simclr, triplet, vicreg, barlow_twins, rmse, quantile, dice, ranking, whitening),
+        *(centered, of_both_kinds, shared_scale),
+    )
+}

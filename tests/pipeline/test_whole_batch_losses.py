@@ -1,0 +1,282 @@
+"""Losses that mix rows: loss, gradients and buffers are those of the whole batch on one device."""
+
+import copy
+import functools
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from whole_batch_losses import LOSSES, Towers
+from worker_processes import run_ranks
+
+import pipec
+from pipec.ir import Op
+
+ROWS = 12
+
+
+def batch(rows: int = ROWS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 6, dtype=dtype), torch.randn(rows, 6, dtype=dtype)
+
+
+def compiled(net: nn.Module, devices: int = 2, **options: Any) -> pipec.Pipeline:
+    options = {"microbatches": 4, "batched": {"x": 0, "y": 0}} | options
+    return pipec.compile(net, devices=devices, **options)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    largest = expected.detach().abs().max().item()
+    return (found.detach() - expected.detach()).abs().max().item() / max(largest, 1e-12)
+
+
+def worst_of_training(net: nn.Module, pipe: pipec.Pipeline, rows: int = ROWS, steps: int = 2) -> float:
+    """The largest distance of losses, parameters and buffers to those of the model on one device."""
+    reference, distances = copy.deepcopy(net), list[float]()
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for _ in range(steps):
+        inputs = batch(rows)
+        loss = pipe.step(*inputs)
+        whole = reference(*inputs)
+        whole.backward()
+        distances.append(distance(loss, whole))
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    pairs = zip(net.state_dict().values(), reference.state_dict().values(), strict=True)
+    return max(*distances, *(distance(found, whole) for found, whole in pairs))
+
+
+def made(loss: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Towers(LOSSES[loss]).double()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_training_equals_the_whole_batch(loss: str) -> None:
+    """Twelve rows in five microbatches: of three and of two."""
+    net = made(loss)
+    assert worst_of_training(net, compiled(net, microbatches=5)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {"schedule": "gpipe", "microbatches": 2},
+    {"schedule": "zb-h1", "microbatches": 8, "devices": 3},
+    {"schedule": "interleaved-1f1b", "microbatches": 4},
+    {"schedule": "zb-v"},
+    {"schedule": "auto", "microbatches": None},
+    {"replicas": 2, "devices": 4},
+    {"replicas": 2, "devices": 4, "schedule": "zb-h1", "microbatches": 8},
+    {"stages": 1, "devices": 2, "microbatches": 6},
+    {"recompute": "full"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("loss", ["info_nce", "siglip", "vicreg", "centered"])
+def test_every_way_to_run_equals_the_whole_batch(loss: str, options: dict[str, Any]) -> None:
+    net = made(loss)
+    assert worst_of_training(net, compiled(net, **options), steps=20) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"shard": "optimizer"}, {"shard": "parameters", "clip_grad_norm": 0.1}, {"on_nan": "skip"}],
+    ids=str,
+)
+def test_programs_that_update_equal_the_whole_batch(options: dict[str, Any]) -> None:
+    net = made("siglip")
+    reference, optimizer = copy.deepcopy(net), functools.partial(torch.optim.AdamW, lr=1e-2)
+    pipe = compiled(net, devices=4, replicas=2, optimizer=optimizer, **options)
+    expected = optimizer(reference.parameters())
+    for _ in range(3):
+        inputs = batch()
+        loss, whole = pipe.step(*inputs), reference(*inputs)
+        whole.backward()
+        if "clip_grad_norm" in options:
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        expected.step()
+        expected.zero_grad()
+        assert distance(loss, whole) < 1e-6
+    for name, parameter in pipe.full_state_dict().items():
+        assert distance(parameter, reference.state_dict()[name]) < 1e-6
+
+
+def test_rows_elsewhere_than_in_front_and_rows_of_one() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            u, v = self.b(torch.tanh(self.a(x))).movedim(0, -1), self.a(y).movedim(0, -1)
+            return F.cross_entropy(u.T @ v, torch.arange(u.shape[1]))
+
+    net = TimeFirst().double()
+    assert worst_of_training(net, compiled(net), rows=5) < 1e-6
+
+
+def test_logs_outputs_and_evaluation_of_the_whole_batch() -> None:
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logits, features = output
+        right = (logits.argmax(1) == target).double()
+        loss = F.cross_entropy(logits, target)
+        return loss, {"right": right.mean(), "spread": logits.std(), "norms": features.norm(dim=1)}
+
+    def similarities(u: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return u @ v.T, u
+
+    torch.manual_seed(0)
+    net = Towers(similarities).double()
+    pipe, inputs, target = compiled(net, loss_fn=loss_fn), batch(10), torch.arange(10)
+    loss = pipe.step(*inputs, target=target)
+    output = copy.deepcopy(net)(*inputs)
+    expected, logs = loss_fn(output, target)
+    assert distance(loss, expected) < 1e-12
+    assert {name: distance(pipe.logs[name], value) < 1e-12 for name, value in logs.items()} == dict.fromkeys(
+        logs, True
+    )
+    assert distance(pipe.eval_step(*inputs, target=target), expected) < 1e-12
+    for found, whole in zip(pipe(*inputs), output, strict=True):
+        assert distance(found, whole) < 1e-12
+
+
+def test_random_numbers_of_the_tail_are_drawn_once() -> None:
+    """Mixup: the permutation is one of all rows, another in each step, and follows the seed."""
+
+    def mixup(u: Tensor, v: Tensor, scale: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        order = torch.randperm(len(u))
+        loss = F.mse_loss(0.7 * u + 0.3 * u[order], v[order]).sqrt()
+        return loss, {"order": order.double() / 1}
+
+    torch.manual_seed(0)
+    net = Towers(lambda u, v, *_: (u, v)).double()
+    pipe = compiled(net, loss_fn=lambda output, target: mixup(*output, target))
+    orders, (x, y) = list[list[int]](), batch()
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        loss = pipe.step(x, y, target=torch.zeros(ROWS))
+        order = pipe.logs["order"].long()
+        u, v = net(x, y)
+        assert sorted(order.tolist()) == [*range(ROWS)]
+        assert distance(loss, F.mse_loss(0.7 * u + 0.3 * u[order], v[order]).sqrt()) < 1e-12
+        orders.append(order.tolist())
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_the_plan_and_the_programs_show_the_tail() -> None:
+    net = made("info_nce")
+    pipe = compiled(net)
+    pipe.prepare(*batch())
+    (tail,) = [stage.tail for stage in pipe.plan.stages if stage.tail]
+    assert "matmul" in tail.location
+    assert re.search("tail: matmul .* between all forwards and all backwards", str(pipe.plan))
+    assert [stage for stage in (0, 1) if "def tail(" in pipe.source(stage)] == [1]
+    ops = [each.op for each in pipe.programs[1].instructions]
+    assert ops.count(Op.TAIL) == 1
+    assert (
+        max(k for k, op in enumerate(ops) if op is Op.FORWARD) < ops.index(Op.TAIL) < ops.index(Op.BACKWARD)
+    )
+    assert any(event.instruction.op is Op.TAIL for event in pipe.simulate().events)
+
+
+def test_predicted_bytes_are_the_measured_ones() -> None:
+    """And a tail of all rows needs less than a microbatch of all rows."""
+    torch.manual_seed(0)
+    net, (x, y) = Towers(LOSSES["info_nce"], width=64), batch(256, torch.float32)
+    peaks = {}
+    for microbatches in (1, 8):
+        pipe = compiled(copy.deepcopy(net), devices=1, microbatches=microbatches, recompute="full")
+        pipe.step(x, y)
+        measured, predicted = pipe.measure_memory(x, y)[0], pipe.memory()[0]
+        peaks[microbatches] = measured.peak_bytes
+        assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.03)
+    assert peaks[8] < peaks[1]
+
+
+def test_what_is_refused() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = self.a(x)
+            return F.mse_loss(self.b(hidden - hidden.mean(0)), self.a(y))
+
+    with pytest.raises(pipec.InputError, match=r"(?s)other rows.*trained weights of several dim"):
+        compiled(Deep()).step(*batch(dtype=torch.float32))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(pipec.InputError, match="rows depend on other rows"):
+        compiled(made("info_nce"), schedule="pipedream-2bw", optimizer=sgd).step(*batch())
+
+
+def test_the_mean_over_microbatches_on_request() -> None:
+    net = made("rmse")
+    pipe, (x, y) = compiled(net, microbatch_weight="rows"), batch()
+    parts = [net(a, b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    assert distance(pipe.step(x, y), torch.stack(parts).mean()) < 1e-12
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    net = made("siglip")
+    pipe, inputs = compiled(net), batch()
+    loss = pipe.step(*inputs)
+    pipe.save(tmp_path / "artifact", tensors=True)
+    assert torch.equal(pipec.load(tmp_path / "artifact").step(*inputs), loss)
+
+
+RANKS = """
+import copy, os, sys
+sys.path[:0] = {paths!r}
+import torch, pipec
+from test_whole_batch_losses import compiled, distance
+from whole_batch_losses import LOSSES, Towers
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+for loss in ("info_nce", "siglip", "vicreg", "centered"):
+    torch.manual_seed(0)
+    net = Towers(LOSSES[loss]).double()
+    reference = copy.deepcopy(net)
+    pipe = compiled(net, size, timeout=20.0, **{options!r})
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range({steps}):
+        torch.manual_seed(step)
+        x, y = torch.randn(13, 6).double(), torch.randn(13, 6).double()
+        given = (x, y) if {rows} is None else [each.split({rows})[pipe.replica] for each in (x, y)]
+        found, whole = pipe.step(*given), reference(x, y)
+        whole.backward()
+        assert distance(found, whole) < 1e-6, (loss, step, found, whole)
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    for name, value in pipe.full_state_dict().items():
+        assert distance(value, reference.state_dict()[name]) < 1e-6, (loss, name)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "rows"),
+    [
+        (2, {}, None),
+        (4, {"replicas": 2}, None),
+        (2, {"stages": 1, "microbatches": 5}, None),
+        (2, {"stages": 1, "batch": "local"}, [6, 7]),
+        (4, {"replicas": 2, "batch": "local"}, [10, 3]),
+        (2, {"stages": 1, "batch": "local"}, [13, 0]),
+    ],
+    ids=str,
+)
+def test_ranks_equal_the_whole_batch(
+    tmp_path: Path, num_ranks: int, options: dict[str, Any], rows: list[int] | None
+) -> None:
+    script = tmp_path / "script.py"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
+    script.write_text(textwrap.dedent(RANKS).format(paths=paths, options=options, rows=rows, steps=20))
+    assert all("equal" in printed for printed in run_ranks(script, num_ranks, tmp_path))
