@@ -80,7 +80,7 @@ class OwnedTensors:
         if self._context.is_distributed and (new := there.keys() - self._owners.ranks.keys()):
             converted = self._keep_owners(sorted(new & unique.keys())) if not first else set[str]()
             known = {fqn: x for fqn, x in unique.items() if first or fqn in new - converted}
-            for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
+            for rank, names in self._ranks.agreement.broadcast_from_rank_0(known, owner_ranks(plan)).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
                 notice(f"{differed}, and start with rank 0's: {format_names(names)}")
         self._replicate_read_only_buffers(plan)

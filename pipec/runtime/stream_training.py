@@ -197,7 +197,7 @@ class StreamTraining:
             except PipecError as error:
                 call_description["refused"] = str(error)
         return self._context.ranks.agreement.start_comparison(
-            f"announcing batch {number} of a stream", number, call_description
+            f"announcing batch {number} of a stream", call_description
         )
 
     def _end_stream(self, item: ReadItem) -> None:
