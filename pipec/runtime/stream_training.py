@@ -149,6 +149,7 @@ class StreamTraining:
             loss = self._calls.stream_step(item.value, lambda: ahead.request(number + 1))  # noqa: B023
             ahead.forget(number)
             ahead.wait()
+            ahead.release(number)
             yield loss
 
     def _asynchronous_losses(self, ahead: ReadAhead) -> Generator[Tensor]:
