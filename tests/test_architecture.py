@@ -100,6 +100,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.runtime.processes.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
     "pipec.runtime.linked_artifacts": ("torch.utils._pytree",),
     "pipec.runtime.loaded_pipeline": ("torch.utils._pytree",),
+    "pipec.runtime.stream.read_ahead": ("torch.utils._pytree",),
     "pipec.runtime.memory.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "pipec.runtime.optimizers.stage_optimizer": ("torch._foreach_mul_",),
     "pipec.runtime.optimizers.norms": ("torch._foreach_norm",),

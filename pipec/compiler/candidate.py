@@ -65,8 +65,8 @@ class Candidate:
         return replace(self, options=replace(self.options, sync_spec=sync_spec), tunes_shard=False)
 
     def gathering_by_layers(self) -> list["Candidate"]:
-        """The candidates that gather sharded parameters by groups of layers, not a whole model at a time."""
-        if self.options.sync_spec.shard is not ShardingLevel.PARAMETERS or self.policy.total_ranks == 1:
+        """The candidates that gather sharded parameters by groups of layers, not a rank's whole stage."""
+        if self.options.sync_spec.shard is not ShardingLevel.PARAMETERS or self.policy.replicas == 1:
             return []
         return [replace(self, policy=policy) for policy in self.policy.with_groups_of_layers()]
 

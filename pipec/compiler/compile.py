@@ -39,7 +39,7 @@ from pipec.compiler.microbatch_groups import (
     check_batch_counts,
     check_outputs,
 )
-from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
+from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, fitting_division, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.graph import BatchFindings, TrainingGraph
@@ -293,7 +293,11 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
         found = search(step, candidate)
         best, chosen = found.best, found.candidate
         if candidate.cut is None:
-            require_memory(best, lambda devices: search(step, chosen.on_topology(devices)).best)
+            require_memory(
+                best,
+                lambda devices: search(step, chosen.on_topology(devices)).best,
+                instead=functools.partial(fitting_division, step, chosen),
+            )
     decided = chosen.for_next_steps(best.schedule)
     if candidate.cut is None:
         decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)

@@ -30,8 +30,13 @@ def require_memory_on_fixed_stages(
     require_memory(evaluated, lambda topology: search(base.with_topology(topology)), where)
 
 
-def require_memory(evaluated: EvaluatedPlan, search: OnDevices, where: str = "") -> None:
-    """Raise InfeasibleError if the evaluated plan lacks memory."""
+def require_memory(
+    evaluated: EvaluatedPlan, search: OnDevices, where: str = "", instead: Callable[[], str] = str
+) -> None:
+    """Raise InfeasibleError if the evaluated plan lacks memory.
+
+    ``instead`` returns another schedule that fits, or "".
+    """
     topology, more, found = evaluated.staged.options.topology, 0, evaluated
     for _ in range(_ATTEMPTS):
         if not any(found.excess_bytes):
@@ -40,6 +45,8 @@ def require_memory(evaluated: EvaluatedPlan, search: OnDevices, where: str = "")
         found = search(_with_more(topology, more))
     if more:
         enough = "" if any(found.excess_bytes) else _enough(topology, _least(topology, more, search), where)
+        if name := instead():
+            enough += f"schedule={name!r} fits: it gathers sharded parameters by fewer layers.\n"
         raise infeasible_error(evaluated, enough)
 
 

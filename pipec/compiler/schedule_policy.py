@@ -40,7 +40,7 @@ _MAX_MICROBATCHES_PER_RANK = 8
 """With eight microbatches a rank, warmup and cooldown take a ninth of the step. More gain little."""
 
 _GROUPS_OF_LAYERS = (8, 4, 2)
-"""The numbers of stages into which the only stage of a pipeline is divided, until the model has as many."""
+"""The numbers of stages of a rank that gathers few layers at a time, until the model has as many."""
 
 Replicas = int | tuple[int, ...]
 """The replicas of every stage, or of each stage."""
@@ -52,8 +52,7 @@ class SchedulePolicy:
 
     A pipeline has ``num_ranks`` ranks, and ``replicas`` copies of each of them, or ``replicas[k]`` copies of
     rank k. With ``asynchronous``, a search may find asynchronous schedules, unless it
-    ``is_synchronous_only``. The search may also divide the only stage of a pipeline of one rank if it
-    ``chooses_stages``.
+    ``is_synchronous_only``. The search may also give ranks several stages if it ``chooses_stages``.
     """
 
     source: ScheduleSource
@@ -123,13 +122,12 @@ class SchedulePolicy:
         return replace(self, num_ranks=num_ranks, replicas=replicas)
 
     def with_groups_of_layers(self) -> list["SchedulePolicy"]:
-        """The policies that divide the only stage of each pipeline, into most stages first.
+        """The policies that divide the stage of each rank, into most stages first.
 
         All microbatches go through one stage, then through the next. So what a stage needs is needed twice.
         """
-        if not (self.chooses_stages and self.num_ranks == 1):
-            return []
-        return [replace(self, source=looped_name("looped-bfs", number)) for number in _GROUPS_OF_LAYERS]
+        looped = [looped_name("looped-bfs", number) for number in _GROUPS_OF_LAYERS]
+        return [replace(self, source=name) for name in looped] if self.chooses_stages else []
 
     def max_in_flight(self, num_microbatches: int) -> tuple[int, ...]:
         """The most microbatches in flight on a replica of each rank. Searched schedules count as 1F1B.
@@ -312,7 +310,7 @@ def make_schedule_policy(
         source,
         num_ranks,
         asynchronous=asynchronous and source == "auto",
-        chooses_stages=source == "1f1b" and stages is None,
+        chooses_stages=source in ("1f1b", "auto") and stages is None and not asynchronous,
     )
     if asynchronous and not one.may_be_asynchronous:
         raise InputError(

@@ -7,7 +7,7 @@ once. The result is the best plan, with its programs.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product, takewhile
@@ -107,15 +107,31 @@ def _on_decided_stages(step: CapturedStep, candidate: Candidate) -> SearchResult
 def _gathering_by_layers(step: CapturedStep, whole: SearchResult) -> SearchResult:
     """The result, or one that gathers less at a time: if it fits where ``whole`` does not, if it is faster,
     or if it takes less memory and about the same time.
+
+    Pipelines of several ranks are divided only if no other schedule that ``auto`` may take fits.
     """
-    for candidate in whole.candidate.gathering_by_layers():
-        with suppress(InputError, PlanError):
-            found = _best_arranged(step, candidate)
-            best, other = found.best, whole.best
-            gains = best.score < other.score or (other.is_close(best) and best.peak_bytes < other.peak_bytes)
-            tried = (*found.alternatives, *whole.alternatives)
-            return replace(found, alternatives=tried) if gains else whole
+    policy, lacks = whole.candidate.policy, any(whole.best.excess_bytes)
+    if policy.num_ranks > 1 and not (policy.source == "auto" and lacks):
+        return whole
+    for found in _divided(step, whole.candidate):
+        best, other = found.best, whole.best
+        gains = best.score < other.score or (other.is_close(best) and best.peak_bytes < other.peak_bytes)
+        tried = (*found.alternatives, *whole.alternatives)
+        return replace(found, alternatives=tried) if gains else whole
     return whole
+
+
+def fitting_division(step: CapturedStep, candidate: Candidate) -> str:
+    """The schedule that fits into memory because it gathers sharded parameters by fewer layers; or ""."""
+    fitting = (found for found in _divided(step, candidate) if not any(found.best.excess_bytes))
+    return next((found.best.schedule.name for found in fitting), "")
+
+
+def _divided(step: CapturedStep, candidate: Candidate) -> Iterator[SearchResult]:
+    """The possible results that gather sharded parameters by groups of layers, the smallest groups first."""
+    for each in candidate.gathering_by_layers():
+        with suppress(InputError, PlanError):
+            yield _best_arranged(step, each)
 
 
 def _with_best_replicas(step: CapturedStep, candidate: Candidate) -> SearchResult:

@@ -38,8 +38,13 @@ def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:
 
 
 def one_of(*ops: Op) -> NDArray[np.bool_]:
-    """For each code of an op, whether it is one of these."""
+    """For each code of an op, whether it is one of these. As an index, many times as fast as ``np.isin``."""
     return np.array([op in ops for op in OPS])
+
+
+def one_of_phases(*phases: Phase) -> NDArray[np.bool_]:
+    """For each code of a phase, whether it is one of these."""
+    return np.array([phase in phases for phase in PHASES])
 
 
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)

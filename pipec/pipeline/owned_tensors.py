@@ -89,7 +89,7 @@ class OwnedTensors:
             known = {
                 fqn: x for fqn, x in unique.items() if (first or fqn in new - converted) and not is_unread(x)
             }
-            for rank, names in self._ranks.agreement.broadcast_from_rank_0(known).items():
+            for rank, names in self._ranks.agreement.broadcast_from_rank_0(known, owner_ranks(plan)).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
                 notice(f"{differed}, and start with rank 0's: {format_names(names)}")
         self._replicate_read_only_buffers(plan)

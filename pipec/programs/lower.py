@@ -56,6 +56,7 @@ from pipec.ir.columns import (
     compact,
     concatenate,
     constant,
+    one_of_phases,
     taken,
 )
 from pipec.programs import update_boundaries
@@ -281,9 +282,8 @@ def _block(positions: Ints, *columns: Ints | int) -> _Block:
     return _Block(positions, [constant(each, size) if isinstance(each, int) else each for each in filled])
 
 
-_MAKING_GRADIENTS = [
-    PHASE_CODE[phase] for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-]
+_MAKES_GRADIENTS = one_of_phases(Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+_NEEDS_FORWARD = one_of_phases(Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _AFTER_UNSHARD = 3
 """The positions from the end of the computes to the wait for results: weights are gathered before it."""
 
@@ -390,8 +390,8 @@ def _recomputes(index: ScheduleIndex, rank: int, recompute: Collection[int], ver
     if not recompute:
         return _NOTHING
     computes, segments = index.computes[rank], index.segments[rank]
-    needs_forward = np.isin(computes.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
-    own = np.flatnonzero(np.isin(computes.stages, list(recompute)) & needs_forward & (segments <= 0))
+    replays = np.isin(computes.stages, list(recompute)) & _NEEDS_FORWARD[computes.phases]
+    own = np.flatnonzero(replays & (segments <= 0))
     stages, microbatches = computes.stages[own], computes.microbatches[own]
     op, read = OP_CODE[Op.RECOMPUTE], versions[stages, microbatches]
     positions = (own + 1).astype(np.int32)
@@ -401,7 +401,7 @@ def _recomputes(index: ScheduleIndex, rank: int, recompute: Collection[int], ver
 def _accumulates(index: ScheduleIndex, rank: int) -> _Block:
     """The accumulation of gradients, after each compute that makes some."""
     computes = index.computes[rank]
-    own = np.flatnonzero(np.isin(computes.phases, _MAKING_GRADIENTS))
+    own = np.flatnonzero(_MAKES_GRADIENTS[computes.phases])
     same = computes.stages[own], computes.microbatches[own], -1, -1, -1, -1, index.segments[rank][own]
     return _block((own + 1).astype(np.int32), OP_CODE[Op.ACCUMULATE], *same)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Link, ModelCollectives, Op, Payload, Phase, Plan, Program, SegmentCounts
-from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, ranks_by_microbatch
+from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, one_of, ranks_by_microbatch
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_computes import ProgramComputes
@@ -78,8 +78,8 @@ class ProgramIndex:
 
     @cached_property
     def trains(self) -> bool:
-        codes = [OP_CODE[op] for op in BACKWARDS]
-        return any(bool(np.isin(each.ops, codes).any()) for each in self.columns)
+        is_backward = one_of(*BACKWARDS)
+        return any(bool(is_backward[each.ops].any()) for each in self.columns)
 
     @cached_property
     def numbers(self) -> Ints:

@@ -25,16 +25,17 @@ from pipec.ir.columns import (
     Floats,
     InstructionColumns,
     Ints,
+    one_of,
     with_shared_links,
 )
 from pipec.ir.memory_figures import MEMORY_CATEGORIES
 from pipec.ir.text_format import value_bytes
 from pipec.programs.compute_segments import split_into_segments
 
-_MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
-_FREEING = {
-    Payload.ACTIVATION: [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]],
-    Payload.GRADIENT: [OP_CODE[Op.BACKWARD_WEIGHT]],
+_MAKES_GRADIENTS = one_of(Op.BACKWARD, Op.BACKWARD_WEIGHT)
+_FREES = {
+    Payload.ACTIVATION: one_of(Op.BACKWARD, Op.BACKWARD_INPUT),
+    Payload.GRADIENT: one_of(Op.BACKWARD_WEIGHT),
 }
 """The instruction that frees the values saved by the phase that made a message."""
 
@@ -272,7 +273,7 @@ class _Account:
         """The computes that make gradients in a segment of a stage."""
         columns, of_stage = self.columns, self.columns.stages == stage
         of_segment = (columns.segments < 0) | (columns.segments == segment)
-        made: Ints = np.flatnonzero(of_stage & of_segment & np.isin(columns.ops, _MAKING_GRADIENTS))
+        made: Ints = np.flatnonzero(of_stage & of_segment & _MAKES_GRADIENTS[columns.ops])
         return made
 
     def _keep_until_accumulated(self, made: Ints, stage: int, amount: float) -> None:
@@ -319,9 +320,9 @@ class _Account:
         columns, end = self.columns, len(self.columns)
         for number in np.unique(columns.link_numbers[sends]).tolist():
             link, amount = self.plan.links[number], self.plan.link_saved_bytes[number]
-            if not amount or link.payload not in _FREEING:
+            if not amount or link.payload not in _FREES:
                 continue
-            frees = np.isin(columns.ops, _FREEING[link.payload]) & (columns.stages == link.source)
+            frees = _FREES[link.payload][columns.ops] & (columns.stages == link.source)
             freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
             freed[columns.microbatches[frees][::-1]] = np.flatnonzero(frees)[::-1]
             of_link = columns.link_numbers[sends] == number

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from pipec.ir import Link, Phase
-from pipec.ir.columns import PHASE_CODE, ComputeColumns
+from pipec.ir.columns import ComputeColumns, one_of_phases
 
 _READING = ([Phase.FORWARD], 1), ([Phase.BACKWARD, Phase.BACKWARD_INPUT], -1)
 """The phases that read messages, and the direction in which a microbatch runs through the stages in each."""
@@ -20,7 +20,7 @@ def runs_stages_in_order(orders: Iterable[ComputeColumns]) -> bool:
 
 
 def _is_in_order(computes: ComputeColumns, phases: Sequence[Phase], way: int) -> bool:
-    own = np.flatnonzero(np.isin(computes.phases, [PHASE_CODE[phase] for phase in phases]))
+    own = np.flatnonzero(one_of_phases(*phases)[computes.phases])
     order = own[np.lexsort((computes.stages[own] * way, computes.microbatches[own]))]
     same = np.diff(computes.microbatches[order]) == 0
     return bool((np.diff(order)[same] > 0).all())

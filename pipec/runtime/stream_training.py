@@ -149,6 +149,7 @@ class StreamTraining:
             loss = self._calls.stream_step(item.value, lambda: ahead.request(number + 1))  # noqa: B023
             ahead.forget(number)
             ahead.wait()
+            ahead.release(number)
             yield loss
 
     def _asynchronous_losses(self, ahead: ReadAhead) -> Generator[Tensor]:
@@ -197,7 +198,7 @@ class StreamTraining:
             except PipecError as error:
                 call_description["refused"] = str(error)
         return self._context.ranks.agreement.start_comparison(
-            f"announcing batch {number} of a stream", number, call_description
+            f"announcing batch {number} of a stream", call_description
         )
 
     def _end_stream(self, item: ReadItem) -> None:

@@ -1,5 +1,6 @@
 """What ranks pass to ``compile`` and ``step`` is compared; clipping and state are the whole model's."""
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -125,14 +126,61 @@ def train(fails):
 """
 
 
-def test_a_rank_that_saves_is_named_and_waited_for_beyond_the_timeout(tmp_path: Path) -> None:
+ON_TWO_HOSTS = """
+import pipec.runtime.messages.host_sockets
+pipec.runtime.messages.host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
+"""
+
+
+@pytest.mark.parametrize("hosts", ["", ON_TWO_HOSTS], ids=["one_host", "two_hosts"])
+def test_a_rank_that_saves_is_named_and_waited_for_beyond_the_timeout(tmp_path: Path, hosts: str) -> None:
     """It handles an exception meanwhile, which did not lead out of its loop."""
-    body = WAITING + "train(fails=False)\nprint(pipe.num_steps)\nprint(*reported, sep='\\n')"
+    body = hosts + WAITING + "train(fails=False)\nprint(pipe.num_steps)\nprint(*reported, sep='\\n')"
     first, second = told(tmp_path, body)
     assert first.startswith("3\n")
     assert second.startswith("3\n")
     assert "rank 1 has not arrived: it is alive and elsewhere in its script, at script.py:" in first
     assert "in save: time.sleep(4), where it handles ValueError: invalid literal" in first
+
+
+@pytest.mark.parametrize("hosts", ["", ON_TWO_HOSTS], ids=["one_host", "two_hosts"])
+def test_a_rank_that_saves_between_losses_of_a_stream_is_waited_for(tmp_path: Path, hosts: str) -> None:
+    body = """
+    import functools, time
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    pipe = compiled(model(), schedule="pipedream-2bw", optimizer=sgd, timeout=2.0)
+    for number, loss in enumerate(pipe.stream(((x,), y) for _ in range(6))):
+        if rank == 1 and number == 2:
+            time.sleep(5)
+    print(number, pipe.num_steps)
+    """
+    assert told(tmp_path, hosts + textwrap.dedent(body)) == ["5 6\n"] * 2
+
+
+def test_a_rank_that_caught_an_exception_out_of_its_loop_is_said_to_be_past_it(tmp_path: Path) -> None:
+    """It may evaluate, and make the other ranks' next call: they wait."""
+    body = """
+    if rank == 1:
+        try:
+            for i in range(3):
+                pipe.step(x, target=y)
+                if i == 1:
+                    raise OSError("the disk is full")
+        except OSError:
+            pass
+        time.sleep(4)
+        pipe.step(x, target=y)
+    else:
+        train(fails=False)
+    print(pipe.num_steps)
+    print(*reported, sep="\\n")
+    """
+    first, second = told(tmp_path, WAITING + textwrap.dedent(body))
+    assert first.startswith("3\n")
+    assert second == "3\n\n"
+    assert re.search(
+        r"time\.sleep\(4\), past the loop of its last call, lines \d+ to \d+, and its last", first
+    )
 
 
 def test_a_rank_that_left_its_loop_by_an_exception_ends_the_wait(tmp_path: Path) -> None:
@@ -233,18 +281,26 @@ def test_other_arguments_of_compile_are_named(tmp_path: Path) -> None:
 
 
 def test_weights_start_as_rank_0s_and_a_line_says_so(tmp_path: Path) -> None:
+    """Rank 0 looks at all of them, rank 1 at those that it keeps."""
     body = """
+    from pipec.runtime.messages import agreement
+    digested, full_digest = [], agreement.full_digest
+    agreement.full_digest = lambda tensor: digested.append(tensor) or full_digest(tensor)
     pipe = compiled(model(rank))
     for step in range(2):
         print(float(pipe.step(x, target=y)).hex())
     print({name: p.sum().item() for name, p in sorted(pipe.full_state_dict().items())})
+    print(len(digested), sum(p.numel() > 0 for p in pipe.local_state_dict().values()))
     """
-    first, _ = told(tmp_path, body)
-    line, rest = first.split("\n", 1)
-    assert line == (
-        "pipec: 6 tensors of rank 1 differed, and start with rank 0's: 0.weight, 0.bias, 2.weight, ..."
-    )
-    assert [rest] == told(tmp_path, body, 0)
+    first, second = told(tmp_path, body)
+    line, *rest, counted = first.splitlines()
+    num_kept = int(second.split()[-1])
+    assert line.startswith(f"pipec: {num_kept} tensors of rank 1 differed, and start with rank 0's: ")
+    assert counted.split()[0] == "6"
+    assert second.split()[-2] == str(num_kept)
+    assert 0 < num_kept < 6
+    (alone,) = told(tmp_path, body, 0)
+    assert rest == alone.splitlines()[:-1]
 
 
 def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:

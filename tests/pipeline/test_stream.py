@@ -175,6 +175,27 @@ def test_what_is_no_batch_is_refused() -> None:
         list(pipe.stream([(torch.zeros(4, 6), torch.zeros(4), torch.zeros(4))]))
 
 
+def refilled(buffers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Twelve batches in so many pairs of tensors, which are used again."""
+    pairs = [(torch.empty(8, 6), torch.empty(8, dtype=torch.int64)) for _ in range(buffers)]
+    for number in range(12):
+        rows, target = pairs[number % buffers]
+        torch.manual_seed(number)
+        yield rows.normal_(), target.random_(0, 3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+def test_a_batch_that_is_in_use_is_not_refilled(schedule: str) -> None:
+    """The stream reads ahead; tensors of a batch that is over may have the values of another one."""
+    pipe = classifier(schedule=schedule)
+    with pytest.raises(
+        InputError, match=r"changed a tensor of batch 0 .* \[8, 6\], to make batch 1: a stream reads"
+    ):
+        list(pipe.stream(refilled(1)))
+    given, new = (classifier(schedule=schedule).eval() for _ in range(2))
+    assert list(given.stream(refilled(6))) == list(new.stream(refilled(12)))
+
+
 def test_a_saved_pipeline_streams(tmp_path: Path) -> None:
     pipe = tied()
     pipe.prepare(**next(batches(1))).save(tmp_path / "saved", tensors=True)

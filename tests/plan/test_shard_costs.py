@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import pipec
-from pipec.errors import InputError
+from pipec.errors import InfeasibleError, InputError
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import LinkModel, equal_devices
 from pipec.ir import Op, ShardingLevel
@@ -141,15 +141,16 @@ def in_layers(latency: float = 0.0, **options: Any) -> Pipeline:
     torch.manual_seed(0)
     link = LinkModel(1e15, latency)
     given = {"devices": 2, "microbatches": 2, "shard": "parameters", **options}
-    given["topology"] = equal_devices(2, link)
+    given["topology"] = equal_devices(given["devices"], link)
     given["device_model"] = DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, link, "made up")
     return compiled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), **given)
 
 
-def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer(schedule: str) -> None:
     """Its only stage is divided, unless the script says how many there are, or to gather takes long."""
     x, y = torch.randn(8, 64), torch.randn(8, 64)
-    layered, whole = in_layers(), in_layers(stages=1, replicas=1)
+    layered, whole = in_layers(schedule=schedule), in_layers(stages=1, replicas=1)
     for _ in range(3):
         assert torch.equal(layered.step(x, target=y), whole.step(x, target=y))
     assert torch.equal(layered.eval_step(x, target=y), whole.eval_step(x, target=y))
@@ -159,10 +160,32 @@ def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer() -> None:
     assert (len(layered.plan.stages), len(whole.plan.stages)) == (8, 1)
     assert "8 stages on 2 ranks, looped-bfs-v8" in str(layered.plan)
     assert peak(layered) < 0.6 * peak(whole)
-    slow = in_layers(latency=1.0).prepare(x, target=y)
+    slow = in_layers(latency=1.0, schedule=schedule).prepare(x, target=y)
     assert len(slow.plan.stages) == 1
-    tight = in_layers(latency=1.0, memory_limit=int(0.9 * peak(slow))).prepare(x, target=y)
+    limit = int(0.9 * peak(slow))
+    tight = in_layers(latency=1.0, schedule=schedule, memory_limit=limit).prepare(x, target=y)
     assert len(tight.plan.stages) == 8
+
+
+def test_pipelines_of_several_ranks_gather_layers_where_nothing_else_fits() -> None:
+    """``auto`` takes such a schedule; the error of another one names it."""
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+    limit = int(0.85 * peak(in_layers(devices=4, schedule="looped-bfs").prepare(x, target=y)))
+    found = in_layers(devices=4, schedule="auto", memory_limit=limit)
+    loss = found.step(x, target=y)
+    assert "8 stages on 4 ranks, looped-bfs-v4" in str(found.plan)
+    assert peak(found) <= limit
+    with pytest.raises(InfeasibleError, match="schedule='looped-bfs-v4' fits: it gathers sharded param"):
+        in_layers(devices=4, memory_limit=limit).prepare(x, target=y)
+    asked = in_layers(devices=4, memory_limit=limit, schedule="looped-bfs-v4")
+    assert torch.equal(asked.step(x, target=y), loss)
+    assert torch.equal(in_layers(devices=4).step(x, target=y), loss)
+
+
+def test_no_schedule_is_named_that_does_not_fit() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        in_layers(devices=4, memory_limit=1000).prepare(torch.ones(8, 64), target=torch.ones(8, 64))
+    assert "looped-bfs" not in str(caught.value)
 
 
 def test_evaluating_first_gathers_layers_too() -> None:

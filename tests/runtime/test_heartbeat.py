@@ -16,9 +16,11 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from pipec.errors import TransportError
-from pipec.runtime.processes import rendezvous
+from pipec.runtime.processes import heartbeat, rendezvous
 from pipec.runtime.processes.heartbeat import HeartbeatConnections
+from pipec.runtime.processes.packets import PacketKind
 from pipec.runtime.processes.peers import Peers
+from pipec.runtime.processes.whereabouts import Whereabouts
 
 T = TypeVar("T")
 TIMEOUT = 1.0
@@ -126,6 +128,25 @@ def test_who_does_not_answer_is_named_with_what_it_does(three: list[HeartbeatCon
             TransportError, match=r"rank 0 waited 1 s for ranks 1, 2; every rank must run the"
         ):
             three[0].all_gather_text(b"here")
+
+
+def test_texts_and_channels_wait_for_a_rank_that_is_between_two_calls(
+    three: list[HeartbeatConnections], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A channel says after the timeout that nothing has come, and may be asked again."""
+    monkeypatch.setattr(heartbeat, "whereabouts", lambda: Whereabouts("script.py:3 in save"))
+    time.sleep(3 * three[0]._interval)
+    with ThreadPoolExecutor(2) as pool:
+        texts = [pool.submit(each.all_gather_text, b"here") for each in three[:2]]
+        channels = [three[rank].channel(2 - rank, PacketKind.CALL) for rank in (0, 2)]
+        with pytest.raises(TimeoutError):
+            channels[0].receive(1)
+        time.sleep(0.5 * TIMEOUT)
+        channels[1].send(b"a")
+        channels[1].send(b"b")
+        assert channels[0].receive(1) + channels[0].receive(1) == b"ab"
+        three[2].all_gather_text(b"late")
+        assert [each.result() for each in texts] == [[b"here", b"here", b"late"]] * 2
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

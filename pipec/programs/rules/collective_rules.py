@@ -50,13 +50,12 @@ class CollectiveKey(NamedTuple):
 
 def sync_instruction_numbers(step: ProgramIndex) -> Sequence[Mapping[CollectiveKey, list[int]]]:
     """For each rank, the numbers of its instructions that do not belong to a microbatch or a link."""
-    codes = [
-        OP_CODE[op] for op in _SYNC_OPS if not (op in weight_version_rules.OPS and step.plan.sync_spec.stream)
-    ]
+    of_stream = weight_version_rules.OPS if step.plan.sync_spec.stream else ()
+    is_sync = one_of(*(op for op in _SYNC_OPS if op not in of_stream))
     found = []
     for columns in step.columns:
         own: dict[CollectiveKey, list[int]] = defaultdict(list)
-        for number in np.flatnonzero(np.isin(columns.ops, codes)).tolist():
+        for number in np.flatnonzero(is_sync[columns.ops]).tolist():
             op, stage, bucket = columns.ops[number], columns.stages[number], columns.buckets[number]
             own[CollectiveKey(OPS[op], int(stage), int(bucket))].append(number)
         found.append(own)

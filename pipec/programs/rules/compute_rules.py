@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir import Op, rank_of
-from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, taken
+from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, one_of, taken
 from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex
 from pipec.programs.rank_memory import in_flight
 from pipec.programs.rules import weight_version_rules
 from pipec.programs.violation import Violation
 
-_VERSION_OPS = [OP_CODE[op] for op in weight_version_rules.OPS]
+_IS_VERSION_OP = one_of(*weight_version_rules.OPS)
 
 
 def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -123,7 +123,7 @@ def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
     sources = np.array([*(link.source for link in step.plan.links), -1])
     for rank, columns in enumerate(step.columns):
         late: list[tuple[int, int]] = []
-        named = np.flatnonzero((columns.microbatches >= 0) & ~np.isin(columns.ops, _VERSION_OPS))
+        named = np.flatnonzero((columns.microbatches >= 0) & ~_IS_VERSION_OP[columns.ops])
         used = named[taken(columns.stages, named) >= 0]
         moved = named[columns.ops[named] == OP_CODE[Op.MOVE]]
         places = (used, taken(columns.stages, used)), (moved, sources[columns.link_numbers[moved]])

@@ -20,11 +20,11 @@ from pipec.ir import (
     replica_counts,
     stages_on,
 )
-from pipec.ir.columns import OP_CODE, Ints
+from pipec.ir.columns import OP_CODE, Ints, one_of
 from pipec.programs.program_index import COMPUTES, ProgramIndex
 from pipec.programs.violation import Violation
 
-_NAMING_VERSIONS = [OP_CODE[op] for op in (Op.PRECOMPUTE, Op.STASH, Op.UPDATE)]
+_NAMES_VERSION = one_of(Op.PRECOMPUTE, Op.STASH, Op.UPDATE)
 _PREPARING = (Op.CHECK, Op.STAGE_NORM, Op.STASH)
 OPS = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, *_PREPARING, Op.UPDATE, Op.PAUSE)
 """The ops at the end of each round."""
@@ -60,7 +60,7 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
     """
     stream = step.plan.sync_spec.stream
     for rank, columns in enumerate(step.columns):
-        naming = np.isin(columns.ops, _NAMING_VERSIONS) & (stream is not None)
+        naming = _NAMES_VERSION[columns.ops] & (stream is not None)
         others = ~columns.is_compute & ~naming
         for number in np.flatnonzero(others & (columns.versions != -1)).tolist()[:1]:
             op, version = columns[number].op, columns.versions[number]
@@ -205,7 +205,7 @@ def versions_available(step: ProgramIndex) -> Iterator[Violation]:
     replicas = replica_counts(step.plan.placement)
     for rank, stage in [(rank, stage) for stage, ranks in enumerate(step.plan.placement) for rank in ranks]:
         columns, numbers = step.columns[rank], _numbers(step, rank, stage, Op.UPDATE)
-        own = np.flatnonzero(np.isin(columns.ops, _COMPUTES) & (columns.stages == stage))
+        own = np.flatnonzero(_IS_COMPUTE[columns.ops] & (columns.stages == stage))
         read = columns.versions[own]
         made = np.searchsorted(numbers, own)
         yield from _not_stashed(step, rank, stage, numbers, own[read < made])
@@ -253,7 +253,7 @@ def _not_stashed(
             return
 
 
-_COMPUTES = [OP_CODE[op] for op in COMPUTES]
+_IS_COMPUTE = one_of(*COMPUTES)
 
 
 def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:

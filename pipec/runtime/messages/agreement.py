@@ -2,7 +2,8 @@
 
 All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
 digest of the arguments, and some numbers, such as rank 0's seed. Only if digests differ do they also
-exchange the descriptions themselves. Ranks of one host have a socket for these bytes.
+exchange the descriptions themselves. These bytes go over a socket between ranks of one host, otherwise over
+the heartbeat connections: a rank waits for one that is between two calls as long as that one lives.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,20 +26,25 @@ from pipec.errors import InputError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, full_digest
 from pipec.runtime.messages.connections import Connections
 from pipec.runtime.messages.distributed_transport import DistributedTransport
-from pipec.runtime.messages.message_socket import MessageSocket
+from pipec.runtime.processes.packets import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 from pipec.runtime.processes.whereabouts import note_call
 
 S = TypeVar("S")
 
 _TAG = 2**31 - 2
-"""The tag of these messages; messages of a program have the small numbers of its links."""
-
-_NUM_ANNOUNCEMENTS = 2**12
-"""Tags of announcements."""
+"""The tag of tensors that are broadcast; messages of a program have the small numbers of its links."""
 
 MismatchMessage = Callable[[Sequence[CallDescription]], str]
 """Makes the error's text from the description of every rank."""
+
+
+class Channel(Protocol):
+    """Messages to and from another rank; a ``receive`` that took too long may be repeated."""
+
+    def send(self, message: bytes) -> None: ...
+
+    def receive(self, num_bytes: int) -> bytes: ...
 
 
 class CallRole(IntEnum):
@@ -70,7 +76,9 @@ class Agreement:
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
         self._same_host = transport.connect_same_host()
-        self._other_hosts = [peer for peer in self._peers if peer not in self._same_host]
+        self._channels = {peer: transport.channel(peer, PacketKind.CALL) for peer in self._peers}
+        self._fastest_channels: dict[int, Channel] = {**self._channels, **self._same_host}
+        self._announcements = {peer: transport.channel(peer, PacketKind.ANNOUNCEMENT) for peer in self._peers}
         self._gloo = (
             transport.gloo_connections()
             if transport.device.type == "cuda"  # NCCL carries no CPU tensors
@@ -96,7 +104,7 @@ class Agreement:
         note_call()
         padding = [0] * (_MAX_REPLY_VALUES - len(reply_values))
         own = _ROW.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *reply_values, *padding)
-        rows = [[*_ROW.unpack(row)] for row in self._all_gather_bytes(activity, own)]
+        rows = [[*_ROW.unpack(row)] for row in self._start_exchange(self._fastest_channels, activity, own)()]
         is_required = any(row[2] == CallRole.REQUIRED for row in rows)
         compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
         if any(each != compared[0] for each in compared):
@@ -124,79 +132,48 @@ class Agreement:
 
     def all_gather(self, activity: str, own: Tensor) -> list[Tensor]:
         """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""
-        return self.start_all_gather(activity, own)()
+        received = self._start_exchange(self._channels, activity, own.numpy().tobytes())()
+        return [torch.frombuffer(bytearray(each), dtype=own.dtype).view(own.shape) for each in received]
 
-    def _all_gather_bytes(self, activity: str, own: bytes) -> list[bytes]:
-        """A few bytes of each rank, on every rank."""
-        received = {self._transport.rank: own}
-        for peer, socket in self._same_host.items():
+    def start_comparison(self, activity: str, call_description: CallDescription) -> Callable[[], bool]:
+        """Send ``call_description`` asynchronously; returns a function that says whether all ranks continue.
+
+        The function waits for the other descriptions; comparisons end in the order in which they start. Ranks
+        continue if all descriptions are equal, and no rank has a pending stop signal.
+        """
+        own = _COMPARED.pack(*_digest(call_description), STOP_SIGNALS.pending)
+        expected = _COMPARED.pack(*_digest(call_description), 0)
+        wait = self._start_exchange(self._announcements, activity, own)
+        return lambda: all(each == expected for each in wait())
+
+    def _start_exchange(
+        self, channels: Mapping[int, Channel], activity: str, own: bytes
+    ) -> Callable[[], list[bytes]]:
+        """Start to exchange bytes with all ranks; returns a function that waits for those of each rank."""
+        for peer, channel in channels.items():
             try:
-                socket.send(own)
+                channel.send(own)
             except (TimeoutError, ConnectionError):
                 with self._together_with(peer, activity):
                     raise
-        wait = self._start_all_gather_bytes(activity, own) if self._other_hosts else dict
-        for peer, socket in self._same_host.items():
-            with self._together_with(peer, activity):
-                received[peer] = self._receive(peer, socket, len(own))
-        received |= wait()
-        return [received[rank] for rank in range(len(received))]
 
-    def _receive(self, peer: int, socket: MessageSocket, num_bytes: int) -> bytes:
+        def wait() -> list[bytes]:
+            received = {self._transport.rank: own}
+            for peer, channel in channels.items():
+                with self._together_with(peer, activity):
+                    received[peer] = self._receive(peer, channel, len(own))
+            return [received[rank] for rank in range(len(received))]
+
+        return wait
+
+    def _receive(self, peer: int, channel: Channel, num_bytes: int) -> bytes:
         """The next message of a rank, which is waited for while it lives and is between two calls."""
         while True:
             try:
-                return socket.receive(num_bytes)
+                return channel.receive(num_bytes)
             except TimeoutError:
                 if not self._transport.has_time(peer):
                     raise
-
-    def _start_all_gather_bytes(self, activity: str, own: bytes) -> Callable[[], dict[int, bytes]]:
-        """Start to exchange bytes with ranks that share no memory with this one."""
-        wait = self.start_all_gather(activity, torch.tensor([*own], dtype=torch.uint8), to=self._other_hosts)
-
-        def received() -> dict[int, bytes]:
-            rows = wait()
-            return {peer: bytes(rows[peer].tolist()) for peer in self._other_hosts}
-
-        return received
-
-    def start_comparison(
-        self, activity: str, number: int, call_description: CallDescription
-    ) -> Callable[[], bool]:
-        """Send ``call_description`` asynchronously; returns a function that says whether all ranks continue.
-
-        The function waits for the other descriptions. Ranks continue if all descriptions are equal, and no
-        rank has a pending stop signal. ``number`` counts announcements; ranks may be ahead of others by as
-        many as there are tags.
-        """
-        own = torch.tensor([*_digest(call_description), STOP_SIGNALS.pending])
-        expected = torch.tensor([*_digest(call_description), 0])
-        wait = self.start_all_gather(activity, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
-        return lambda: all(torch.equal(each, expected) for each in wait())
-
-    def start_all_gather(
-        self, activity: str, own: Tensor, tag: int = _TAG, to: Sequence[int] | None = None
-    ) -> Callable[[], list[Tensor]]:
-        """Start to exchange tensors with the ranks ``to``, or all; returns a function that waits for them."""
-        rank = self._transport.rank
-        received = [
-            own if other == rank else torch.empty_like(own) for other in range(self._transport.num_ranks)
-        ]
-        waits = []
-        for peer in self._peers if to is None else to:
-            with self._together_with(peer, activity) as via:
-                waits.append((peer, via.receive(received[peer], peer, tag)))
-                via.send([own], peer, tag)
-
-        def wait() -> list[Tensor]:
-            for peer, work in waits:
-                with self._together_with(peer, activity) as via:
-                    via.wait(work)
-            waits.clear()
-            return received
-
-        return wait
 
     def broadcast_tensor(
         self, owner: int, activity: str, tensor: Tensor, to: Sequence[int] | None = None
@@ -237,20 +214,32 @@ class Agreement:
         fetch = functools.partial(self.broadcast_tensor, owner, activity)
         return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
 
-    def broadcast_from_rank_0(self, tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
-        """Copy rank 0's values to every rank; returns, by rank, the names of tensors that differed."""
-        own = [full_digest(tensor) for tensor in tensors.values()]
-        gathered = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
+    def broadcast_from_rank_0(
+        self, tensors: Mapping[str, Tensor], keepers: Mapping[str, Sequence[int]]
+    ) -> dict[int, list[str]]:
+        """Copy rank 0's values to the ranks that keep a tensor: its ``keepers``, or all if it has none.
+
+        Rank 0 digests all tensors, every other rank those that it keeps. Returns, by rank, the names of
+        tensors that differed.
+        """
+        rank, every = self._transport.rank, range(self._transport.num_ranks)
+        own = {
+            name: full_digest(tensor)
+            for name, tensor in tensors.items()
+            if rank in (0, *keepers.get(name, every))
+        }
+        digests = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
         differing: dict[int, list[str]] = defaultdict(list)
-        for (name, tensor), digests in zip(tensors.items(), zip(*gathered, strict=True), strict=True):
-            others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-            if not others or "" in digests:  # the digest of a tensor without values
+        for name, tensor in tensors.items():
+            found = {other: digests[other][name] for other in every if name in digests[other]}
+            others = [other for other, digest in found.items() if digest != found[0]]
+            if not others or "" in found.values():  # the digest of a tensor without values
                 continue
             sent = self.broadcast_tensor(0, f"taking over {name}", tensor, others)
-            if self._transport.rank in others:
+            if rank in others:
                 tensor.detach().copy_(sent)
-            for rank in others:
-                differing[rank].append(name)
+            for other in others:
+                differing[other].append(name)
         return dict(differing)
 
     @contextlib.contextmanager
@@ -269,6 +258,9 @@ _MAX_REPLY_VALUES = 5
 
 _ROW = struct.Struct(f"={4 + _MAX_REPLY_VALUES}q")
 """A digest of the call's description, its role, the signal to stop, and the ``reply_values``."""
+
+_COMPARED = struct.Struct("=3q")
+"""A digest of the call's description, and the signal to stop."""
 
 
 def _digest(call_description: CallDescription) -> tuple[int, ...]:

@@ -50,7 +50,9 @@ from pipec.runtime.messages.message_socket import MessageSocket
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.shared_memory import SharedMemory
 from pipec.runtime.messages.transport import Receiver, Send
+from pipec.runtime.processes.heartbeat import HeartbeatChannel
 from pipec.runtime.processes.launch import world
+from pipec.runtime.processes.packets import PacketKind
 from pipec.runtime.processes.rendezvous import call_with_timeout, connect_ranks
 from pipec.runtime.processes.stall_reports import format_ranks
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
@@ -115,6 +117,10 @@ class DistributedTransport:
         sockets = connect_all(self.rank, self.num_ranks, self._timeout, self.all_gather_text)
         self._same_host = {peer: MessageSocket(each) for peer, each in sockets.items()}
         return self._same_host
+
+    def channel(self, peer: int, kind: PacketKind) -> HeartbeatChannel:
+        """Messages of a kind to and from another rank, also of another host, beside those of programs."""
+        return self._heartbeats.channel(peer, kind)
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         """The result of ``make``, which all ranks call together. Each of its segments may take the timeout.

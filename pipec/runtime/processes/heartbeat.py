@@ -7,7 +7,8 @@ They carry no tensors. A thread in each process sends heartbeats, and reads the 
 * A rank that fails sends the reason. A rank whose script ends, or that frees its pipeline, sends CLEAN_CLOSE.
 * A rank that waits sends the rank it waits for, so that an error can name the rank at the end of the chain.
 
-Ranks also exchange texts here outside of steps. Torch's store, which is in the process of rank 0, is used for
+Ranks also exchange texts here outside of steps: a wait for one may be repeated after the timeout, which a
+wait of gloo may not. Torch's store, which is in the process of rank 0, is used for
 the ranks' addresses alone.
 """
 
@@ -16,6 +17,7 @@ import contextlib
 import functools
 import hmac
 import json
+import math
 import os
 import signal
 import struct
@@ -23,8 +25,8 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
 
 from pipec.errors import TransportError
 from pipec.runtime.processes.addresses import Address, listen
@@ -74,18 +76,19 @@ class HeartbeatConnections:
     def wait_for_all(self) -> None:
         """Wait until every rank is connected. Raises TransportError, which names the missing ranks."""
         peers = self._peers
-        self._wait(lambda: all(peer.writer for peer in peers.values()), peers.not_connected, self._timeout)
+        self._wait(
+            lambda: [rank for rank, peer in peers.items() if peer.writer is None],
+            lambda _: peers.not_connected(),
+            self._timeout,
+        )
 
     def all_gather_text(self, text: bytes) -> list[bytes]:
         """The texts of all ranks, by rank. Raises TransportError, which names the missing ranks."""
         self.send_text(text)
-        with self.waiting("comparing calls with all ranks"):
-            missing = functools.partial(self._peers.unanswered, self._waits.now.activity)
-            self._wait(lambda: all(peer.texts for peer in self._peers.values()), missing, self._timeout)
-        return [
-            self._peers[rank].texts.popleft() if rank in self._peers else text
-            for rank in range(len(self._peers) + 1)
-        ]
+        with self.waiting(activity := "comparing calls with all ranks"):
+            missing = functools.partial(self._peers.without, PacketKind.TEXT)
+            self._wait(missing, lambda ranks: self._peers.unanswered(ranks, activity), self._timeout)
+        return self._read_all(PacketKind.TEXT, text)
 
     def send_text(self, text: bytes) -> None:
         """Send a text to every other rank, which gets it by ``receive_text`` or ``all_gather_text``."""
@@ -96,9 +99,14 @@ class HeartbeatConnections:
 
         A wait that is ``expected`` to take long is not reported on the console.
         """
+        texts = self._peers[peer].received[PacketKind.TEXT]
         with self.waiting(activity, peer, expected):
-            self._wait(lambda: bool(self._peers[peer].texts), lambda: "", None)
-        return self._peers[peer].texts.popleft()
+            self._wait(lambda: [] if texts else [peer], lambda _: "", None)
+        return texts.popleft()
+
+    def channel(self, peer: int, kind: PacketKind) -> "HeartbeatChannel":
+        """Messages of a kind to and from one rank."""
+        return HeartbeatChannel(self, peer, kind)
 
     def exchange_final_status(self, text: str, within: float) -> dict[int, str | None]:
         """The final statuses of living ranks, exchanged when the pipeline cannot go on.
@@ -119,13 +127,10 @@ class HeartbeatConnections:
         """
         self._send(PacketKind.BACKGROUND_TEXT, text)
         with self._changed:
-            while not all(peer.background_texts for peer in self._peers.values()):
+            while self._peers.without(PacketKind.BACKGROUND_TEXT):
                 self.check_processes()
                 self._changed.wait(_POLL_SECONDS)
-        return [
-            self._peers[rank].background_texts.popleft() if rank in self._peers else text
-            for rank in range(len(self._peers) + 1)
-        ]
+        return self._read_all(PacketKind.BACKGROUND_TEXT, text)
 
     def check_processes(self) -> None:
         """Raise TransportError if the process of a rank ended or is stopped."""
@@ -216,19 +221,43 @@ class HeartbeatConnections:
 
     # Run on the calling thread.
 
-    def _wait(self, reached: Callable[[], bool], missing: Callable[[], str], limit: float | None) -> None:
-        """Wait for ``reached()``. Raises TransportError after ``limit`` seconds, or if a rank failed."""
-        deadline = None if limit is None else time.monotonic() + limit
+    def _receive(self, peer: int, kind: PacketKind) -> bytes:
+        """The next packet of a kind from a rank. Raises as ``HeartbeatChannel.receive``."""
+        arrived, deadline = self._peers[peer].received[kind], time.monotonic() + self._timeout
         with self._changed:
-            while not reached():
+            while not arrived:
+                if self._failure or self._peers.ended(self._peers, _ARRIVAL_SECONDS):
+                    raise ConnectionError("a rank failed")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("nothing came from the other rank")
+                self._changed.wait(_POLL_SECONDS)
+            return arrived.popleft()
+
+    def _wait(
+        self, missing: Callable[[], list[int]], describe: Callable[[list[int]], str], limit: float | None
+    ) -> None:
+        """Wait until no ranks are ``missing()``.
+
+        Raises TransportError if a rank failed, or after ``limit`` seconds if one that is missing has no time.
+        """
+        deadline = math.inf if limit is None else time.monotonic() + limit
+        with self._changed:
+            while ranks := missing():
                 if reason := self._failure or self._peers.ended(self._peers, _ARRIVAL_SECONDS):
                     raise self._failure_error(reason)
-                if deadline is not None and time.monotonic() > deadline:
+                if time.monotonic() > deadline and not all(map(self._peers.has_time, ranks)):
                     if silent := self._peers.silent():
                         raise self._failure_error(silent)
-                    self.fail(missing())
-                    raise TransportError(missing())
+                    self.fail(describe(ranks))
+                    raise TransportError(describe(ranks))
                 self._changed.wait(_POLL_SECONDS)
+
+    def _read_all(self, kind: PacketKind, own: bytes) -> list[bytes]:
+        """The next packet of a kind from each rank, by rank; all have arrived."""
+        return [
+            self._peers[rank].received[kind].popleft() if rank in self._peers else own
+            for rank in range(len(self._peers) + 1)
+        ]
 
     def _failure_error(self, reason: str) -> TransportError:
         """The error for the failure of another rank, after sending it to all ranks."""
@@ -296,14 +325,12 @@ class HeartbeatConnections:
                     if kind is PacketKind.HEARTBEAT:
                         peer.waiting_for, peer.activity, peer.last_activity, where = json.loads(payload)
                         peer.whereabouts = Whereabouts(*where)
-                    elif kind is PacketKind.TEXT:
-                        peer.texts.append(payload)
-                    elif kind is PacketKind.BACKGROUND_TEXT:
-                        peer.background_texts.append(payload)
                     elif kind is PacketKind.CLEAN_CLOSE:
                         peer.closed_cleanly = True
                     elif kind is PacketKind.FINAL_STATUS:
                         peer.final_status = payload.decode()
+                    elif kind is not PacketKind.FAILURE:
+                        peer.received[kind].append(payload)
                     self._changed.notify_all()
                 if kind is PacketKind.FAILURE:
                     self._set_failure(payload.decode())
@@ -353,14 +380,34 @@ class HeartbeatConnections:
         if not self._interrupting:
             raise KeyboardInterrupt
 
-    def _send(self, kind: PacketKind, payload: bytes) -> None:
+    def _send(self, kind: PacketKind, payload: bytes, to: Iterable[int] | None = None) -> None:
         with contextlib.suppress(RuntimeError):  # the thread has ended
-            self._loop.call_soon_threadsafe(self._write_all, kind, payload)
+            self._loop.call_soon_threadsafe(self._write_all, kind, payload, to)
 
-    def _write_all(self, kind: PacketKind, payload: bytes) -> None:
-        for peer in self._peers.values():
+    def _write_all(self, kind: PacketKind, payload: bytes, to: Iterable[int] | None = None) -> None:
+        """Write a packet to the ranks ``to``, or to all."""
+        for peer in map(self._peers.__getitem__, self._peers if to is None else to):
             if peer.writer is not None and peer.ended_at is None:
                 peer.writer.write(encode_packet(kind, payload))
+
+
+@dataclass(frozen=True)
+class HeartbeatChannel:
+    """Messages of one kind to and from another rank, in the order in which they are sent."""
+
+    _heartbeats: HeartbeatConnections
+    _peer: int
+    _kind: PacketKind
+
+    def send(self, message: bytes) -> None:
+        self._heartbeats._send(self._kind, message, to=[self._peer])
+
+    def receive(self, num_bytes: int) -> bytes:
+        """The next message, of ``num_bytes``.
+
+        Raises TimeoutError after the timeout, then it may be called again; ConnectionError if a rank failed.
+        """
+        return self._heartbeats._receive(self._peer, self._kind)
 
 
 _LONGEST_INTERVAL = 1.0

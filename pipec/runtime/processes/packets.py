@@ -9,7 +9,8 @@ class PacketKind(IntEnum):
     """``HELLO`` opens a connection; ``CLEAN_CLOSE`` ends it without a failure.
 
     ``FINAL_STATUS`` is a rank's final status, sent when the pipeline cannot go on; ``BACKGROUND_TEXT`` is a
-    text for a background thread.
+    text for a background thread. ``CALL`` describes a call that all ranks make, ``ANNOUNCEMENT`` a batch of a
+    stream.
     """
 
     HELLO = 0
@@ -19,6 +20,8 @@ class PacketKind(IntEnum):
     CLEAN_CLOSE = 4
     FINAL_STATUS = 5
     BACKGROUND_TEXT = 6
+    CALL = 7
+    ANNOUNCEMENT = 8
 
 
 def encode_packet(kind: PacketKind, payload: bytes = b"") -> bytes:

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pipec.runtime.processes.packets import PacketKind
 from pipec.runtime.processes.stall_reports import describe_absent_rank, describe_busy_rank, format_ranks
 from pipec.runtime.processes.whereabouts import IN_A_CALL, Whereabouts
 
@@ -14,14 +15,14 @@ from pipec.runtime.processes.whereabouts import IN_A_CALL, Whereabouts
 class Peer:
     """The state of another rank.
 
-    ``missed_heartbeats`` counts this rank's own heartbeats since the last packet of the other. ``activity``
-    describes its current wait, for the rank ``waiting_for``; ``last_activity`` its last finished wait. While
-    it does not wait, ``whereabouts`` is the line of its script.
+    ``received`` has the payloads of its unread packets. ``missed_heartbeats`` counts this rank's own
+    heartbeats since the last packet of the other. ``activity`` describes its current wait, for the rank
+    ``waiting_for``; ``last_activity`` its last finished wait. While it does not wait, ``whereabouts`` is the
+    line of its script.
     """
 
     writer: asyncio.StreamWriter | None = None
-    texts: deque[bytes] = field(default_factory=deque)
-    background_texts: deque[bytes] = field(default_factory=deque)
+    received: defaultdict[PacketKind, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
     missed_heartbeats: int = 0
     waiting_for: int | None = None
     activity: str = ""
@@ -136,8 +137,11 @@ class Peers(dict[int, Peer]):
             "connect: that process was not started, died or hangs before it makes its pipeline"
         )
 
-    def unanswered(self, activity: str) -> str:
-        missing = [rank for rank, peer in self.items() if not peer.texts]
+    def without(self, kind: PacketKind) -> list[int]:
+        """The ranks from which no unread packet of a kind is there."""
+        return [rank for rank, peer in self.items() if not peer.received[kind]]
+
+    def unanswered(self, missing: Sequence[int], activity: str) -> str:
         return (
             f"rank {self._rank} waited {self._timeout:g} s for {format_ranks(missing)}; every rank must run "
             f"the same script with the same arguments. {self.waits_for(missing[0], activity)}"

@@ -5,6 +5,7 @@ the exception went through the function that made the last call, which has ended
 """
 
 import ast
+import functools
 import linecache
 import sys
 import sysconfig
@@ -18,16 +19,19 @@ from types import CodeType, FrameType
 class Whereabouts:
     """The line of the script that runs, "" inside a call of a pipeline; and the exception that it handles.
 
-    ``has_left`` says whether that exception led out of the loop.
+    ``has_left`` says whether that exception led out of the loop. ``loop`` has the lines of the loop that made
+    the last call, if the script has gone past it: by an exception that it caught, or because the loop ended.
     """
 
     line: str = ""
     exception: str = ""
     has_left: bool = False
+    loop: str = ""
 
     def __str__(self) -> str:
+        past = f", past the loop of its last call, {self.loop}" if self.loop else ""
         handling = f", where it handles {self.exception}" if self.exception else ""
-        return f"at {self.line}{handling}"
+        return f"at {self.line}{past}{handling}"
 
 
 IN_A_CALL = Whereabouts()
@@ -64,7 +68,8 @@ def whereabouts() -> Whereabouts:
     frame = _script_frame(innermost) or innermost
     error = _handled_exception(thread)
     text = f"{type(error).__name__}: {error}" if error is not None else ""
-    return Whereabouts(_line(frame), text, error is not None and _has_left(error, innermost))
+    has_left = error is not None and _has_left(error, innermost)
+    return Whereabouts(_line(frame), text, has_left, _passed_loop(innermost))
 
 
 def _handled_exception(thread: int) -> BaseException | None:
@@ -81,13 +86,28 @@ def _has_left(error: BaseException, innermost: FrameType) -> bool:
         traceback = traceback.tb_next
     if not has_passed or _last_call.code is None:
         return False
-    frame: FrameType | None = innermost
-    while frame is not None and not _last_call.is_frame(frame):
-        frame = frame.f_back
+    frame = _frame_of_last_call(innermost)
     first, last = _loop(_last_call.code, _last_call.line)
     return frame is None or not first <= frame.f_lineno <= last
 
 
+def _passed_loop(innermost: FrameType) -> str:
+    """The lines of the loop that made the last call, if its function is past that loop; else ""."""
+    frame = _frame_of_last_call(innermost)
+    if frame is None:
+        return ""
+    first, last = _loop(frame.f_code, _last_call.line)
+    return f"lines {first} to {last}" if first < last < frame.f_lineno else ""
+
+
+def _frame_of_last_call(innermost: FrameType) -> FrameType | None:
+    frame: FrameType | None = innermost
+    while frame is not None and not _last_call.is_frame(frame):
+        frame = frame.f_back
+    return frame
+
+
+@functools.cache
 def _loop(code: CodeType, line: int) -> tuple[int, int]:
     """The first and the last line of the outermost loop around ``line``; that line if there is none."""
     try:

@@ -89,6 +89,7 @@ class StreamSession:
             self._close()
             return None
         self._ahead.wait()
+        self._ahead.release(number - self._run.max_batches_ahead - 1)  # no rank has one so old in flight
         self._run.forget_results()
         self._num_given += 1
         return self._batch_result(results)
