@@ -1,0 +1,198 @@
+"""``transformers.Trainer`` with a pipeline in place of its model.
+
+All that relies on private methods and attributes of transformers is in this file and in ``arguments.py``. The
+Trainer is alone in each process, so that what it logs, evaluates and decides is the same on all ranks. What
+differs is overridden here: the model, losses that are computed of outputs, and files, which rank 0 writes.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_utils import seed_worker
+
+import pipec
+from pipec.errors import InputError
+from pipec.integrations.transformers.adapters import is_peft_model, load_adapter
+from pipec.integrations.transformers.arguments import PipelineArguments
+from pipec.integrations.transformers.losses import given_loss, smoothed_loss, target_of
+from pipec.pipeline.pipeline_module import PipelineModule
+
+
+class PipelineTrainer(Trainer):  # type: ignore[misc]
+    """Mixed into a Trainer, lets its model train as a pipeline: ``pipe``, whose module is ``model``."""
+
+    pipe: pipec.Pipeline
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
+        if not isinstance(given, PipelineArguments):
+            raise InputError(
+                f"args is a {type(given).__name__}; pass PipecArguments, which is TrainingArguments with the "
+                "options of pipec.compile, or to a PipecSFTTrainer PipecSFTConfig"
+            )
+        super().__init__(*args, **kwargs)
+        self.model = self.model_wrapped = self._as_pipeline(self.model)
+
+    def _as_pipeline(self, model: nn.Module) -> nn.Module:
+        """Compile the model. Returns the module that the Trainer takes for it."""
+        _refuse_model(model)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise InputError(
+                "Accelerate is configured for DeepSpeed or FSDP, but a pipeline takes their place; start the "
+                "script with torchrun, or leave them out of the configuration of accelerate launch"
+            )
+        if any(name in self.args.optim for name in ("lomo", "layerwise")):
+            raise InputError(
+                f"optim is {self.args.optim!r}, which updates each parameter during the backward, but the "
+                "gradients of a pipeline are there after it; use another optimizer, such as adamw_torch"
+            )
+        self._whole_model, loss_fn = model, self._loss_fn()
+        self.pipe = pipec.compile(model, loss_fn=loss_fn, **self.args.options())
+        return self.pipe.as_module(outputs=self._has_users_loss)
+
+    @property
+    def _has_users_loss(self) -> bool:
+        """Whether a subclass has a ``compute_loss`` of its own, which may read outputs."""
+        owner = next(each for each in type(self).__mro__ if "compute_loss" in vars(each))
+        return not owner.__module__.startswith(__package__)
+
+    def _loss_fn(self) -> Callable[..., Any] | None:
+        """The loss that the Trainer would compute of outputs and labels; None: the model's own."""
+        if self.compute_loss_func is not None:
+            return functools.partial(given_loss, self.compute_loss_func)
+        if self.label_smoother is None:
+            return None
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return functools.partial(smoothed_loss, self.label_smoother, shifts)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As in ``Trainer``; each trial has a pipeline of its own."""
+        model: nn.Module = super().call_model_init(trial)
+        return self._as_pipeline(model) if getattr(self, "is_in_train", False) else model
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """As in ``Trainer``. In training the outputs are the loss alone, unless a subclass overrides this."""
+        if model.training and torch.is_grad_enabled():
+            if not self.pipe.has_loss_fn:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            output = model(**inputs, target=target_of(inputs := dict(inputs), num_items_in_batch))
+            loss = output[0] if self._has_users_loss else output
+            return (loss, output) if return_outputs else loss
+        if not self.pipe.has_loss_fn and return_outputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = dict(inputs)
+        if self.pipe.has_loss_fn:
+            inputs["target"] = target_of(inputs, num_items_in_batch)
+        elif self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs["num_items_in_batch"] = num_items_in_batch
+        return self.pipe.eval_step(**inputs, outputs=return_outputs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As in ``Trainer``. Where the loss alone is needed, ranks do not exchange logits."""
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        if not prediction_loss_only or not has_labels or self._has_users_loss:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+        inputs = self._prepare_inputs(inputs)
+        count = self._get_num_items_in_batch([inputs], self.args.device)
+        with torch.no_grad():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=count)
+        return loss.detach(), None, None
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """As in ``Trainer``; workers of all ranks draw the same numbers, for the same rows."""
+        loader: DataLoader[Any] = super()._get_dataloader(*args, **kwargs)
+        if loader.worker_init_fn is not None:
+            workers = self.args.dataloader_num_workers
+            loader.worker_init_fn = functools.partial(seed_worker, num_workers=workers, rank=0)
+        return loader
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The pipeline places its stages."""
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Every rank calls this, and rank 0 writes the whole model."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        with self.pipe.state_to_write(folder) as state:
+            if state is None:
+                return
+            module, self.model = self.model, self._whole_model
+            try:
+                super()._save(folder, state)
+            finally:
+                self.model = module
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = self.optimizer.state_dict()  # every rank calls this: it is that of the whole model
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Rank 0's: ranks draw the same numbers."""
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.pipe.wait_for_ranks("saving a checkpoint")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if is_peft_model(self.model):
+            self._load_adapters(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if is_peft_model(self.model):
+            self._load_adapters(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _load_adapters(self, folder: str) -> None:
+        """All adapters of the model, from where ``save_pretrained`` of PEFT puts them."""
+        for adapter in self.model.peft_config:
+            load_adapter(self.model, folder if adapter == "default" else Path(folder, adapter), adapter)
+
+
+class PipecTrainer(PipelineTrainer):
+    """``transformers.Trainer`` whose model trains as a pipeline, alone and under ``torchrun``.
+
+    It takes what a ``Trainer`` takes, with ``PipecArguments`` as ``args``. All ranks run the same script, and pass the same
+    model and data; losses, norms, metrics and files are those of a ``Trainer`` on one device, with batches of
+    ``per_device_train_batch_size`` times the replicas. See docs/loops.md.
+
+    Raises:
+        InputError: the arguments or the model ask for what a pipeline cannot do.
+    """
+
+
+def _refuse_model(model: nn.Module) -> None:
+    if isinstance(model, PipelineModule | pipec.Pipeline) or "_pipe" in vars(model):
+        raise InputError("the model is a pipeline already; pass the model itself, which the Trainer compiles")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise InputError(
+            "the model is quantized: kernels compute with its packed weights, which pipec cannot cut or "
+            "differentiate. Load it without quantization_config; the weights of LoRA may be bfloat16 with bf16=True"
+        )
