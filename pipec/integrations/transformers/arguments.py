@@ -25,7 +25,7 @@ _TYPES = {"devices": int | None, "replicas": int, "dynamic": bool, "timeout": fl
 
 _REFUSED = {
     "fsdp": "leave it out: stages divide the model, and shard='parameters' with replicas what is left",
-    "deepspeed": "leave it out: shard='optimizer', 'gradients' or 'parameters' with replicas is ZeRO 1, 2 or 3",
+    "deepspeed": "leave it out: shard='optimizer', 'gradients' or 'parameters' is ZeRO 1, 2 or 3",
     "parallelism_config": "leave it out: stages and replicas divide the work",
     "use_liger_kernel": "leave it out: its kernels would replace operators that pipec cuts and proves",
     "auto_find_batch_size": "leave it out: microbatches and memory_limit make a step fit",
@@ -42,12 +42,11 @@ def _option_fields() -> list[tuple[str, Any, Any]]:
         declared, default = OPTIONS[option], getattr(_DEFAULTS, option)
         if option == "recompute":
             default = None
-        kind = _TYPES.get(option)
-        if kind is None and declared.flag is not None:
-            kind = declared.flag.reads or (bool if isinstance(default, bool) else str)
-            kind = kind if kind is bool else kind | None
+        kind: Any = _TYPES.get(option, Any)
+        if option not in _TYPES and declared.flag is not None:
+            kind = bool if isinstance(default, bool) else (declared.flag.reads or str) | None
         metadata = {"help": " ".join(declared.meaning.split()).replace("%", "%%")}
-        found.append((option, kind or Any, field(default=default, kw_only=True, metadata=metadata)))
+        found.append((option, kind, field(default=default, kw_only=True, metadata=metadata)))
     return found
 
 
@@ -57,7 +56,13 @@ _Options: Any = make_dataclass("_Options", _option_fields())
 
 
 class PipelineArguments(_Options):  # type: ignore[misc]
-    """What the arguments of any Trainer need besides: the options, one process, the same rows on all ranks."""
+    """Mixed into the arguments of a Trainer: the options, and that each process is alone."""
+
+    torch_compile: Any
+    torch_compile_backend: Any
+    activation_checkpointing: Any
+    recompute: Any
+    _n_gpu: Any
 
     def __post_init__(self) -> None:
         for name, remedy in _REFUSED.items():
@@ -96,6 +101,11 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         return chosen
 
     @property
+    def updates_in_programs(self) -> bool:
+        """Whether pipec makes the updates: it does where it scales the loss, shards or offloads state."""
+        return self._given_precision == "fp16" or bool(self.shard) or self.offload in ("optimizer", "all")
+
+    @property
     def mixed_precision(self) -> str:
         """What Accelerate casts to: nothing. Stages are compiled with ``bf16`` or ``fp16``."""
         return "no"
@@ -111,8 +121,8 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         replicas = make_schedule_policy(self.schedule, count, self.stages, self.replicas).replicas
         if not isinstance(replicas, int) or self.replicas == "auto":
             raise InputError(
-                f"replicas is {self.replicas!r}, but the rows of a batch are per_device_train_batch_size times "
-                "the replicas, which have to be one number; pass it, or stages"
+                f"replicas is {self.replicas!r}, but a batch has per_device_train_batch_size rows for each "
+                "replica, so that their number must be known; pass it, or stages"
             )
         return replicas
 
@@ -147,12 +157,12 @@ class PipelineArguments(_Options):  # type: ignore[misc]
 
 
 @dataclass(repr=False)
-class PipecArguments(PipelineArguments, TrainingArguments):
+class PipecArguments(PipelineArguments, TrainingArguments):  # type: ignore[misc]
     """``transformers.TrainingArguments`` with the options of ``pipec.compile``.
 
-    ``per_device_train_batch_size`` is the rows of a replica: with one pipeline, those of the batch. ``bf16`` and
-    ``fp16`` set ``precision``, ``activation_checkpointing`` (once ``gradient_checkpointing``) sets
-    ``recompute="full"``, ``torch_compile`` sets ``kernels="inductor"``; clipping is ``max_grad_norm``. Every
+    ``per_device_train_batch_size`` is the rows of a replica: with one pipeline, those of the batch. ``bf16``
+    and ``fp16`` set ``precision``, ``activation_checkpointing`` (``gradient_checkpointing``) sets
+    ``recompute="full"``, ``torch_compile`` sets ``kernels="inductor"``; ``max_grad_norm`` clips. Every
     process reads all rows of a batch. ``output_dir`` is one folder for all, which rank 0 writes.
 
     Raises InputError for what a pipeline takes the place of, such as ``fsdp`` and ``deepspeed``.

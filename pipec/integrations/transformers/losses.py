@@ -1,7 +1,7 @@
 """Losses that a Trainer computes of the model's output and the labels, as ``loss_fn`` of a pipeline.
 
-Their target is ``{"labels": ..., "num_items_in_batch": ...}``: the labels, and by how many items of all batches of an
-update the loss is divided, a number or None.
+Their target is ``{"labels": ..., "num_items_in_batch": ...}``: the labels, and the number of items in all
+batches of an update, by which the loss is divided, or None.
 """
 
 from collections.abc import Callable, Mapping

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import seed_worker
 
 import pipec
@@ -31,6 +31,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     """Mixed into a Trainer, lets its model train as a pipeline: ``pipe``, whose module is ``model``."""
 
     pipe: pipec.Pipeline
+    model: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
@@ -40,7 +43,17 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
                 "options of pipec.compile, or to a PipecSFTTrainer PipecSFTConfig"
             )
         super().__init__(*args, **kwargs)
+        self._grad_norm, self._num_skipped = torch.zeros((), dtype=torch.float64), 0
+        self.add_callback(_AfterUpdate(self))
         self.model = self.model_wrapped = self._as_pipeline(self.model)
+
+    def after_update(self) -> None:
+        """Tell the Trainer what came of an update that programs have made."""
+        if self.args.updates_in_programs:
+            self.optimizer._is_overflow = self.pipe.num_skipped > self._num_skipped
+            self._num_skipped = self.pipe.num_skipped
+            if self.pipe.grad_norm is not None:
+                self._grad_norm.copy_(self.pipe.grad_norm)
 
     def _as_pipeline(self, model: nn.Module) -> nn.Module:
         """Compile the model. Returns the module that the Trainer takes for it."""
@@ -55,8 +68,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
                 f"optim is {self.args.optim!r}, which updates each parameter during the backward, but the "
                 "gradients of a pipeline are there after it; use another optimizer, such as adamw_torch"
             )
-        self._whole_model, loss_fn = model, self._loss_fn()
-        self.pipe = pipec.compile(model, loss_fn=loss_fn, **self.args.options())
+        self._whole_model, options = model, self.args.options()
+        if self.args.updates_in_programs:
+            options |= {
+                "optimizer": self._optimizer_factory(),
+                "clip_grad_norm": self.args.max_grad_norm or None,
+            }
+        self.pipe = pipec.compile(model, loss_fn=self._loss_fn(), **options)
         return self.pipe.as_module(outputs=self._has_users_loss)
 
     @property
@@ -74,6 +92,53 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return functools.partial(smoothed_loss, self.label_smoother, shifts)
+
+    def _optimizer_factory(self) -> Callable[[Any], torch.optim.Optimizer]:
+        """Makes the optimizer that ``create_optimizer`` would make."""
+        if self.optimizer is not None:
+            raise InputError(
+                "optimizers has an optimizer, but fp16, shard and offload need one that pipec makes for each "
+                "stage; pass optimizer_cls_and_kwargs=(class, arguments), or optim in the arguments"
+            )
+        decayed = {*self.get_decay_parameter_names(self.model)}
+        chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        kind, options = chosen
+        needs_model = options.keys() & {"params", "model", "optimizer_dict"}
+        if needs_model or not issubclass(kind, torch.optim.Optimizer):
+            raise InputError(
+                f"optim is {self.args.optim!r}, which is made of the whole model, but fp16, shard and "
+                "offload need one that pipec makes for each stage; use another one, such as adamw_torch"
+            )
+
+        def factory(named: list[tuple[str, Tensor]]) -> Any:
+            split = [each for each in named if each[0] in decayed], [x for x in named if x[0] not in decayed]
+            decays = self.args.weight_decay, 0.0
+            groups = [
+                {"params": own, "weight_decay": decay}
+                for own, decay in zip(split, decays, strict=True)
+                if own
+            ]
+            return kind(groups, **options)
+
+        return factory
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """As in ``Trainer``; that of the programs, where these make the updates."""
+        if self.args.updates_in_programs:
+            self.optimizer = self.pipe.optimizer
+            return self.optimizer
+        return super().create_optimizer(model)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """The norm before clipping. Where programs clip, it is filled in once they have updated."""
+        if not self.args.updates_in_programs:
+            return super()._clip_grad_norm(model)
+        return self._grad_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Any:
+        if not self.args.updates_in_programs:
+            return super()._get_grad_norm(model, grad_norm)
+        return grad_norm
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As in ``Trainer``; each trial has a pipeline of its own."""
@@ -158,6 +223,15 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
         self.pipe.wait_for_ranks("saving a checkpoint")
 
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.pipe.loss_scale_state is not None and self.args.should_save:
+            torch.save(self.pipe.loss_scale_state, Path(output_dir, SCALER_NAME))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        scales = self.pipe.loss_scale_state is not None
+        if scales and checkpoint is not None and Path(checkpoint, SCALER_NAME).exists():
+            self.pipe.loss_scale_state = torch.load(Path(checkpoint, SCALER_NAME), weights_only=True)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_peft_model(self.model):
             self._load_adapters(resume_from_checkpoint)
@@ -179,13 +253,23 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 class PipecTrainer(PipelineTrainer):
     """``transformers.Trainer`` whose model trains as a pipeline, alone and under ``torchrun``.
 
-    It takes what a ``Trainer`` takes, with ``PipecArguments`` as ``args``. All ranks run the same script, and pass the same
-    model and data; losses, norms, metrics and files are those of a ``Trainer`` on one device, with batches of
-    ``per_device_train_batch_size`` times the replicas. See docs/loops.md.
+    It takes what a ``Trainer`` takes, with ``PipecArguments`` as ``args``. All ranks run the same script,
+    with the same model and data. Losses, norms, metrics and files are those of a ``Trainer`` on one device
+    whose batches have ``per_device_train_batch_size`` rows for each replica. See docs/loops.md.
 
     Raises:
         InputError: the arguments or the model ask for what a pipeline cannot do.
     """
+
+
+class _AfterUpdate(TrainerCallback):  # type: ignore[misc]
+    """Calls ``after_update`` of a Trainer."""
+
+    def __init__(self, trainer: PipelineTrainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.after_update()
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -194,5 +278,5 @@ def _refuse_model(model: nn.Module) -> None:
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise InputError(
             "the model is quantized: kernels compute with its packed weights, which pipec cannot cut or "
-            "differentiate. Load it without quantization_config; the weights of LoRA may be bfloat16 with bf16=True"
+            "differentiate. Load it without quantization_config, in bfloat16 to save memory"
         )
