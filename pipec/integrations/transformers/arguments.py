@@ -30,6 +30,8 @@ _REFUSED = {
     "use_liger_kernel": "leave it out: its kernels would replace operators that pipec cuts and proves",
     "auto_find_batch_size": "leave it out: microbatches and memory_limit make a step fit",
     "save_on_each_node": "leave it out: output_dir is one folder, which all nodes see",
+    "padding_free": "it makes one row of a batch, which has no microbatches; packing=True keeps rows",
+    "activation_offloading": 'pass offload="activations"',
 }
 
 
@@ -66,8 +68,8 @@ class PipelineArguments(_Options):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         for name, remedy in _REFUSED.items():
-            if getattr(self, name):
-                raise InputError(f"{name} is set, but a pipeline takes its place; {remedy}")
+            if getattr(self, name, None):
+                raise InputError(f"{name} is set, which a pipeline does otherwise; {remedy}")
         self._take_torch_compile()
         super().__post_init__()
         self._take_recompute()
