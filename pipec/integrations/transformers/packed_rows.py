@@ -4,6 +4,7 @@
 make masks in blocks.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ from pipec.errors import InputError
 class PackedRows:
     """Collates rows of packed documents: ``input_ids``, ``labels`` and ``seq_lengths``.
 
-    Shorter rows are filled with a document that counts nowhere. The first token of a document is no label.
+    Shorter rows are filled with documents of one token. The first token of a document is no label.
     """
 
     def __init__(self, pad_token_id: int) -> None:
         self._pad_token_id = pad_token_id
+
+    def num_tokens(self, inputs: Mapping[str, Tensor]) -> int:
+        """How many tokens of a batch are not there to fill rows."""
+        fills = (inputs["input_ids"] == self._pad_token_id) & (inputs["position_ids"] == 0)
+        return fills.numel() - int(fills.flip(1).cumprod(1).sum())
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         longest = max(len(example["input_ids"]) for example in examples)
@@ -30,8 +36,8 @@ class PackedRows:
         tokens = torch.as_tensor(example["input_ids"])
         labels = torch.as_tensor(example.get("labels", tokens))
         missing = longest - len(tokens)
-        lengths = [*example.get("seq_lengths", [len(tokens)]), missing]
-        positions = torch.cat([torch.arange(length) for length in lengths])
+        lengths = example.get("seq_lengths", [len(tokens)])
+        positions = torch.cat([*map(torch.arange, lengths), torch.zeros(missing, dtype=torch.long)])
         labels = torch.cat([labels, labels.new_full((missing,), -100)]).masked_fill(positions == 0, -100)
         tokens = torch.cat([tokens, tokens.new_full((missing,), self._pad_token_id)])
         return {"input_ids": tokens, "labels": labels, "position_ids": positions}
@@ -59,6 +65,6 @@ def require_separate_documents(model: nn.Module) -> None:
         model.train(was_training)
     if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-5):
         raise InputError(
-            f"packing: documents of a row see each other in {type(model).__name__}, which does not make masks "
-            f"of position_ids; {refusal}"
+            f"packing: documents of a row see each other in {type(model).__name__}, which makes no masks of "
+            f"position_ids; {refusal}"
         )

@@ -1,7 +1,8 @@
 """``SFTTrainer`` of TRL with a pipeline in place of its model.
 
 TRL computes its loss outside of the model, of what a patched ``forward`` returns. A pipeline computes the
-loss within the step. So the patch is taken off, and ``losses.py`` has the same losses and metrics of the logits.
+loss within the step. So the patch is taken off, and ``losses.py`` has the same losses and metrics of the
+logits.
 """
 
 import functools
@@ -80,6 +81,7 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
         metrics["entropy"].append(logs["entropy"] / count)
         metrics["mean_token_accuracy"].append(logs["num_correct"] / count)
         if mode == "train":
-            mask = inputs.get("attention_mask")
-            self._total_train_tokens += inputs["input_ids"].numel() if mask is None else mask.sum().item()
+            packed = isinstance(self.data_collator, PackedRows)
+            count = self.data_collator.num_tokens(inputs) if packed else inputs["attention_mask"].sum().item()
+            self._total_train_tokens += count
         metrics["num_tokens"] = [self._total_train_tokens]
