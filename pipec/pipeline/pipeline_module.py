@@ -288,7 +288,8 @@ class _Refuse(torch.autograd.Function):
 
 _LOSS_OUTSIDE = (
     "a loss was computed outside of the pipeline from an output of it, which has no gradients: the step has "
-    "run its backward already. Compute the whole loss in the model, or pass loss_fn=... to pipec.compile"
+    "run its backward already. Compute the whole loss in the model, or pass loss_fn=... to pipec.compile, or "
+    "compute_loss_func=... to a PipecTrainer"
 )
 
 _EVALUATED = (

@@ -45,6 +45,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._grad_norm, self._num_skipped = torch.zeros((), dtype=torch.float64), 0
         self.add_callback(_AfterUpdate(self))
+        self._set_signature_columns_if_needed()  # while the model is there to tell them
         self.model = self.model_wrapped = self._as_pipeline(self.model)
 
     def after_update(self) -> None:
@@ -156,8 +157,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if model.training and torch.is_grad_enabled():
             if not self.pipe.has_loss_fn:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            output = model(**inputs, target=target_of(inputs := dict(inputs), num_items_in_batch))
-            loss = output[0] if self._has_users_loss else output
+            inputs = dict(inputs)
+            target = target_of(inputs, num_items_in_batch)
+            output = model(**inputs, target=target)
+            loss, output = output if self._has_users_loss else (output, output)
             return (loss, output) if return_outputs else loss
         if not self.pipe.has_loss_fn and return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
