@@ -194,8 +194,9 @@ def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineMo
 def refuse_other_forward() -> NoReturn:
     raise InputError(
         "forward was assigned, but a step runs the forward that the pipeline has compiled. Assign it to the "
-        "model, before pipec.compile. SFTTrainer of trl assigns one that computes the logits in chunks: "
-        "train with transformers.Trainer on the data set that it has prepared (trainer.train_dataset)"
+        "model, before pipec.compile. Trainers of trl assign one, of whose results they compute a loss outside: "
+        "for SFTTrainer there is PipecSFTTrainer in pipec.integrations.transformers; DPOTrainer and others "
+        "cannot train a pipeline"
     )
 
 

@@ -1,20 +1,19 @@
 """Trains in a Trainer of transformers or TRL, and prints what it logged as JSON.
 
-``transformers_script.py CASE FOLDER plain|REPLICAS``: with ``plain`` as the library trains on one device, else with
-so many replicas on all ranks, or alone on two devices. Every batch has four rows.
+``transformers_script.py CASE FOLDER plain|REPLICAS``: with ``plain`` on one device without pipec, else with so
+many replicas on all ranks, or alone on two devices for each. Every batch has four rows.
 """
 
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import datasets
 import huggingface_models
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 CASE, FOLDER, LAYOUT = sys.argv[1:4]
@@ -123,9 +122,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def with_trainer(made: Any) -> dict[str, Any]:
-    """Accumulation, clipping, a schedule, evaluation, checkpoints, the best model; then on from the third update.
+    """Accumulation, clipping, a schedule, evaluation, checkpoints, the best model.
 
-    Then once more without accumulation and clipping.
+    Then another trainer goes on from the fourth update, and a third one neither accumulates nor clips.
     """
 
     def run(accumulation: int, **more: Any) -> Any:
@@ -169,7 +168,86 @@ def with_trainer(made: Any) -> dict[str, Any]:
     }
 
 
-CASES = {"llama": lambda: with_trainer(llama), "bert": lambda: with_trainer(bert)}
+def with_sft(packs: bool) -> dict[str, Any]:
+    """Texts of different lengths; packed, an adapter is trained. Then on from the second update."""
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    sizes = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 11, (25,), generator=sizes).tolist()
+    numbers = [torch.randint(2, huggingface_models.VOCABULARY, (size,), generator=sizes) for size in lengths]
+    texts = datasets.Dataset.from_list([{"text": " ".join(f"w{each}" for each in row)} for row in numbers])
+
+    def run() -> Any:
+        options = {
+            "gradient_accumulation_steps": 3,
+            "num_train_epochs": 2,
+            "learning_rate": 0.1,
+            "optim": "sgd",
+            "max_grad_norm": 0.3,
+            "max_length": 12,
+            "packing": packs,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_steps": 2,
+            "bf16": False,
+        }
+        given = {
+            "model": huggingface_models.llama()[0].double(),
+            "train_dataset": texts,
+            "eval_dataset": texts,
+            "processing_class": tokenizer(),
+            "peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if packs else None,
+        }
+        if IS_PLAIN:
+            return SFTTrainer(args=arguments(SFTConfig, None, **options), **given)
+        from pipec.integrations.transformers import PipecSFTConfig, PipecSFTTrainer
+
+        return PipecSFTTrainer(args=arguments(None, PipecSFTConfig, **options), **given)
+
+    first, resumed = run(), run()
+    first.train()
+    first.save_model(f"{FOLDER}/final")
+    resumed.train(resume_from_checkpoint=f"{FOLDER}/checkpoint-2")
+    tokens = first.state.log_history[-3]["num_tokens"]
+    return {"trained": history(first), "resumed": history(resumed), "tokens": tokens}
+
+
+def with_adapters() -> dict[str, Any]:
+    """DoRA and trainable tokens. What was saved loads into PEFT, and what was gathered is merged."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model, rows, _ = llama()
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        use_dora=True,
+        trainable_token_indices={"embed_tokens": [1, 2, 3]},
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(model, config)
+    options = {"learning_rate": 0.05, "max_steps": 3, "label_names": ["labels"], "save_steps": 2}
+    trained = trainer(model=model, args=trainer_arguments(**options), train_dataset=rows, eval_dataset=rows)
+    trained.train()
+    trained.save_model(f"{FOLDER}/final")
+    logits = [torch.from_numpy(trained.predict(rows).predictions)]
+    if not IS_PLAIN:
+        trained.pipe.gather_into(model)
+    if trained.is_world_process_zero():
+        ids = torch.stack([row["input_ids"] for row in rows])
+        loaded = PeftModel.from_pretrained(huggingface_models.llama()[0].double(), f"{FOLDER}/final")
+        logits += [each(input_ids=ids).logits.detach() for each in (loaded.eval(), model.eval())]
+        logits.append(model.merge_and_unload()(input_ids=ids).logits.detach())
+    return {"trained": history(trained), "logits": [each.abs().sum().item() for each in logits]}
+
+
+CASES = {
+    "llama": lambda: with_trainer(llama),
+    "bert": lambda: with_trainer(bert),
+    "sft": lambda: with_sft(False),
+    "packed": lambda: with_sft(True),
+    "adapters": with_adapters,
+}
 
 if __name__ == "__main__":
     found = CASES[CASE]()

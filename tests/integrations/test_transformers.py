@@ -1,6 +1,6 @@
 """Trainers of transformers and TRL train a pipeline as they train its model on one device.
 
-Losses, norms of gradients, rates, metrics, weights and the state of the optimizer are compared, for each number of ranks.
+Losses, norms of gradients, rates, metrics, weights and the state of the optimizer are compared.
 """
 
 import functools
@@ -41,8 +41,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", ["llama", "bert"])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        *((case, layout) for case in ("llama", "bert") for layout in LAYOUTS),
+        ("sft", "2 ranks"),
+        ("packed", "2x2 replicas"),
+        ("adapters", "4 ranks"),
+    ],
+)
 def test_a_trainer_is_the_same_with_a_pipeline(case: str, layout: str, plain: Any, tmp_path: Path) -> None:
     expected, folder = plain(case)
     num_ranks, replicas = LAYOUTS[layout]
