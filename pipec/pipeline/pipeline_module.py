@@ -194,7 +194,7 @@ def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineMo
 def refuse_other_forward() -> NoReturn:
     raise InputError(
         "forward was assigned, but a step runs the forward that the pipeline has compiled. Assign it to the "
-        "model, before pipec.compile. Trainers of trl assign one, of whose results they compute a loss outside: "
+        "model, before pipec.compile. Trainers of trl assign one, and compute a loss of its results outside: "
         "for SFTTrainer there is PipecSFTTrainer in pipec.integrations.transformers; DPOTrainer and others "
         "cannot train a pipeline"
     )

@@ -1,7 +1,7 @@
 """Trains in a Trainer of transformers or TRL, and prints what it logged as JSON.
 
-``transformers_script.py CASE FOLDER plain|REPLICAS``: with ``plain`` on one device without pipec, else with so
-many replicas on all ranks, or alone on two devices for each. Every batch has four rows.
+``transformers_script.py CASE FOLDER plain|REPLICAS``: with ``plain`` on one device without pipec, else with
+so many replicas on all ranks, or alone on two devices for each. Every batch has four rows.
 """
 
 import json

@@ -20,7 +20,13 @@ from pipec.runtime.processes.launch import default_num_ranks, world
 _OF_TRAINER = {"loss_fn", "optimizer", "clip_grad_norm", "precision", "batch", "asynchronous"}
 """Options that follow from what the Trainer is given."""
 
-_TYPES = {"devices": int | None, "replicas": int, "dynamic": bool, "timeout": float}
+_TYPES = {
+    "devices": int | None,
+    "replicas": int,
+    "microbatch_weight": str | None,
+    "dynamic": bool,
+    "timeout": float,
+}
 """Types of fields, where the flag of an option does not tell it."""
 
 _REFUSED = {
