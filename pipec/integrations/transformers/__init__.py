@@ -4,6 +4,7 @@ from typing import Any
 
 from pipec.integrations.transformers.adapters import load_adapter
 from pipec.integrations.transformers.arguments import PipecArguments
+from pipec.integrations.transformers.prepare import prepare_trainer
 from pipec.integrations.transformers.trainer import PipecTrainer
 
 

@@ -43,6 +43,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
                 "options of pipec.compile, or to a PipecSFTTrainer PipecSFTConfig"
             )
         super().__init__(*args, **kwargs)
+        self.take_model()
+
+    def take_model(self) -> None:
+        """Put a pipeline in place of the model."""
         self._grad_norm, self._num_skipped = torch.zeros((), dtype=torch.float64), 0
         self.add_callback(_AfterUpdate(self))
         self._set_signature_columns_if_needed()  # while the model is there to tell them
