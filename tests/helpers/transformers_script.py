@@ -47,6 +47,8 @@ def arguments(kind: Any, pipec_kind: Any, **options: Any) -> Any:
     replicas = int(LAYOUT)
     options["per_device_train_batch_size"] //= replicas
     options["per_device_eval_batch_size"] //= replicas
+    if pipec_kind is TrainingArguments:
+        return pipec_kind(FOLDER, **options)
     devices = int(os.environ.get("WORLD_SIZE", 2 * replicas))
     return pipec_kind(
         FOLDER, devices=devices, replicas=replicas, microbatches=2 * replicas, timeout=60.0, **options
@@ -241,7 +243,29 @@ def with_adapters() -> dict[str, Any]:
     return {"trained": history(trained), "logits": [each.abs().sum().item() for each in logits]}
 
 
+def with_prepared() -> dict[str, Any]:
+    """A subclass that counts its losses, turned into a pipeline once it is made."""
+
+    class Counting(Trainer):  # type: ignore[misc,valid-type]
+        calls = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().compute_loss(*args, **kwargs)
+
+    model, rows, _ = llama()
+    given = arguments(TrainingArguments, TrainingArguments, max_steps=2, gradient_accumulation_steps=2)
+    trained = Counting(model, given, train_dataset=rows, eval_dataset=rows)
+    if not IS_PLAIN:
+        from pipec.integrations.transformers import prepare_trainer
+
+        prepare_trainer(trained, microbatches=2)
+    trained.train()
+    return {"trained": history(trained), "calls": trained.calls, "loss": trained.evaluate()["eval_loss"]}
+
+
 CASES = {
+    "prepared": with_prepared,
     "llama": lambda: with_trainer(llama),
     "bert": lambda: with_trainer(bert),
     "sft": lambda: with_sft(False),

@@ -164,6 +164,14 @@ def test_packed_rows() -> None:
     assert collator.num_tokens(batch) == 4
 
 
+def test_trainers_that_compute_losses_outside() -> None:
+    from pipec.integrations.transformers import prepare_trainer
+
+    kind = type("DPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
+    with pytest.raises(InputError, match="DPOTrainer computes its loss of log-probabilities outside"):
+        prepare_trainer(kind.__new__(kind), devices=2)
+
+
 OVERRIDDEN = {
     "_get_dataloader": "dataset, description, batch_size, sampler_fn, is_training, dataloader_key",
     "_save": "output_dir, state_dict",
