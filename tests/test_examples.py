@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import worker_processes
 from worker_processes import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def results(printed: str) -> list[str]:
@@ -115,9 +116,10 @@ def test_a_trainer_of_a_library_becomes_a_pipeline_by_three_lines(name: str, tmp
 
 @pytest.mark.parametrize("adapter", [(), ("--lora",)], ids=["full", "lora"])
 def test_a_language_model_is_fine_tuned_on_any_number_of_ranks(
-    adapter: tuple[str, ...], tmp_path: Path
+    adapter: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on on two ranks from a checkpoint of one, and what was saved writes the same text."""
+    monkeypatch.setattr(worker_processes, "TIMEOUT", 600.0)
 
     def printed(num_ranks: int, *more: str) -> list[str]:
         options = ["--steps", "4", "--output", str(tmp_path / "run"), *adapter, *more]

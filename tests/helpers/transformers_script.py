@@ -244,7 +244,7 @@ def with_adapters() -> dict[str, Any]:
 
 
 def with_prepared() -> dict[str, Any]:
-    """A subclass that counts its losses, turned into a pipeline once it is made."""
+    """A subclass that counts its losses, turned into a pipeline once it is made. Data draw random numbers."""
 
     class Counting(Trainer):  # type: ignore[misc,valid-type]
         calls = 0
@@ -254,8 +254,20 @@ def with_prepared() -> dict[str, Any]:
             return super().compute_loss(*args, **kwargs)
 
     model, rows, _ = llama()
-    given = arguments(TrainingArguments, TrainingArguments, max_steps=2, gradient_accumulation_steps=2)
-    trained = Counting(model, given, train_dataset=rows, eval_dataset=rows)
+
+    class Noisy(torch.utils.data.Dataset[Any]):
+        """Draws a token of each row, in a worker."""
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            ids = rows[number]["input_ids"].clone()
+            ids[0] = torch.randint(40, ())
+            return {"input_ids": ids, "labels": ids}
+
+    given = arguments(TrainingArguments, TrainingArguments, max_steps=2, dataloader_num_workers=2)
+    trained = Counting(model, given, train_dataset=Noisy(), eval_dataset=rows)
     if not IS_PLAIN:
         from pipec.integrations.transformers import prepare_trainer
 

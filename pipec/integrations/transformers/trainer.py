@@ -195,9 +195,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """As in ``Trainer``; workers of all ranks draw the same numbers, for the same rows."""
         loader: DataLoader[Any] = super()._get_dataloader(*args, **kwargs)
-        if loader.worker_init_fn is not None:
+        starts_workers = getattr(loader, "base_dataloader", loader)  # inside that of Accelerate
+        if starts_workers.worker_init_fn is not None:
             workers = self.args.dataloader_num_workers
-            loader.worker_init_fn = functools.partial(seed_worker, num_workers=workers, rank=0)
+            starts_workers.worker_init_fn = functools.partial(seed_worker, num_workers=workers, rank=0)
         return loader
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
