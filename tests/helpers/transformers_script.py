@@ -266,7 +266,8 @@ def with_prepared() -> dict[str, Any]:
             ids[0] = torch.randint(40, ())
             return {"input_ids": ids, "labels": ids}
 
-    given = arguments(TrainingArguments, TrainingArguments, max_steps=2, dataloader_num_workers=2)
+    workers = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"}
+    given = arguments(TrainingArguments, TrainingArguments, max_steps=2, **workers)
     trained = Counting(model, given, train_dataset=Noisy(), eval_dataset=rows)
     if not IS_PLAIN:
         from pipec.integrations.transformers import prepare_trainer
