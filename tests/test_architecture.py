@@ -108,6 +108,10 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
 """Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""
 
 
+INTEGRATED = ("accelerate", "lightning", "transformers")
+"""The extras of libraries that ``pipec.integrations`` imports."""
+
+
 def within(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
@@ -244,19 +248,26 @@ def test_every_exception_is_still_needed() -> None:
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    """And no other is declared: GPU machines have torch, and often no way to install more."""
+    """And no other is declared: GPU machines have torch, and often no way to install more.
+
+    Integrations also import what their extras have.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
-    found = set[str]()
+    extras = project["optional-dependencies"]
+    optional = {re.split(r"[<>=]", each)[0] for name in INTEGRATED for each in extras[name]}
+    found = {True: set[str](), False: set[str]()}
     for path in (ROOT / "pipec").rglob("*.py"):
+        own = found["integrations" in path.parts]
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Import():
-                    found |= {each.name.partition(".")[0] for each in node.names}
+                    own |= {each.name.partition(".")[0] for each in node.names}
                 case ast.ImportFrom(module=str() as module, level=0):
-                    found.add(module.partition(".")[0])
-    found -= {"pipec", *sys.stdlib_module_names}
-    assert found == declared
+                    own.add(module.partition(".")[0])
+    found = {place: names - {"pipec", *sys.stdlib_module_names} for place, names in found.items()}
+    assert found[False] == declared
+    assert found[True] <= declared | optional
 
 
 def test_the_runtime_loads_without_the_compiler() -> None:
