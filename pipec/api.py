@@ -177,6 +177,7 @@ def _pipeline(
         device,
         precision,
         weight_name(options.microbatch_weight),
+        requires_proof=options.microbatch_weight == "proved",
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)

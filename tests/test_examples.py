@@ -2,16 +2,18 @@
 
 import difflib
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import worker_processes
 from worker_processes import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def results(printed: str) -> list[str]:
@@ -120,6 +122,41 @@ def test_clip_prints_the_losses_of_the_plain_loop(tmp_path: Path) -> None:
     assert len(plain) == 3, plain
     assert alone == pytest.approx(plain, rel=1e-3)
     assert distributed == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["trainer", "sft"])
+def test_a_trainer_of_a_library_becomes_a_pipeline_by_three_lines(name: str, tmp_path: Path) -> None:
+    scripts = [EXAMPLES / f"{name}_plain.py", EXAMPLES / f"{name}.py"]
+    lines = [script.read_text(encoding="utf-8").split('"""', 2)[2].splitlines() for script in scripts]
+    new = [line for line in difflib.ndiff(*lines) if line.startswith("+ ") and line.strip("+ ")]
+    assert len(new) == 3, new
+
+    def losses(script: Path, num_ranks: int) -> list[float]:
+        folder = str(tmp_path / f"{script.stem}_{num_ranks}")
+        printed = run_script(script, ("--steps", "4", "--output", folder), num_ranks, tmp_path)
+        return numbers(re.findall(r"^step \d+: .*", printed, re.MULTILINE))
+
+    plain, pipeline = losses(scripts[0], 0), losses(scripts[1], 2)
+    assert len(plain) == 12
+    assert pipeline == pytest.approx(plain, abs=2e-4)
+
+
+@pytest.mark.parametrize("adapter", [(), ("--lora",)], ids=["full", "lora"])
+def test_a_language_model_is_fine_tuned_on_any_number_of_ranks(
+    adapter: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on on two ranks from a checkpoint of one, and what was saved writes the same text."""
+    monkeypatch.setattr(worker_processes, "TIMEOUT", 600.0)
+
+    def printed(num_ranks: int, *more: str) -> list[str]:
+        options = ["--steps", "4", "--output", str(tmp_path / "run"), *adapter, *more]
+        lines = run_script(EXAMPLES / "finetune_llm.py", options, num_ranks, tmp_path).splitlines()
+        return [line for line in lines if line.startswith(("step", "'def main(", '"def main('))]
+
+    alone = printed(0)
+    assert len(alone) == 7, alone
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    assert printed(2, "--resume") == alone
 
 
 def numbers(lines: list[str]) -> list[float]:

@@ -61,6 +61,16 @@ def require_independent_rows(findings: BatchFindings, num_microbatches: int) -> 
         )
 
 
+def require_proved_loss(findings: BatchFindings) -> None:
+    """Raise InputError if the graph does not show how the losses of microbatches make that of the batch."""
+    if findings.unproven:
+        raise InputError(
+            "nothing proves how the losses of microbatches make the loss of the batch: "
+            f'{findings.unproven}. Say it with microbatch_weight="sum" if they add up, as where the model '
+            'divides by num_items_in_batch, or "rows" if each is a mean over its rows; or pass microbatches=1'
+        )
+
+
 def require_rows_for_norms(findings: BatchFindings, sizes: Sequence[int]) -> None:
     """Raise InputError if a batch norm would take its statistics of a single value per channel."""
     if findings.has_norm_over_rows_alone and 1 in sizes:

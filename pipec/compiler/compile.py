@@ -25,6 +25,7 @@ from pipec.compiler.batch_equivalence import (
     changed_buffer_warning,
     has_model_collectives,
     require_independent_rows,
+    require_proved_loss,
     require_rows_for_norms,
     several_rounds_warning,
     single_row_warning,
@@ -55,13 +56,15 @@ class CompileSettings:
 
     ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
-    ``microbatch_weight`` is recorded in the plan. With ``calibrates_cpu``, costs are measured on this CPU.
+    ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
+    refused. With ``calibrates_cpu``, costs are measured on this CPU.
     """
 
     loss_fn: Callable[..., Any] | None
     device: torch.device
     precision: Precision | None = None
     microbatch_weight: str = ""
+    requires_proof: bool = False
     calibrates_cpu: bool = False
 
 
@@ -397,6 +400,8 @@ def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None
     if len(sizes) > 1:
         check_outputs(staged.graph)
         require_independent_rows(_findings(request, staged.graph), len(sizes))
+        if request.settings.requires_proof:
+            require_proved_loss(staged.graph.findings)
         for warning in batch_warnings(staged.graph.findings):
             request.warn(warning)
     check_batch_counts(compiled.groups)

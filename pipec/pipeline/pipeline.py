@@ -341,6 +341,12 @@ class Pipeline(PipelineBase):
         context.require_same_call("save_pretrained, at its end", {})
 
     @exclusive_call
+    def wait_for_ranks(self, activity: str) -> None:
+        """Wait until every rank has come to the end of an ``activity``. Every rank calls this."""
+        if self._context.is_distributed:
+            self._context.require_same_call(activity, {})
+
+    @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
         """Write the whole model's parameters and buffers into ``model``, on rank 0 or on all ranks.
 

@@ -196,8 +196,9 @@ def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineMo
 def refuse_other_forward() -> NoReturn:
     raise InputError(
         "forward was assigned, but a step runs the forward that the pipeline has compiled. Assign it to the "
-        "model, before pipec.compile. SFTTrainer of trl assigns one that computes the logits in chunks: "
-        "train with transformers.Trainer on the data set that it has prepared (trainer.train_dataset)"
+        "model, before pipec.compile. Trainers of trl assign one, and compute a loss of its results outside: "
+        "for SFTTrainer there is PipecSFTTrainer in pipec.integrations.transformers; DPOTrainer and others "
+        "cannot train a pipeline"
     )
 
 
@@ -290,7 +291,8 @@ class _Refuse(torch.autograd.Function):
 
 _LOSS_OUTSIDE = (
     "a loss was computed outside of the pipeline from an output of it, which has no gradients: the step has "
-    "run its backward already. Compute the whole loss in the model, or pass loss_fn=... to pipec.compile"
+    "run its backward already. Compute the whole loss in the model, or pass loss_fn=... to pipec.compile, or "
+    "compute_loss_func=... to a PipecTrainer"
 )
 
 _EVALUATED = (

@@ -1,7 +1,7 @@
 """What compiled and loaded pipelines have in common: an ``nn.Module`` that trains on streams of batches."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -100,6 +100,24 @@ class PipelineBase(nn.Module):
         """
         updates = self._context.updates
         return updates.loss_scale.scale if updates and updates.loss_scale else 1.0
+
+    @property
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """The scale, and the number of updates since it changed, if the loss is scaled. May be assigned."""
+        updates = self._context.updates
+        return dict(vars(updates.loss_scale)) if updates and updates.loss_scale else None
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: Mapping[str, float]) -> None:
+        updates = self._context.updates
+        assert updates is not None, "the loss is scaled"
+        vars(updates.loss_scale).update(state)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the whole model's gradients that ``clip_grad_norm`` has found last, before clipping."""
+        updates = self._context.updates
+        return updates.grad_norm if updates else None
 
     @property
     def optimizer(self) -> PipelineOptimizer:

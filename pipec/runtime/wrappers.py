@@ -136,8 +136,8 @@ def _require_lone_accelerator(accelerator: Any) -> None:
             "alone; but the ranks of a pipeline work on the same rows, and save together. Let each process "
             "be alone for it, before an Accelerator or TrainingArguments is made: "
             "state = accelerate.PartialState(); state.num_processes, state.process_index = 1, 0; "
-            "state.distributed_type = accelerate.DistributedType.NO. TrainingArguments then take "
-            'accelerator_config={"use_configured_state": True}, and on each rank an output_dir of its own'
+            "state.distributed_type = accelerate.DistributedType.NO. For a Trainer of transformers there "
+            "is PipecTrainer in pipec.integrations.transformers"
         )
     if accelerator.mixed_precision != "no":
         raise InputError(

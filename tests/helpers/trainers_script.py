@@ -30,82 +30,17 @@ def prepared(model: nn.Module) -> Any:
     return model if IS_PLAIN else pipec.compile(model, devices=2, microbatches=2, timeout=30.0).as_module()
 
 
-def as_if_alone() -> bool:
-    """Let Accelerate take this process for one that trains alone. Returns whether it did not."""
+def as_if_alone() -> None:
+    """Let Accelerate take this process for one that trains alone."""
     import accelerate
 
-    if "RANK" not in os.environ:
-        return False
     state = accelerate.PartialState(cpu=True)
     state.num_processes, state.process_index = 1, 0
     state.distributed_type = accelerate.DistributedType.NO
-    return True
 
 
 def sums(state: dict[str, Tensor]) -> dict[str, float]:
     return {name: tensor.double().abs().sum().item() for name, tensor in sorted(state.items())}
-
-
-def trainer_arguments(kind: Any, **options: Any) -> Any:
-    """Two epochs of 3 updates; a save, and an evaluation, after each."""
-    return kind(
-        str(FOLDER),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        learning_rate=0.02,
-        logging_steps=1,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=3,
-        accelerator_config={"use_configured_state": as_if_alone()},
-        **options,
-    )
-
-
-def trained(trainer: Any, weights: str, **again: Any) -> dict[str, Any]:
-    """Train, evaluate, predict and save; ``weights`` is the file to look at."""
-    trainer.train(**again)
-    predicted = trainer.predict(ROWS).predictions
-    trainer.save_model(str(FOLDER / "final"))
-    losses = [each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history]
-    return {
-        "losses": [each for each in losses if each is not None],
-        "norms": [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each],
-        "predicted": [*predicted.shape, abs(predicted).sum().item()],
-        "files": sorted(file.name for file in (FOLDER / "final").iterdir()),
-        "weights": sums(safetensors.torch.load_file(FOLDER / "final" / weights)),
-        "optimizer": len(torch.load(FOLDER / "checkpoint-6" / "optimizer.pt")["state"]),
-    }
-
-
-def with_trainer() -> dict[str, Any]:
-    from transformers import Trainer, TrainingArguments
-
-    def made() -> Any:
-        arguments = trainer_arguments(TrainingArguments, load_best_model_at_end=True)
-        model = prepared(huggingface_models.gpt2()[0])
-        return Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS)
-
-    found = trained(made(), "model.safetensors")
-    resumed = trained(made(), "model.safetensors", resume_from_checkpoint=str(FOLDER / "checkpoint-3"))
-    return {"found": found, "resumed": resumed}
-
-
-def with_peft() -> dict[str, Any]:
-    from peft import LoraConfig, get_peft_model
-    from transformers import Trainer, TrainingArguments
-
-    arguments = trainer_arguments(TrainingArguments, label_names=["labels"])
-    model = huggingface_models.gpt2()[0]
-    torch.manual_seed(0)
-    adapters = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
-    model = prepared(get_peft_model(model, adapters))
-    trainer = Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS)
-    return {"found": trained(trainer, "adapter_model.safetensors")}
 
 
 def with_accelerate() -> dict[str, Any]:

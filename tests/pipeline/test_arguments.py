@@ -145,7 +145,10 @@ class Unprintable:
         ({"optimizer": lambda: None}, r"the optimizer factory .* raised TypeError: .*takes 0 positional"),
         ({"clip_grad_norm": math.nan}, "clip_grad_norm is nan; expected a number above 0"),
         ({"shard": "all"}, "shard is .all.; expected one of .optimizer., .gradients., .parameters., .auto."),
-        ({"microbatch_weight": "cols"}, "microbatch_weight is 'cols'; expected one of 'rows', 'sum'"),
+        (
+            {"microbatch_weight": "cols"},
+            "microbatch_weight is 'cols'; expected one of 'rows', 'sum', 'proved'",
+        ),
         ({"dynamic": 1}, "dynamic is 1; expected True or False"),
         ({"device_model": "a100"}, "device_model is 'a100'; expected what pipec.calibrate returns or None"),
     ],

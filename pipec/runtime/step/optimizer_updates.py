@@ -82,7 +82,8 @@ class OptimizerUpdates:
     """The optimizer of a pipeline, on the ranks of this process.
 
     ``parameters`` are those of the whole model. ``max_norm`` is what gradients are clipped to, if they are.
-    ``loss_scale`` is that of the next step, if the loss is scaled.
+    ``loss_scale`` is that of the next step, if the loss is scaled, and ``grad_norm`` the norm that the last
+    update was clipped by.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class OptimizerUpdates:
         self.loss_scale = loss_scale
         self.optimizer = PipelineOptimizer(factory, parameters)
         self.max_norm = max_norm
+        self.grad_norm: Tensor | None = None
         groups = self.optimizer.param_groups
         self._optimized = frozenset(name for group in groups for name in group["param_names"])
         self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}

@@ -103,7 +103,8 @@ class SyncLinker:
             update_state.table = norm_table(rank, device)
             group.all_reduce(update_state.table)()
             if updates is not None and updates.max_norm is not None:
-                update_state.factor = updates.factor(update_state.table[:num_names].sum())
+                squares = update_state.table[:num_names].sum()
+                updates.grad_norm, update_state.factor = squares.sqrt(), updates.factor(squares)
 
         return norm
 

@@ -1,0 +1,17 @@
+"""Trainers of transformers and TRL whose model trains as a pipeline; see docs/loops.md."""
+
+from typing import Any
+
+from pipec.integrations.transformers.adapters import load_adapter
+from pipec.integrations.transformers.arguments import PipecArguments
+from pipec.integrations.transformers.prepare import prepare_trainer
+from pipec.integrations.transformers.trainer import PipecTrainer
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs TRL when it is asked for."""
+    if name not in ("PipecSFTConfig", "PipecSFTTrainer"):
+        raise AttributeError(name)
+    from pipec.integrations.transformers import sft
+
+    return getattr(sft, name)

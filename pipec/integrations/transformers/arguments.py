@@ -1,0 +1,199 @@
+"""Arguments of a Trainer, options of ``pipec.compile`` among them.
+
+For the Trainer each process is alone: it reads whole batches, which pipec divides among replicas, and the
+results of a step are those of all ranks. Only what is printed, logged and written depends on the rank.
+"""
+
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from transformers import TrainingArguments
+
+from pipec.compiler.schedule_policy import make_schedule_policy
+from pipec.errors import InputError
+from pipec.options import OPTIONS, Options
+from pipec.runtime.processes.launch import default_num_ranks, world
+
+_OF_TRAINER = {"loss_fn", "optimizer", "clip_grad_norm", "precision", "batch", "asynchronous"}
+"""Options that follow from what the Trainer is given."""
+
+_TYPES = {
+    "devices": int | None,
+    "replicas": int,
+    "microbatch_weight": str | None,
+    "dynamic": bool,
+    "timeout": float,
+}
+"""Types of fields, where the flag of an option does not tell it."""
+
+_REFUSED = {
+    "fsdp": "leave it out: stages divide the model, and shard='parameters' with replicas what is left",
+    "deepspeed": "leave it out: shard='optimizer', 'gradients' or 'parameters' is ZeRO 1, 2 or 3",
+    "parallelism_config": "leave it out: stages and replicas divide the work",
+    "use_liger_kernel": "leave it out: its kernels would replace operators that pipec cuts and proves",
+    "auto_find_batch_size": "leave it out: microbatches and memory_limit make a step fit",
+    "save_on_each_node": "leave it out: output_dir is one folder, which all nodes see",
+    "padding_free": "it makes one row of a batch, which has no microbatches; packing=True keeps rows",
+    "activation_offloading": 'pass offload="activations"',
+}
+
+
+def _option_fields() -> list[tuple[str, Any, Any]]:
+    """The options that a user may set, as fields that ``HfArgumentParser`` can read."""
+    found: list[tuple[str, Any, Any]] = []
+    for option in OPTIONS:
+        if option in _OF_TRAINER:
+            continue
+        declared, default = OPTIONS[option], getattr(_DEFAULTS, option)
+        default = {"recompute": None, "microbatch_weight": "proved"}.get(option, default)
+        kind: Any = _TYPES.get(option, Any)
+        if option not in _TYPES and declared.flag is not None:
+            kind = bool if isinstance(default, bool) else (declared.flag.reads or str) | None
+        metadata = {"help": " ".join(declared.meaning.split()).replace("%", "%%")}
+        found.append((option, kind, field(default=default, kw_only=True, metadata=metadata)))
+    return found
+
+
+_DEFAULTS = Options()
+
+_Options: Any = make_dataclass("_Options", _option_fields())
+
+
+class PipelineArguments(_Options):  # type: ignore[misc]
+    """Mixed into the arguments of a Trainer: the options, and that each process is alone."""
+
+    torch_compile: Any
+    torch_compile_backend: Any
+    activation_checkpointing: Any
+    recompute: Any
+    _n_gpu: Any
+
+    def __post_init__(self) -> None:
+        self._refuse()
+        self._take_torch_compile()
+        super().__post_init__()
+        self._take_recompute()
+        self.num_replicas = self._num_replicas()
+        self.options()
+
+    @classmethod
+    def take(cls, arguments: Any, options: dict[str, Any]) -> None:
+        """Make arguments that are there already this class's, with these options."""
+        declared = {each.name: each.default for each in fields(_Options)}
+        if unknown := options.keys() - declared.keys():
+            raise TypeError(
+                f"{min(unknown)} is no option that a Trainer takes; it takes {', '.join(declared)}"
+            )
+        precision = vars(arguments).pop("mixed_precision")
+        vars(arguments).update(declared | options)
+        arguments.__class__ = cls
+        arguments.mixed_precision = precision
+        arguments._refuse()
+        arguments._take_torch_compile()
+        arguments._take_recompute()
+        arguments.num_replicas = arguments._num_replicas()
+        arguments.options()
+        del vars(arguments)["_setup_devices"]
+        arguments.device  # noqa: B018  the process is alone from now on
+
+    def _refuse(self) -> None:
+        for name, remedy in _REFUSED.items():
+            if getattr(self, name, None):
+                raise InputError(f"{name} is set, which a pipeline does otherwise; {remedy}")
+
+    def _take_torch_compile(self) -> None:
+        """``torch_compile`` is ``kernels="inductor"``."""
+        wanted = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
+        if not wanted:
+            return
+        if self.torch_compile_backend not in (None, "inductor") or self.torch_compile_mode is not None:
+            raise InputError(
+                f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile_mode "
+                f"{self.torch_compile_mode!r}, but stages are compiled by inductor with its defaults; leave "
+                'both out, and pass kernels="inductor" or "cudagraphs"'
+            )
+        self.torch_compile, self.torch_compile_backend, self.kernels = False, None, "inductor"
+
+    def _take_recompute(self) -> None:
+        """``activation_checkpointing``, once ``gradient_checkpointing``, is ``recompute="full"``."""
+        if self.recompute is None:
+            self.recompute = "full" if self.activation_checkpointing else _DEFAULTS.recompute
+        self.activation_checkpointing = self.gradient_checkpointing = False
+
+    def options(self) -> dict[str, Any]:
+        """The options for ``pipec.compile``, each checked. Raises InputError."""
+        chosen = {name: getattr(self, name) for name in OPTIONS if name not in _OF_TRAINER}
+        chosen["precision"] = f"{self._given_precision}-mixed" if self._given_precision != "no" else None
+        Options.of(chosen)
+        return chosen
+
+    @property
+    def updates_in_programs(self) -> bool:
+        """Whether pipec makes the updates: it does where it scales the loss, shards or offloads state."""
+        return self._given_precision == "fp16" or bool(self.shard) or self.offload in ("optimizer", "all")
+
+    @property
+    def mixed_precision(self) -> str:
+        """What Accelerate casts to: nothing. Stages are compiled with ``bf16`` or ``fp16``."""
+        return "no"
+
+    @mixed_precision.setter
+    def mixed_precision(self, precision: str) -> None:
+        self._given_precision = precision
+
+    def _num_replicas(self) -> int:
+        """How many pipelines share a batch. ``per_device_train_batch_size`` is the rows of each."""
+        devices = default_num_ranks(world()) if self.devices is None else self.devices
+        count = devices if isinstance(devices, int) else len(devices)
+        replicas = make_schedule_policy(self.schedule, count, self.stages, self.replicas).replicas
+        if not isinstance(replicas, int) or self.replicas == "auto":
+            raise InputError(
+                f"replicas is {self.replicas!r}, but a batch has per_device_train_batch_size rows for each "
+                "replica, so that their number must be known; pass it, or stages"
+            )
+        return replicas
+
+    @property
+    def train_batch_size(self) -> int:
+        """The rows of a batch, of all replicas."""
+        return int(self.per_device_train_batch_size) * self.num_replicas
+
+    @property
+    def eval_batch_size(self) -> int:
+        """The rows of a batch of an evaluation, of all replicas."""
+        return int(self.per_device_eval_batch_size) * self.num_replicas
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        device: torch.device = TrainingArguments._setup_devices.func(self)
+        state = self.distributed_state
+        state.num_processes, state.process_index = 1, 0
+        state.distributed_type = DistributedType.NO
+        self._n_gpu = min(self._n_gpu, 1)
+        return device
+
+    @property
+    def process_index(self) -> int:
+        """The rank: rank 0 prints, logs and writes."""
+        return world().rank
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Stages are placed by the pipeline."""
+        return False
+
+
+@dataclass(repr=False)
+class PipecArguments(PipelineArguments, TrainingArguments):  # type: ignore[misc]
+    """``transformers.TrainingArguments`` with the options of ``pipec.compile``.
+
+    ``per_device_train_batch_size`` is the rows of a replica: with one pipeline, those of the batch. ``bf16``
+    and ``fp16`` set ``precision``, ``activation_checkpointing`` (``gradient_checkpointing``) sets
+    ``recompute="full"``, ``torch_compile`` sets ``kernels="inductor"``; ``max_grad_norm`` clips. Every
+    process reads all rows of a batch. ``output_dir`` is one folder for all, which rank 0 writes.
+
+    Raises InputError for what a pipeline takes the place of, such as ``fsdp`` and ``deepspeed``.
+    """

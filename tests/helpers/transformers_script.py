@@ -1,0 +1,292 @@
+"""Trains in a Trainer of transformers or TRL, and prints what it logged as JSON.
+
+``transformers_script.py CASE FOLDER plain|REPLICAS``: with ``plain`` on one device without pipec, else with
+so many replicas on all ranks, or alone on two devices for each. Every batch has four rows.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import datasets
+import huggingface_models
+import numpy as np
+import torch
+from torch import nn
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+
+CASE, FOLDER, LAYOUT = sys.argv[1:4]
+IS_PLAIN = LAYOUT == "plain"
+LOGGED = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "eval_loss",
+    "eval_accuracy",
+    "entropy",
+    "mean_token_accuracy",
+)
+datasets.disable_progress_bars()
+
+
+def arguments(kind: Any, pipec_kind: Any, **options: Any) -> Any:
+    """Those of the library, or with the options of pipec."""
+    options = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 8,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        **options,
+    }
+    if IS_PLAIN:
+        return kind(FOLDER, **options)
+    replicas = int(LAYOUT)
+    options["per_device_train_batch_size"] //= replicas
+    options["per_device_eval_batch_size"] //= replicas
+    if pipec_kind is TrainingArguments:
+        return pipec_kind(FOLDER, **options)
+    devices = int(os.environ.get("WORLD_SIZE", 2 * replicas))
+    return pipec_kind(
+        FOLDER, devices=devices, replicas=replicas, microbatches=2 * replicas, timeout=60.0, **options
+    )
+
+
+def trainer_arguments(**options: Any) -> Any:
+    if IS_PLAIN:
+        return arguments(TrainingArguments, None, **options)
+    from pipec.integrations.transformers import PipecArguments
+
+    return arguments(None, PipecArguments, **options)
+
+
+def trainer(**given: Any) -> Any:
+    if IS_PLAIN:
+        return Trainer(**given)
+    from pipec.integrations.transformers import PipecTrainer
+
+    return PipecTrainer(**given)
+
+
+def history(trained: Any) -> list[dict[str, float]]:
+    logs = [{name: log[name] for name in LOGGED if name in log} for log in trained.state.log_history]
+    return [log for log in logs if log]
+
+
+def llama() -> tuple[nn.Module, list[dict[str, Any]], Any]:
+    ids = torch.randint(huggingface_models.VOCABULARY, (25, 6), generator=torch.Generator().manual_seed(0))
+    return huggingface_models.llama()[0].double(), [{"input_ids": row, "labels": row} for row in ids], None
+
+
+def bert() -> tuple[nn.Module, list[dict[str, Any]], Any]:
+    """A classifier; rows of a batch are padded to the longest one."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=huggingface_models.VOCABULARY,
+        max_position_embeddings=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    sizes = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 12, (25,), generator=sizes).tolist()
+    rows = [
+        {
+            "input_ids": torch.randint(2, huggingface_models.VOCABULARY, (length,), generator=sizes),
+            "labels": length % 3,
+        }
+        for length in lengths
+    ]
+    return BertForSequenceClassification(config).double(), rows, DataCollatorWithPadding(tokenizer())
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *(f"w{number}" for number in range(2, huggingface_models.VOCABULARY))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((np.argmax(prediction.predictions, -1) == prediction.label_ids).mean())}
+
+
+def with_trainer(made: Any) -> dict[str, Any]:
+    """Accumulation, clipping, a schedule, evaluation, checkpoints, the best model.
+
+    Then another trainer goes on from the fourth update, and a third one neither accumulates nor clips.
+    """
+
+    def run(accumulation: int, **more: Any) -> Any:
+        model, rows, collator = made()
+        options = {
+            "gradient_accumulation_steps": accumulation,
+            "learning_rate": 0.01,
+            "warmup_steps": 2,
+            "lr_scheduler_type": "cosine",
+            "weight_decay": 0.1,
+            **more,
+        }
+        given = {"model": model, "train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
+        return trainer(args=trainer_arguments(**options), compute_metrics=accuracy, **given), rows
+
+    saved = {
+        "num_train_epochs": 2,
+        "max_grad_norm": 0.3,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "save_total_limit": 3,
+        "load_best_model_at_end": True,
+    }
+    first, rows = run(3, **saved)
+    first.train()
+    first.save_model(f"{FOLDER}/best")
+    predicted = first.predict(rows).predictions
+    resumed, _ = run(3, **saved | {"eval_strategy": "no", "load_best_model_at_end": False})
+    resumed.train(resume_from_checkpoint=f"{FOLDER}/checkpoint-4")
+    resumed.save_model(f"{FOLDER}/resumed")
+    plainest, _ = run(1, max_steps=3, max_grad_norm=0.0, save_strategy="no")
+    plainest.train()
+    plainest.save_model(f"{FOLDER}/without")
+    return {
+        "trained": history(first),
+        "resumed": history(resumed),
+        "without": history(plainest),
+        "predicted": [*predicted.shape, float(abs(predicted).sum())],
+    }
+
+
+def with_sft(packs: bool) -> dict[str, Any]:
+    """Texts of different lengths; packed, an adapter is trained. Then on from the second update."""
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    sizes = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 11, (25,), generator=sizes).tolist()
+    numbers = [torch.randint(2, huggingface_models.VOCABULARY, (size,), generator=sizes) for size in lengths]
+    texts = datasets.Dataset.from_list([{"text": " ".join(f"w{each}" for each in row)} for row in numbers])
+
+    def run() -> Any:
+        options = {
+            "gradient_accumulation_steps": 3,
+            "num_train_epochs": 2,
+            "learning_rate": 0.1,
+            "optim": "sgd",
+            "max_grad_norm": 0.3,
+            "max_length": 12,
+            "packing": packs,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_steps": 2,
+            "bf16": False,
+        }
+        given = {
+            "model": huggingface_models.llama()[0].double(),
+            "train_dataset": texts,
+            "eval_dataset": texts,
+            "processing_class": tokenizer(),
+            "peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if packs else None,
+        }
+        if IS_PLAIN:
+            return SFTTrainer(args=arguments(SFTConfig, None, **options), **given)
+        from pipec.integrations.transformers import PipecSFTConfig, PipecSFTTrainer
+
+        return PipecSFTTrainer(args=arguments(None, PipecSFTConfig, **options), **given)
+
+    first, resumed = run(), run()
+    first.train()
+    first.save_model(f"{FOLDER}/final")
+    resumed.train(resume_from_checkpoint=f"{FOLDER}/checkpoint-2")
+    tokens = first.state.log_history[-3]["num_tokens"]
+    return {"trained": history(first), "resumed": history(resumed), "tokens": tokens}
+
+
+def with_adapters() -> dict[str, Any]:
+    """DoRA and trainable tokens. What was saved loads into PEFT, and what was gathered is merged."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model, rows, _ = llama()
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        use_dora=True,
+        trainable_token_indices={"embed_tokens": [1, 2, 3]},
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(model, config)
+    options = {"learning_rate": 0.05, "max_steps": 3, "label_names": ["labels"], "save_steps": 2}
+    trained = trainer(model=model, args=trainer_arguments(**options), train_dataset=rows, eval_dataset=rows)
+    trained.train()
+    trained.save_model(f"{FOLDER}/final")
+    logits = [torch.from_numpy(trained.predict(rows).predictions)]
+    if not IS_PLAIN:
+        trained.pipe.gather_into(model)
+    if trained.is_world_process_zero():
+        ids = torch.stack([row["input_ids"] for row in rows])
+        loaded = PeftModel.from_pretrained(huggingface_models.llama()[0].double(), f"{FOLDER}/final")
+        logits += [each(input_ids=ids).logits.detach() for each in (loaded.eval(), model.eval())]
+        logits.append(model.merge_and_unload()(input_ids=ids).logits.detach())
+    return {"trained": history(trained), "logits": [each.abs().sum().item() for each in logits]}
+
+
+def with_prepared() -> dict[str, Any]:
+    """A subclass that counts its losses, turned into a pipeline once it is made. Data draw random numbers."""
+
+    class Counting(Trainer):  # type: ignore[misc,valid-type]
+        calls = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().compute_loss(*args, **kwargs)
+
+    model, rows, _ = llama()
+
+    class Noisy(torch.utils.data.Dataset[Any]):
+        """Draws a token of each row, in a worker."""
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            ids = rows[number]["input_ids"].clone()
+            ids[0] = torch.randint(40, ())
+            return {"input_ids": ids, "labels": ids}
+
+    workers = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"}
+    given = arguments(TrainingArguments, TrainingArguments, max_steps=2, **workers)
+    trained = Counting(model, given, train_dataset=Noisy(), eval_dataset=rows)
+    if not IS_PLAIN:
+        from pipec.integrations.transformers import prepare_trainer
+
+        prepare_trainer(trained, microbatches=2)
+    trained.train()
+    return {"trained": history(trained), "calls": trained.calls, "loss": trained.evaluate()["eval_loss"]}
+
+
+CASES = {
+    "prepared": with_prepared,
+    "llama": lambda: with_trainer(llama),
+    "bert": lambda: with_trainer(bert),
+    "sft": lambda: with_sft(False),
+    "packed": lambda: with_sft(True),
+    "adapters": with_adapters,
+}
+
+if __name__ == "__main__":
+    found = CASES[CASE]()
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(found))

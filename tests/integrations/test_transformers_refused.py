@@ -1,0 +1,215 @@
+"""What trainers refuse, each with one error that says what to do, and what they need of the libraries."""
+
+import functools
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_models
+import pytest
+import torch
+from torch import Tensor
+
+from pipec.errors import InputError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("trl")
+
+pytestmark = pytest.mark.slow
+
+ROWS = [{"input_ids": torch.arange(6) + row, "labels": torch.arange(6) + row} for row in range(4)]
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    from pipec.integrations.transformers import PipecArguments
+
+    given = {"devices": 2, "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 1, **options}
+    return PipecArguments(str(folder), **given)
+
+
+def trainer(folder: Path, kind: Any = None, model: Any = None, **given: Any) -> Any:
+    from pipec.integrations.transformers import PipecTrainer
+
+    options = given.pop("options", {})
+    model = model or huggingface_models.llama()[0]
+    return (kind or PipecTrainer)(model=model, args=arguments(folder, **options), train_dataset=ROWS, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fsdp": "full_shard"}, "fsdp is set, which a pipeline does otherwise; leave it out: stages"),
+        ({"deepspeed": {"zero": 1}}, "deepspeed is set, .* is ZeRO 1, 2 or 3"),
+        ({"use_liger_kernel": True}, "use_liger_kernel is set"),
+        ({"auto_find_batch_size": True}, "microbatches and memory_limit make a step fit"),
+        ({"save_on_each_node": True}, "output_dir is one folder"),
+        ({"torch_compile_backend": "eager"}, 'pass kernels="inductor" or "cudagraphs"'),
+        ({"replicas": "auto"}, "so that their number must be known"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"recompute": "some"}, "recompute is 'some'"),
+    ],
+)
+def test_arguments(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=expected):
+        arguments(tmp_path, **options)
+
+
+def test_arguments_of_the_library_become_options(tmp_path: Path) -> None:
+    made = arguments(
+        tmp_path, bf16=True, activation_checkpointing=True, torch_compile=True, devices=4, replicas=2
+    )
+    options = made.options()
+    assert [options[name] for name in ("precision", "recompute", "kernels")] == [
+        "bf16-mixed",
+        "full",
+        "inductor",
+    ]
+    assert (made.mixed_precision, made.activation_checkpointing, made.torch_compile) == ("no", False, False)
+    assert (made.train_batch_size, made.eval_batch_size, made.world_size) == (16, 16, 1)
+
+
+def test_arguments_are_read_from_a_command_line(tmp_path: Path) -> None:
+    from pipec.integrations.transformers import PipecArguments
+
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--use_cpu",
+        "--devices",
+        "4",
+        "--replicas",
+        "2",
+        "--memory_limit",
+        "1GiB",
+    ]
+    (made,) = transformers.HfArgumentParser(PipecArguments).parse_args_into_dataclasses(words)
+    assert (made.devices, made.num_replicas, made.options()["memory_limit"]) == (4, 2, "1GiB")
+
+
+def test_other_arguments_than_pipecs(tmp_path: Path) -> None:
+    from pipec.integrations.transformers import PipecTrainer
+
+    given = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(InputError, match="args is a TrainingArguments; pass PipecArguments"):
+        PipecTrainer(huggingface_models.llama()[0], given)
+
+
+def test_quantized_and_compiled_models(tmp_path: Path) -> None:
+    model = huggingface_models.llama()[0]
+    with pytest.raises(InputError, match="the model is a pipeline already; pass the model itself"):
+        trainer(tmp_path, model=trainer(tmp_path, model=model).model)
+    model.hf_quantizer = SimpleNamespace(is_trainable=True)
+    with pytest.raises(InputError, match=r"the model is quantized: .* Load it without quantization_config"):
+        trainer(tmp_path, model=model)
+
+
+def test_optimizers_that_cannot_update_stage_by_stage(tmp_path: Path) -> None:
+    model = huggingface_models.llama()[0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InputError, match="pass optimizer_cls_and_kwargs"):
+        trainer(tmp_path, model=model, optimizers=(optimizer, None), options={"shard": "optimizer"})
+    with pytest.raises(InputError, match="which updates each parameter during the backward"):
+        trainer(tmp_path, options={"optim": "lomo"})
+
+
+def test_a_loss_that_a_subclass_computes_of_outputs(tmp_path: Path) -> None:
+    from pipec.integrations.transformers import PipecTrainer
+
+    class Outside(PipecTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Tensor:
+            return model(**inputs).logits.square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(InputError, match=r"compute_loss_func=.* to a PipecTrainer"):
+        trainer(tmp_path, Outside).train()
+
+
+def test_a_loss_whose_sum_over_microbatches_is_unproven(tmp_path: Path) -> None:
+    """NEFTune's noise has a size that is a tensor."""
+    with pytest.raises(InputError, match=r"neftune\.py.*microbatch_weight=\"sum\" if they add up"):
+        trainer(tmp_path, options={"neftune_noise_alpha": 5.0, "microbatches": 2}).train()
+
+
+@pytest.mark.parametrize("name", ["padding_free", "activation_offloading"])
+def test_arguments_of_trl(name: str, tmp_path: Path) -> None:
+    from pipec.integrations.transformers import PipecSFTConfig
+
+    with pytest.raises(InputError, match=f"{name} is set"):
+        PipecSFTConfig(str(tmp_path), use_cpu=True, **{name: True})
+
+
+def test_packing_for_a_model_whose_documents_see_each_other() -> None:
+    from pipec.integrations.transformers.packed_rows import require_separate_documents
+
+    model = huggingface_models.llama()[0]
+    require_separate_documents(model)
+    forward = model.forward
+    model.forward = lambda position_ids, **given: forward(**given)
+    with pytest.raises(InputError, match="documents of a row see each other in LlamaForCausalLM"):
+        require_separate_documents(model)
+
+
+def test_packed_rows() -> None:
+    from pipec.integrations.transformers.packed_rows import PackedRows
+
+    collator = PackedRows(pad_token_id=9)
+    batch = collator([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, {"input_ids": [4], "labels": [5]}])
+    assert {name: rows.tolist() for name, rows in batch.items()} == {
+        "input_ids": [[1, 2, 3], [4, 9, 9]],
+        "labels": [[-100, 2, -100], [-100, -100, -100]],
+        "position_ids": [[0, 1, 0], [0, 0, 0]],
+    }
+    assert collator.num_tokens(batch) == 4
+
+
+def test_trainers_that_compute_losses_outside() -> None:
+    from pipec.integrations.transformers import prepare_trainer
+
+    kind = type("DPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
+    with pytest.raises(InputError, match="DPOTrainer computes its loss of log-probabilities outside"):
+        prepare_trainer(kind.__new__(kind), devices=2)
+
+
+OVERRIDDEN = {
+    "_get_dataloader": "dataset, description, batch_size, sampler_fn, is_training, dataloader_key",
+    "_save": "output_dir, state_dict",
+    "_save_optimizer_and_scheduler": "output_dir",
+    "_save_rng_state": "output_dir",
+    "_save_scaler": "output_dir",
+    "_load_scaler": "checkpoint",
+    "_save_checkpoint": "model, trial",
+    "_load_from_checkpoint": "resume_from_checkpoint, model",
+    "_load_best_model": "",
+    "_clip_grad_norm": "model",
+    "_get_grad_norm": "model, grad_norm",
+    "_move_model_to_device": "model, device",
+    "_set_signature_columns_if_needed": "",
+    "_get_num_items_in_batch": "batch_samples, device",
+}
+"""Methods of ``Trainer`` that are private, with their arguments."""
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_private_methods_of_transformers(name: str) -> None:
+    parameters = list(inspect.signature(getattr(transformers.Trainer, name)).parameters)
+    assert ", ".join(parameters[1:]) == OVERRIDDEN[name]
+
+
+def test_private_names_of_trl_and_accelerate() -> None:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from trl import SFTTrainer
+
+    source = inspect.getsource(SFTTrainer)
+    names = ("add_fused_lm_head(", "self._metrics[mode]", "self._total_train_tokens", "self.aux_loss_enabled")
+    assert [name for name in names if name not in source] == []
+    assert "_is_overflow" in inspect.getsource(AcceleratedOptimizer)
+    assert isinstance(transformers.TrainingArguments._setup_devices, functools.cached_property)
+
+
+def test_no_library_is_imported_with_pipec() -> None:
+    libraries = ["accelerate", "datasets", "lightning", "peft", "transformers", "trl"]
+    code = f"import sys, pipec; print([name for name in {libraries} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "[]\n"
