@@ -109,7 +109,6 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
 """Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""
 
 
-
 def within(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
