@@ -2,9 +2,9 @@
 
 python benchmarks/tail.py    # a table in Markdown
 
-Both are simulated. "Two forwards" is gradient caching (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch
-Size under Memory Limited Setup"): forwards that save nothing, the tail, and then the schedule as it is. A rank
-begins its second pass when it has ended its first one, so that the step takes one forward a microbatch more.
+Both are simulated. "Two forwards" is gradient caching (Gao et al. 2021, "Scaling Deep Contrastive Learning
+Batch Size under Memory Limited Setup"): forwards that save nothing, the tail, and then the schedule as it is.
+A rank begins its second pass when it has ended its first one: the step takes one forward a microbatch more.
 """
 
 import argparse

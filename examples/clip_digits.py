@@ -1,4 +1,4 @@
-"""CLIP of Hugging Face learns which caption belongs to which digit, its loss over all pairs of the mini-batch.
+"""CLIP of Hugging Face learns which caption belongs to which digit, by a loss over all pairs of a batch.
 
 python examples/clip_digits.py                                               # 4 stages in this process
 torchrun --nproc-per-node 4 --local-ranks-filter 0 examples/clip_digits.py   # one process per stage
