@@ -1132,11 +1132,17 @@ MIXING: dict[str, BatchCase] = {
 # What is drawn once for the batch, or which row goes where: each microbatch would draw its own.
 
 DRAWN: dict[str, BatchCase] = {
-    "mixup": quick(flat(mixed_up, random=True)),
-    "rows by a permutation drawn": quick(flat(lambda h: h[torch.randperm(h.shape[0])], random=True)),
-    "rows drawn with replacement": flat(lambda h: h[torch.randint(h.shape[0], (h.shape[0],))], random=True),
+    "mixup": quick(flat(mixed_up, random=True, expect=Expect.RIGHT)),
+    "rows by a permutation drawn": quick(
+        flat(lambda h: h[torch.randperm(h.shape[0])], random=True, expect=Expect.RIGHT)
+    ),
+    "rows drawn with replacement": flat(
+        lambda h: h[torch.randint(h.shape[0], (h.shape[0],))], random=True, expect=Expect.RIGHT
+    ),
     "rows sampled by their weight": flat(
-        lambda h: h[torch.multinomial(h[:, 0].exp(), h.shape[0], replacement=True)], random=True
+        lambda h: h[torch.multinomial(h[:, 0].exp(), h.shape[0], replacement=True)],
+        random=True,
+        expect=Expect.RIGHT,
     ),
     "a number drawn for the batch": flat(lambda h: h * torch.rand(()), random=True),
     "a mask drawn for the batch": flat(lambda h: h * (torch.rand(1, WIDTH) > 0.5), random=True),

@@ -18,6 +18,8 @@ import pipec
 from pipec.ir import Op
 
 ROWS = 12
+QUICK = ("info_nce", "vicreg", "centered", "of_both_kinds", "shared_scale")
+"""One loss of each kind, for the tests that are not slow."""
 
 
 def batch(rows: int = ROWS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -58,7 +60,9 @@ def made(loss: str) -> nn.Module:
     return Towers(LOSSES[loss]).double()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in LOSSES]
+)
 def test_training_equals_the_whole_batch(loss: str) -> None:
     """Twelve rows in five microbatches: of three and of two."""
     net = made(loss)

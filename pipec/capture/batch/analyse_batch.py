@@ -637,7 +637,7 @@ class _BatchAnalysis:
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         return True
 
-    def finish(self, has_loss: bool, batch_size: int) -> BatchFindings:
+    def finish(self, has_loss: bool, batch_size: int = 0) -> BatchFindings:
         """Turn a loss that is a sum into a mean, mark outputs that are no means, return the findings.
 
         What mixes rows becomes the tail, if its inputs of the ``batch_size`` rows are small enough.

@@ -13,12 +13,13 @@ row nor the same for all microbatches, such as a mean, is computed in the tail f
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven, Whole
-from pipec.capture.graph_calls import describe_call, mutates_argument
+from pipec.capture.graph_calls import describe_call, is_random_call, mutates_argument
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, IN_TAIL, TAIL_INPUT
 from pipec.capture.node_insertion import INHERITED_META, fake_value
 from pipec.torch_compat import unbacked_symbols
@@ -54,7 +55,7 @@ def find_tail(
     ways = {way: None for node in mixing for way in _leading_to(node)}
     pending = [node for node in ways if isinstance(dependence_of(node), MixedRows | Unproven)]
     pending += mixing
-    while pending:
+    while pending or (pending := _readers_of_written(graph, nodes, memory_of)):
         node = pending.pop()
         if node in nodes or node.op in ("placeholder", "get_attr", "output"):
             continue
@@ -64,7 +65,7 @@ def find_tail(
             if source.target in _ONCE_A_STEP or _is_size(source):
                 continue
             needed = _leading_to(source)
-            if _is_row_by_row(source, dependence_of(source)):
+            if _is_row_by_row(source, dependence_of(source)) and not _chooses_at_random(source, needed):
                 inputs.add(source)
             elif all(isinstance(dependence_of(each), Whole) or _is_size(each) for each in needed):
                 whole.update(each for each in needed if each.op not in ("placeholder", "get_attr"))
@@ -95,13 +96,16 @@ def insert_tail_inputs(graph: fx.Graph, tail: Tail, dependence_of: Callable[[fx.
 def _joined(source: fx.Node, reader: fx.Node, dim: int) -> fx.Node:
     """All rows of ``source``, which has them in dimension ``dim``, for the ``reader`` and those behind it."""
     made, value = source, fake_value(source)
+    to_front, back = (torch.movedim, (dim, 0)), (torch.movedim, (0, dim))
+    calls: list[tuple[Any, tuple[int, ...]]] = [(TAIL_INPUT, ())]
+    calls = [to_front, *calls, back, (torch.clone, ())] if dim else calls
     with reader.graph.inserting_before(reader):
-        for function, args in ((torch.movedim, (dim, 0)), (TAIL_INPUT, ()), (torch.movedim, (0, dim))):
-            if dim or function is TAIL_INPUT:
-                made = reader.graph.call_function(function, (made, *args))
-                made.meta = {key: reader.meta[key] for key in INHERITED_META if key in reader.meta}
-                value = value if function is TAIL_INPUT else value.movedim(*args)
-                made.meta["example_value"] = value
+        for function, args in calls:
+            options = {"memory_format": torch.contiguous_format} if function is torch.clone else {}
+            made = reader.graph.call_function(function, (made, *args), options)
+            made.meta = {key: reader.meta[key] for key in INHERITED_META if key in reader.meta}
+            value = value if function is TAIL_INPUT else function(value, *args, **options)
+            made.meta["example_value"] = value
     return made
 
 
@@ -110,6 +114,25 @@ def _is_row_by_row(node: fx.Node, dependence: Dependence) -> bool:
     if not isinstance(dependence, PerRow) or not isinstance(fake_value(node), Tensor):
         return False
     return dependence == PerRow(dependence.dim, inner=dependence.inner)
+
+
+def _chooses_at_random(node: fx.Node, needed: Sequence[fx.Node]) -> bool:
+    """Whether a node may be drawn numbers of rows: the tail draws among all rows."""
+    return not fake_value(node).is_floating_point() and any(map(is_random_call, needed))
+
+
+def _readers_of_written(
+    graph: fx.Graph, tail: Set[fx.Node], memory_of: Callable[[fx.Node], object]
+) -> list[fx.Node]:
+    """The nodes that read the memory that the tail writes: what it changes belongs to it alone."""
+    written = {memory_of(call.all_input_nodes[0]) for call in writes(graph) if call in tail}
+    return [
+        node
+        for node in graph.nodes
+        if node not in tail
+        and node.op != "output"
+        and not written.isdisjoint(map(memory_of, node.all_input_nodes))
+    ]
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -146,12 +169,6 @@ def _reason_against(graph: fx.Graph, tail: Tail, memory_of: Callable[[fx.Node], 
         ]
         if late:
             return f"{describe_call(late[0])} writes into a value that is read row by row"
-    for call in (x for x in written if x in tail.nodes):
-        memory = memory_of(call.all_input_nodes[0])
-        for node in graph.nodes:
-            reads = any(memory_of(source) == memory for source in node.all_input_nodes)
-            if reads and places[node] > places[call] and node not in tail.nodes and node.op != "output":
-                return f"{describe_call(node)} reads row by row what {describe_call(call)} has written"
     return ""
 
 
