@@ -306,22 +306,23 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "00_simplify.txt",
         "01_merge_slice_gradients.txt",
         "02_annotate_cost.txt",
-        "03_make_row_sparse_gradients.txt",
-        "04_split_operators.txt",
-        "05_precompute_weights.txt",
-        "06_assign_stages.txt",
-        "07_untie_gradients.txt",
-        "08_make_row_sparse_gradients.txt",
-        "09_insert_communication.txt",
-        "10_mark_recompute.txt",
-        "11_mark_offload.txt",
-        "12_split_at_collectives.txt",
-        "13_split_backward.txt",
-        "14_reuse_memory.txt",
-        "15_recompose_linear.txt",
-        "16_fuse_cross_entropy.txt",
+        "03_extract_tail.txt",
+        "04_make_row_sparse_gradients.txt",
+        "05_split_operators.txt",
+        "06_precompute_weights.txt",
+        "07_assign_stages.txt",
+        "08_untie_gradients.txt",
+        "09_make_row_sparse_gradients.txt",
+        "10_insert_communication.txt",
+        "11_mark_recompute.txt",
+        "12_mark_offload.txt",
+        "13_split_at_collectives.txt",
+        "14_split_backward.txt",
+        "15_reuse_memory.txt",
+        "16_recompose_linear.txt",
+        "17_fuse_cross_entropy.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[8:10])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[9:11])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before

@@ -98,13 +98,12 @@ def _joined(source: fx.Node, reader: fx.Node, dim: int) -> fx.Node:
     made, value = source, fake_value(source)
     to_front, back = (torch.movedim, (dim, 0)), (torch.movedim, (0, dim))
     calls: list[tuple[Any, tuple[int, ...]]] = [(TAIL_INPUT, ())]
-    calls = [to_front, *calls, back, (torch.clone, ())] if dim else calls
+    calls = [to_front, *calls, back, (Tensor.contiguous, ())] if dim else calls
     with reader.graph.inserting_before(reader):
         for function, args in calls:
-            options = {"memory_format": torch.contiguous_format} if function is torch.clone else {}
-            made = reader.graph.call_function(function, (made, *args), options)
+            made = reader.graph.call_function(function, (made, *args))
             made.meta = {key: reader.meta[key] for key in INHERITED_META if key in reader.meta}
-            value = value if function is TAIL_INPUT else function(value, *args, **options)
+            value = value if function is TAIL_INPUT else function(value, *args)
             made.meta["example_value"] = value
     return made
 
