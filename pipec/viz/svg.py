@@ -45,10 +45,12 @@ text { fill: #57606a; font-size: 11px; }
 .backward { fill: #f5b26b; }
 .backward_input { fill: #ec8a62; }
 .backward_weight { fill: #8fd0a4; }
+.tail { fill: #e0776f; }
 .update { fill: #f2d45c; }
 .reduce_grad { fill: #e39bb6; }
 .average_buffers { fill: #a9c48f; }
 .sum_counts { fill: #d6cd8b; }
+.gather_rows { fill: #93a7a0; }
 .grad_norm { fill: #b9b0a2; }
 .unshard { fill: #7fc4c4; }
 .all_reduce { fill: #f0bccb; }
