@@ -44,7 +44,6 @@ class BatchFindings:
     has_norm_over_rows_alone: bool = False
     unordered_random: tuple[str, ...] = ()
     tail: str = ""
-    tail_row_bytes: int = 0
     branches: tuple[tuple[sympy.Basic, str], ...] = ()
 
 

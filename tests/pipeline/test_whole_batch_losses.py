@@ -214,6 +214,12 @@ def test_what_is_refused() -> None:
 
     with pytest.raises(pipec.InputError, match=r"(?s)other rows.*trained weights of several dim"):
         compiled(Deep()).step(*batch(dtype=torch.float32))
+    drawn = compiled(
+        Towers(lambda u, v, *_: u - v).double(),
+        loss_fn=lambda output, target: (output.square().mean(), {"order": torch.randperm(len(target))}),
+    )
+    with pytest.raises(pipec.InputError, match=r"of all rows together[\s\S]*randperm at"):
+        drawn.step(*batch(), target=torch.ones(ROWS))
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     with pytest.raises(pipec.InputError, match="rows depend on other rows"):
         compiled(made("info_nce"), schedule="pipedream-2bw", optimizer=sgd).step(*batch())

@@ -42,7 +42,7 @@ from pipec.capture.batch.operator_call import (
     NeedsRowNumbersError,
     tensors_in,
 )
-from pipec.capture.batch.tail import Tail, find_tail, insert_tail_inputs, writes
+from pipec.capture.batch.tail import TailNodes, find_tail, insert_tail_inputs, writes
 from pipec.capture.captured_collectives import (
     ALL_GATHERS,
     ALL_REDUCES,
@@ -656,7 +656,7 @@ class _BatchAnalysis:
                 problem = value
         others = [leaf for leaf in leaves if leaf is not loss]
         tail = self._find_tail(loss if problem is not None else None, others, batch_size)
-        nodes = tail.nodes if isinstance(tail, Tail) else frozenset[fx.Node]()
+        nodes = tail.nodes if isinstance(tail, TailNodes) else frozenset[fx.Node]()
         output.args = fx.map_arg(
             output.args, lambda node: node if node is loss or node in nodes else self._marked(node)
         )
@@ -679,10 +679,10 @@ class _BatchAnalysis:
                     describe_call(x) for x in self._drawn if x in _leading_to(output) and x not in nodes
                 )
             ),
-            tail=self._with_tail(tail) if isinstance(tail, Tail) else "",
+            tail=self._with_tail(tail) if isinstance(tail, TailNodes) else "",
         )
 
-    def _find_tail(self, loss: fx.Node | None, others: Sequence[fx.Node], batch_size: int) -> Tail | str:
+    def _find_tail(self, loss: fx.Node | None, others: Sequence[fx.Node], batch_size: int) -> TailNodes | str:
         """What is to run once, of all rows: a ``loss`` that mixes rows, and if possible also other results.
 
         Otherwise the reason why a loss cannot, as a clause.
@@ -694,7 +694,7 @@ class _BatchAnalysis:
         reason = ""
         for nodes in ([*wanted, *outputs, *self._buffer_writes()], [*wanted, *outputs], wanted):
             found = find_tail(self.module.graph, nodes, self.dependence_of, self._memory_of) if nodes else ""
-            if isinstance(found, Tail):
+            if isinstance(found, TailNodes):
                 num_bytes = sum(self.values[x].nbytes for x in found.inputs) // ROW_COUNT_PRIME * batch_size
                 if num_bytes <= MAX_TAIL_BYTES:
                     return found
@@ -720,7 +720,7 @@ class _BatchAnalysis:
             and not all(isinstance(self.dependence_of(x), Whole) for x in node.all_input_nodes[1:])
         ]
 
-    def _with_tail(self, tail: Tail) -> str:
+    def _with_tail(self, tail: TailNodes) -> str:
         """Let the tail run once a step. Returns with what it begins, in words."""
         first = next(node for node in self.module.graph.nodes if node in tail.nodes)
         insert_tail_inputs(self.module.graph, tail, self.dependence_of)

@@ -29,7 +29,7 @@ _ONCE_A_STEP = (BATCH_COUNT, BATCH_FRACTION)
 
 
 @dataclass(frozen=True)
-class Tail:
+class TailNodes:
     """The nodes that run once a step.
 
     They read ``inputs``, row by row along a dimension, and copies of ``whole``, which are equal for all
@@ -46,7 +46,7 @@ def find_tail(
     mixing: Sequence[fx.Node],
     dependence_of: Callable[[fx.Node], Dependence],
     memory_of: Callable[[fx.Node], object],
-) -> Tail | str:
+) -> TailNodes | str:
     """The tail of a graph in which the nodes ``mixing`` need all rows; or the reason why there is none.
 
     ``memory_of`` identifies the memory of a node's value: views and their base share it.
@@ -71,11 +71,13 @@ def find_tail(
                 whole.update(each for each in needed if each.op not in ("placeholder", "get_attr"))
             else:
                 pending.append(source)
-    found = Tail(nodes, inputs - nodes, whole - nodes)
+    found = TailNodes(nodes, inputs - nodes, whole - nodes)
     return _reason_against(graph, found, memory_of) or found
 
 
-def insert_tail_inputs(graph: fx.Graph, tail: Tail, dependence_of: Callable[[fx.Node], Dependence]) -> None:
+def insert_tail_inputs(
+    graph: fx.Graph, tail: TailNodes, dependence_of: Callable[[fx.Node], Dependence]
+) -> None:
     """Let the tail read ``TAIL_INPUT`` nodes, and copies of what is equal for all microbatches."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in [each for each in graph.nodes if each in tail.whole]:
@@ -153,8 +155,10 @@ def _leading_to(node: fx.Node) -> list[fx.Node]:
     return [*found]
 
 
-def _reason_against(graph: fx.Graph, tail: Tail, memory_of: Callable[[fx.Node], object]) -> str:
+def _reason_against(graph: fx.Graph, tail: TailNodes, memory_of: Callable[[fx.Node], object]) -> str:
     """Why the tail cannot run once, of all rows; empty if it can."""
+    if not tail.inputs:
+        return "it reads no rows, by whose number its results would be made"
     for node in tail.nodes | tail.whole:
         for source in node.all_input_nodes:
             if _is_trained_matrix(source):
