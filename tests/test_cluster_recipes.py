@@ -78,6 +78,7 @@ def require_fields(found: Any, expected: Any, where: str) -> None:
         assert isinstance(found, expected), where
 
 
+@pytest.mark.slow
 def test_the_recipes_start_a_script_that_goes_on_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
     assert "there is no CUDA device here" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_of_skipped_tests_is_not_green() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/cuda/test_gpu_memory.py", "-p", "no:cacheprovider"],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_params import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unsplit_reference import StepResult, relative_error
@@ -163,6 +164,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_checkpointed_batch_norm_sees_the_round() -> None:
     """Its bits are those of one that is not checkpointed."""
     found = []
@@ -204,7 +206,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_but(PLANS, "1x4", "2x2", "2x2 alone", "2x2 zb-v"))
 def test_plans_make_the_gradients_of_the_rounds_and_the_same_bits_again(name: str) -> None:
     options = PLANS[name]
     replicas = options.get("replicas", options["devices"])
@@ -277,6 +279,7 @@ def test_a_function_hands_over_what_the_next_one_takes_joined() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_more_rounds_than_one_are_told_once(said: list[str]) -> None:
     (x, y), pipe = (
         batch(),
@@ -373,6 +376,7 @@ class Gathered(nn.Module):
         return ops.all_gather(x)
 
 
+@pytest.mark.slow
 def test_what_is_joined_and_is_no_sum_is_refused() -> None:
     """The sum of means is no mean."""
     x, y = batch()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 from unsplit_reference import StepResult, relative_error
 
@@ -87,7 +88,7 @@ def custom() -> tuple[nn.Module, dict[str, Tensor]]:
     return Custom(), {"x": torch.randn(ROWS, WIDTH)}
 
 
-@pytest.mark.parametrize(("make", "microbatches"), [(physics, 2), (critic, 2), (custom, 1)])
+@pytest.mark.parametrize(("make", "microbatches"), [(physics, 2), slow(critic, 2), (custom, 1)])
 def test_gradients_are_those_of_eager_mode(
     make: Callable[[], tuple[nn.Module, dict[str, Tensor]]],
     microbatches: int,

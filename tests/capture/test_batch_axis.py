@@ -152,6 +152,7 @@ def translation() -> tuple[tuple[Tensor, ...], Tensor]:
 TRANSLATION = {"src": 1, "tgt": 1, "padding": 0, "target": "(t b)"}
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_with_targets_flattened_time_first() -> None:
     trained = Trained(made(Translator), flat_loss, microbatches=2, batched=TRANSLATION)
     args, target = translation()
@@ -195,6 +196,7 @@ def test_every_way_to_name_a_dimension(word: Any, rows: int) -> None:
         assert relative_error(found, expected[name]) < 1e-12
 
 
+@pytest.mark.slow
 def test_another_length_of_sequences_becomes_a_variable() -> None:
     trained = Trained(made(Encoder), flat_loss, microbatches=2, batched=BY_TIME)
     for time in (TIME, 4, 9, 6):
@@ -235,6 +237,7 @@ def test_weights_of_microbatches_are_told_by_what_the_user_passes() -> None:
     assert shapes == [((TIME, 3), (TIME * 3,)), ((TIME, 2), (TIME * 2,))]
 
 
+@pytest.mark.slow
 def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
     trained = Trained(
         made(Recurrent),
@@ -430,6 +433,7 @@ except pipec.PipecError as error:
 """
 
 
+@pytest.mark.slow
 def test_ranks_are_sent_and_pass_rows_of_another_dimension(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[2])))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, nn
 
 import pipec
@@ -70,7 +71,7 @@ def test_numbers_of_the_batch_are_told_from_constants(name: str, said: list[str]
     assert "proves" not in "".join(said)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", slow_but(WRONG, "one more", "ones of all rows"))
 def test_what_is_another_number_for_the_batch_is_refused(name: str) -> None:
     pipe = pipec.compile(Fixed(WRONG[name]), 2, loss_fn=LOSS, microbatches=4)
     with pytest.raises(PipecError, match="rows"):

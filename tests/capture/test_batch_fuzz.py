@@ -9,6 +9,7 @@ from random_batch_programs import Program
 NUM_PROGRAMS, NUM_PIPELINES = 120, 6
 
 
+@pytest.mark.slow
 def test_no_claim_about_a_value_is_wrong() -> None:
     tally = fuzz(range(NUM_PROGRAMS))
     assert not tally.faults, "\n\n".join(f"seed {seed}\n{fault}" for seed, fault in tally.faults.items())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_models import bert, each, gpt2, t5
+from slow_params import slow_but
 from torch import Tensor, nn
 from unsplit_reference import relative_error
 
@@ -92,7 +93,19 @@ def check(loss_fn: Loss, microbatches: int, **options: Any) -> pipec.Pipeline:
     return pipe
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        LOSSES,
+        "class weights",
+        "nll",
+        "masked mean",
+        "sum",
+        "sum over the rows",
+        "several terms",
+        "standardised",
+    ),
+)
 def test_a_loss_is_that_of_the_batch(name: str, said: list[str]) -> None:
     check(LOSSES[name], 4)
     assert not said

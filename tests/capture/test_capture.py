@@ -323,6 +323,7 @@ class Turned(nn.Module):
         return x * self.angles.cos() * self.scale
 
 
+@pytest.mark.slow
 def test_a_tensor_that_nobody_gave_a_value_is_refused_by_name() -> None:
     real, inputs = Between(Turned), batch()
     with torch.device("meta"):
@@ -340,6 +341,7 @@ def test_a_tensor_that_nobody_gave_a_value_is_refused_by_name() -> None:
     assert_equal(StepResult.of(loss, pipe), expected)
 
 
+@pytest.mark.slow
 def test_a_llama_on_meta_keeps_rotary_buffers_that_are_real() -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -89,6 +89,7 @@ def data(rows: int) -> tuple[Tensor, Tensor]:
     return x, target
 
 
+@pytest.mark.slow
 def test_each_microbatch_has_its_own_sizes() -> None:
     """Against eager torch on the whole batch, of two sizes."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from awkward_modules import WIDTH, Between, batch
+from slow_params import slow
 from torch import Tensor, fx, nn
 from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
 
@@ -184,7 +185,7 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Siamese, lambda: Between(Late)], ids=["Siamese", "Late"])
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [slow(2), 3])
 def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Module], devices: int) -> None:
     torch.manual_seed(0)
     model = make()

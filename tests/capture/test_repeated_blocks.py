@@ -19,6 +19,7 @@ from repeated_models import (
     capture_stack,
     captured_both_ways,
 )
+from slow_params import slow_but
 from torch import Tensor, fx, nn
 
 import pipec
@@ -73,7 +74,10 @@ REPEATING: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", REPEATING)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(REPEATING, "equal blocks", "batch norms", "tied around the run", "an encoder and a decoder"),
+)
 def test_copies_of_a_block_are_what_torch_makes_of_the_others(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +111,7 @@ def _sharing(model: Stack) -> Stack:
     return model
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", slow_but(DIFFERENT, "too few", "another probability in the middle"))
 def test_blocks_that_differ_are_differentiated_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(DIFFERENT[name]()))
     assert not runs
@@ -190,6 +194,7 @@ def test_what_differs_in_the_backward_is_found(
         instantiate_blocks(changed, runs)
 
 
+@pytest.mark.slow
 def test_where_blocks_turn_out_to_differ_all_are_differentiated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

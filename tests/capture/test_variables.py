@@ -99,6 +99,7 @@ def trimmed(inputs: dict[str, Any], length: int, short: int) -> dict[str, Any]:
     return {name: x[:, : lengths[name]].contiguous() for name, x in inputs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "factory",
     [*each(gpt2), pytest.param(resnet, id="resnet", marks=pytest.mark.slow)],
@@ -110,6 +111,7 @@ def test_the_third_length_compiles_nothing(factory: Factory) -> None:
     assert found == [1, 1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_code_has_the_length_by_name_and_plans_for_the_one_it_was_captured_with() -> None:
     pair = attention()
     for length in (8, 10):
@@ -122,6 +124,7 @@ def test_code_has_the_length_by_name_and_plans_for_the_one_it_was_captured_with(
     assert set(plan.guards) >= {"t >= 2", "t <= 16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -150,6 +153,7 @@ def test_eval_steps_and_forwards_take_any_length() -> None:
     assert pair.num_compiled == 4
 
 
+@pytest.mark.slow
 def test_a_longer_sequence_than_the_table_is_refused_as_the_model_refuses_it() -> None:
     pair = attention(most=9)
     for length in (4, 6, 9):
@@ -159,6 +163,7 @@ def test_a_longer_sequence_than_the_table_is_refused_as_the_model_refuses_it() -
     assert pair.step(**sequences(8)) == 0
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_makes_nothing_symbolic() -> None:
     pair = Pair(Branching(), loss_fn=F.mse_loss)
     pair.step(**sequences(4))
@@ -169,6 +174,7 @@ def test_a_call_that_fails_makes_nothing_symbolic() -> None:
     assert {given.dim for given in pair.pipe.plan.variables} == {1}
 
 
+@pytest.mark.slow
 def test_dropout_draws_as_if_compiled_for_the_length() -> None:
     torch.manual_seed(0)
     model = Attention(dropout=0.5)
@@ -200,6 +206,7 @@ class Rounded(nn.Module):
         return self.out(hidden + sum(parts).unsqueeze(1) + halves.transpose(1, 2))
 
 
+@pytest.mark.slow
 def test_sizes_that_are_rounded_fractions_of_a_length_compile_nothing_again() -> None:
     torch.manual_seed(0)
     pair = Pair(Rounded(), loss_fn=F.mse_loss)
@@ -246,6 +253,7 @@ def two(length: int, other: int, rows: int = ROWS) -> dict[str, Tensor]:
     return {"x": x, "z": z, "target": torch.ones(rows, 3)}
 
 
+@pytest.mark.slow
 def test_lengths_that_were_equal_by_chance_may_differ_later() -> None:
     pair = Pair(Two(), loss_fn=F.mse_loss)
     found = [
@@ -254,12 +262,14 @@ def test_lengths_that_were_equal_by_chance_may_differ_later() -> None:
     assert found == [1, 1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_length_may_be_the_number_of_rows() -> None:
     pair = attention()
     for length, rows in ((4, ROWS), (ROWS, ROWS), (4, 4)):
         pair.step(**sequences(length, rows))
 
 
+@pytest.mark.slow
 def test_a_whole_mask_of_time_by_time_varies_with_the_sequences() -> None:
     torch.manual_seed(0)
     pair = Pair(Attention(), loss_fn=F.mse_loss, batched={"mask": None})
@@ -268,6 +278,7 @@ def test_a_whole_mask_of_time_by_time_varies_with_the_sequences() -> None:
     assert found == [1, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_dimension_of_one_element_has_code_of_its_own() -> None:
     pair = Pair(Two(), loss_fn=F.mse_loss)
     calls = ((4, 4), (5, 5), (6, 1), (7, 7))
@@ -291,6 +302,7 @@ class Branching(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 def test_a_condition_on_the_length_is_looked_at_in_each_call() -> None:
     pair = Pair(Branching(), loss_fn=F.mse_loss)
     found = [pair.step(**sequences(length)) for length in (4, 6, 8, 5, 7, 10, 12, 4, 3)]
@@ -310,6 +322,7 @@ class Looping(nn.Module):
         return self.out(torch.stack(states, 1))
 
 
+@pytest.mark.slow
 def test_a_length_that_cannot_be_a_symbol_is_compiled_for_each_value_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -342,6 +355,7 @@ class Scaled(nn.Module):
         return self.last(hidden + power * 0.01) * (temperature * 0.3)
 
 
+@pytest.mark.slow
 def test_numbers_are_inputs_from_their_second_value_on_with_the_same_bits() -> None:
     pair = Pair(Scaled(), loss_fn=F.mse_loss, microbatches=1)
     given = sequences(4)
@@ -356,6 +370,7 @@ def test_a_number_and_a_length_may_change_together() -> None:
     assert [pair.step(**sequences(n), temperature=t) for n, t in calls] == [1, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_condition_on_a_number_is_looked_at_in_each_call() -> None:
     pair = Pair(Scaled(limit=1.0), loss_fn=F.mse_loss)
     given = sequences(4)
@@ -374,6 +389,7 @@ class Repeated(nn.Module):
         return self.layers[2](x)
 
 
+@pytest.mark.slow
 def test_a_number_that_decides_what_is_computed_is_compiled_for_each_value() -> None:
     pair = Pair(Repeated(), loss_fn=F.mse_loss)
     found = [pair.step(**sequences(n), times=times) for n, times in ((4, 2), (4, 3), (4, 4), (5, 3), (6, 3))]
@@ -383,6 +399,7 @@ def test_a_number_that_decides_what_is_computed_is_compiled_for_each_value() -> 
 # what is cached
 
 
+@pytest.mark.slow
 def test_what_was_used_longest_ago_is_let_go(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +459,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Attention, Path]:
     return model, folder
 
 
+@pytest.mark.slow
 def test_a_saved_pipeline_takes_the_lengths_that_it_was_compiled_for(saved: tuple[Attention, Path]) -> None:
     model, folder = saved
     loaded = pipec.load(folder)

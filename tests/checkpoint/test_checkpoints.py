@@ -79,6 +79,7 @@ def test_gradients_are_dropped_when_loading(stopped: Stopped) -> None:
     assert run.train(STOP, END) == expected
 
 
+@pytest.mark.slow
 def test_state_keeps_its_type(tmp_path: Path) -> None:
     """torch would cast state to the type of its parameter: here from 32 bits to 16."""
     for layout in ("1 stage", "2 stages, own optimizer"):
@@ -240,6 +241,7 @@ class TestHuggingFace:
         assert torch.equal(loaded(words).logits, model.eval()(words).logits)
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
+    @pytest.mark.slow
     def test_its_folder_has_weights_alone(self, model: GPT2LMHeadModel, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, max_shard_size="2KB")
         assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from resumable_training import Run, start
+from slow_params import slow
 
 import pipec
 from pipec.checkpoint.manifest import ChecksummedFile
@@ -203,7 +204,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 class TestAsynchronous:
-    @pytest.mark.parametrize("layout", ["1 stage", "2 replicas, shard=parameters"])
+    @pytest.mark.parametrize("layout", [slow("1 stage"), "2 replicas, shard=parameters"])
     def test_training_goes_on_and_what_is_written_is_of_before(
         self, layout: str, held: threading.Event, tmp_path: Path
     ) -> None:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import safetensors.torch
 import torch
+from slow_params import slow
 from typer.testing import CliRunner, Result
 
 import pipec
@@ -84,6 +85,7 @@ def test_a_target_may_be_a_module_of_the_current_folder(monkeypatch: pytest.Monk
     assert load_example("tests.helpers.cli_models:mlp").args[0].shape == (8, 16)
 
 
+@pytest.mark.slow
 def test_dump_prints_what_it_would_write(directory: Path) -> None:
     options = (MLP, "--devices", 2, "--microbatches", 4)
     sources = [(directory / f"stage_{stage}.py").read_text() for stage in range(2)]
@@ -142,7 +144,9 @@ def test_a_target_named_like_a_loaded_module_does_not_replace_it(tmp_path: Path)
     ("arguments", "status", "message"),
     [
         ((f"{MODELS}:undecided", "--devices", 2), 1, "the model cannot be captured as one graph"),
-        ((MLP, "--devices", 2, "--memory-limit", "1kB"), 1, "nothing that was tried fits into the memory"),
+        slow(
+            (MLP, "--devices", 2, "--memory-limit", "1kB"), 1, "nothing that was tried fits into the memory"
+        ),
         ((MLP, "--devices", 99), 1, "8 operators are too few for a stage on each of 99 devices"),
         ((MLP, "--devices", 2, "--memory-limit", "much"), 2, "memory_limit is 'much'"),
         ((MLP, "--devices", 2, "--schedule", "1f2b"), 2, "did you mean '1f1b'?"),
@@ -228,6 +232,7 @@ def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
     assert (facts["makespan"], facts["bubble_rate"]) == (7.0, 1 - 6 / 7)
 
 
+@pytest.mark.slow
 def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
     both = ("schedule", "gpipe", "--stages", 3, "--compare", "zb-h1")
     printed = pipec_cli(*both).stdout
@@ -400,6 +405,7 @@ def test_run_with_saved_tensors_and_inputs_gives_the_loss_of_the_model(tmp_path:
     assert (facts["losses"], facts["random_tensors"]) == ([expected], 0)
 
 
+@pytest.mark.slow
 def test_run_draws_integers_below_int_high(tmp_path: Path) -> None:
     pipec_cli("dump", f"{MODELS}:tagger", "--devices", 2, "-o", tmp_path / "artifact")
     assert pipec_json("run", tmp_path / "artifact", "--int-high", 3)["losses"]

@@ -124,6 +124,7 @@ def test_no_path_of_the_machine_is_written(artifacts: list[dict[str, bytes]]) ->
         assert found == [], name
 
 
+@pytest.mark.slow
 def test_operators_stand_under_the_module_they_come_from(artifacts: list[dict[str, bytes]]) -> None:
     sources = [content.decode() for name, content in sorted(artifacts[0].items()) if name.endswith(".py")]
     assert len(sources) == 2

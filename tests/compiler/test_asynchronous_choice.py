@@ -33,6 +33,7 @@ def tried(pipe: pipec.Pipeline) -> set[str]:
     return {pipe.plan.schedule, *(each.schedule for each in pipe.plan.alternatives)}
 
 
+@pytest.mark.slow
 def test_the_search_takes_a_schedule_without_a_flush_and_stays_with_it() -> None:
     pipe = prepared()
     assert (pipe.plan.schedule, pipe.plan.num_microbatches) == ("pipedream", 1)
@@ -73,6 +74,7 @@ def test_stages_get_replicas() -> None:
     assert (plan.schedule, replica_counts(plan)) == ("pipedream", [3, 1])
 
 
+@pytest.mark.slow
 def test_delays_are_not_taken_for_nothing() -> None:
     """With fast links data parallelism has no bubble either."""
     plan = planned(1e12, "auto")
@@ -100,6 +102,7 @@ def test_a_name_may_say_it_as_well() -> None:
     assert make_schedule_policy("pipedream", 3, asynchronous=True).is_asynchronous
 
 
+@pytest.mark.slow
 def test_the_command_line_has_it() -> None:
     options = ("--schedule", "auto", "--asynchronous", "--optimizer", MOMENTUM)
     printed = pipec_cli("plan", TARGET, "--devices", 2, *options).stdout

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,6 +76,7 @@ def test_with_the_number_of_microbatches_open_every_candidate_is_lowered_and_ver
     assert calls["cut"] == 2  # two stages, and one stage for two pipelines side by side
 
 
+@pytest.mark.slow
 def test_auto_tries_every_order_once() -> None:
     with counted() as (calls, lowered):
         prepared(schedule="auto", microbatches=4)

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -107,7 +108,7 @@ def streamed(schedule: str, replicas: int) -> tuple[list[Tensor], dict[str, Tens
     return list(pipe.stream(batches)), pipe.full_state_dict()
 
 
-@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", 2), ("pipedream-2bw", 1)])
+@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", 2), slow("pipedream-2bw", 1)])
 def test_streams_are_rehearsed_before_they_begin(
     dry_runs: list[int],
     monkeypatch: pytest.MonkeyPatch,

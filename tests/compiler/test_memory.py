@@ -76,6 +76,7 @@ def smallest_of(message: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 def test_a_later_call_that_does_not_fit_names_the_limit_that_is_enough_for_it() -> None:
     """Stages stay where the first call has put them, whether microbatches grow or an evaluation comes."""
     x, target = (torch.cat([each] * 4) for each in batch())
@@ -92,6 +93,7 @@ def test_a_later_call_that_does_not_fit_names_the_limit_that_is_enough_for_it() 
     assert smallest_of(str(caught.value)) > smallest
 
 
+@pytest.mark.slow
 def test_other_cuts_are_tried_for_a_smaller_limit() -> None:
     """The cut that comes nearest to a limit far too small needs more than others."""
     with pytest.raises(InfeasibleError) as caught:
@@ -136,6 +138,7 @@ def checkpointed(model: nn.Module, **options: object) -> Pipeline:
     return pipec.compile(model, **{"devices": 2, **options}).prepare(x, target=y)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_model_is_followed_and_the_plan_shows_what_it_saves() -> None:
     """Between regions their ends are saved, and inside nothing; the bits stay."""
     plain, pipe = Checkpointed(False), Checkpointed(True)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -154,7 +155,7 @@ def test_links_that_are_alike_leave_nothing_to_arrange() -> None:
     assert len(decided.on_topology(hosts()).replica_arrangements()) == 2
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "zb-v"])
 def test_a_step_of_pipelines_side_by_side_is_that_of_the_model(schedule: str) -> None:
     torch.manual_seed(1)
     model = heavy_activations()

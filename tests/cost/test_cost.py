@@ -484,6 +484,7 @@ def test_attention_is_compared_with_products_of_its_type(monkeypatch: pytest.Mon
     assert found == [torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_calibration_measures_this_machine() -> None:
     found = calibrate(torch.device("cpu"))
     assert found.name == "cpu-calibrated"

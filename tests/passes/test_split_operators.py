@@ -74,6 +74,7 @@ def test_stages_are_even_and_gradients_have_the_bits_of_eager(
     require_bits(pipe, eager)
 
 
+@pytest.mark.slow
 def test_a_graph_that_was_kept_on_disk_is_taken_apart_as_well(
     trained: tuple[pipec.Pipeline, nn.Module, Tensor],
 ) -> None:

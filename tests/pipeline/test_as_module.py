@@ -188,6 +188,7 @@ def test_inputs_that_require_a_gradient_are_refused_once_compiled_too(trained: P
     assert all(parameter.grad is None for parameter in trained.parameters())
 
 
+@pytest.mark.slow
 def test_gradients_that_nobody_takes_are_dropped_with_a_warning_after_the_second_time(
     trained: PipelineModule,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -145,7 +146,7 @@ UNGUARDED = ("attribute", "dropout", "dict", "global", "loss", "closure", "tenso
 """Changes that guards see, where there are any."""
 
 
-@pytest.mark.parametrize(("make", "changes"), [(Net, [*CHANGES]), (ReadsTheClock, UNGUARDED)])
+@pytest.mark.parametrize(("make", "changes"), [slow(Net, [*CHANGES]), (ReadsTheClock, UNGUARDED)])
 def test_what_changed_since_the_last_step_is_done_and_said_once(
     make: type[Net], changes: Sequence[str], said: list[str]
 ) -> None:
@@ -189,6 +190,7 @@ def test_freezing_and_unfreezing_again_compiles_once(said: list[str]) -> None:
         said.clear()
 
 
+@pytest.mark.slow
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:

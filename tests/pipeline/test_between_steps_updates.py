@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, nn
 from worker_processes import run_ranks
 
@@ -64,7 +65,7 @@ class Pair:
             change(model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))
 def test_updates_are_no_change_and_freezing_is_one(layout: dict[str, Any], said: list[str]) -> None:
     pair = Pair(**layout)
     for _ in range(3):
@@ -76,7 +77,7 @@ def test_updates_are_no_change_and_freezing_is_one(layout: dict[str, Any], said:
             pair.step()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))
 def test_what_was_frozen_at_first_is_updated_once_it_is_trained(layout: dict[str, Any]) -> None:
     pair = Pair(**layout)
     pair.on_both(lambda model: model[2].requires_grad_(False))  # type: ignore[index]
@@ -129,7 +130,7 @@ def test_gradients_that_are_accumulated_in_shares_are_not_lost() -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))
 def test_a_copy_has_an_optimizer_of_its_own(layout: dict[str, Any]) -> None:
     pair = Pair(**layout)
     pair.step()

@@ -25,6 +25,7 @@ def pipe() -> pipec.Pipeline:
     return pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_dropped_leaves_nothing_of_its_model() -> None:
     """Neither parameters nor their gradients: the next model may need all the memory of a GPU."""
     dropped = model()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, nn
 from worker_processes import run_ranks
 
@@ -68,7 +69,19 @@ CASES: Mapping[str, dict[str, Any]] = {
 WITH_EVALUATION = ("1f1b", "replicas", "sharded replicas", "asynchronous")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        CASES,
+        "1f1b",
+        "zb-v",
+        "unequal replicas",
+        "sharded replicas",
+        "counts of the batch",
+        "weights of microbatches",
+        "asynchronous",
+    ),
+)
 def test_a_short_batch_is_trained_on_as_in_plain_torch(name: str) -> None:
     options = {"devices": 2, "microbatches": 4, "loss_fn": nn.functional.cross_entropy} | CASES[name]
     expected, model = reference(options["loss_fn"])
@@ -101,6 +114,7 @@ def test_an_epoch_of_a_stream_ends_with_a_short_batch() -> None:
     assert losses[0] == stepped.step(*batches[0][:1], target=batches[0][1]).item()
 
 
+@pytest.mark.slow
 def test_dependent_rows_are_refused_whatever_their_number() -> None:
     """Also one row: a saved artifact of it would run other batches."""
 

@@ -449,6 +449,7 @@ def test_views_of_weights_that_travel_keep_their_values() -> None:
     assert_same(pipe, reference)
 
 
+@pytest.mark.slow
 def test_a_language_model_trains_with_delayed_gradients() -> None:
     """Llama, which ties nothing: attention, masks and positions that several stages read."""
     from huggingface_models import llama

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 from worker_processes import run_script
 
@@ -36,7 +37,7 @@ class FailsOnce(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical-sync", "pipedream-2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", slow("pipedream-vertical-sync"), slow("pipedream-2bw")])
 def test_an_optimizer_that_raises_leaves_the_newest_version_that_all_stages_hold(schedule: str) -> None:
     """The bits of a stream of so many batches. Plain stashing holds no such version, and says so."""
     pipe, straight = (pipeline(3, optimizer, schedule, model=with_norms()) for optimizer in (FailsOnce, SGD))

@@ -355,6 +355,7 @@ def test_a_backward_runs_without_autocast_as_in_eager_mode(direct: bool) -> None
         assert torch.equal(parameter.grad, eager.get_parameter(fqn).grad), fqn
 
 
+@pytest.mark.slow
 def test_an_autocast_around_step_does_what_the_option_does() -> None:
     """To bfloat16. An evaluation has the option, too."""
     (batch,) = batches(1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
 from huggingface_models import Factory, each, gpt2, gpt2_with_dropout, resnet, t5
+from slow_params import slow, slow_but
 from torch import Tensor
 from unsplit_reference import StepResult, relative_error, unsplit_step
 from worker_processes import read_outcome, train
@@ -129,8 +130,12 @@ def buffers_after(model: Captured, sizes: tuple[int, ...], first: int, step: int
     return dict(unsplit.named_buffers())
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("factory", each(gpt2, gpt2_with_dropout, t5, resnet))
+@pytest.mark.parametrize(
+    "name", slow_but(PLANS, "1x2", "1x4", "2x2", "2x2 zb-v", "2x2 looped-bfs", "2-1", "3-2-1")
+)
+@pytest.mark.parametrize(
+    "factory", [*each(gpt2_with_dropout, resnet), *(slow(each, id=each.__name__) for each in (gpt2, t5))]
+)
 def test_a_step_is_that_of_the_unsplit_model(factory: Factory, name: str) -> None:
     model = captured(factory)
     artifact = artifact_of(model, name)

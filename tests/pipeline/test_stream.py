@@ -78,6 +78,7 @@ def test_a_batch_is_what_a_data_loader_yields(shape: str) -> None:
     assert torch.equal(loss, stepped.step(x, target=y))
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_its_loss_takes_positional_batches() -> None:
     pipe, batch = tied(), next(batches(1))
     (one,) = tied().stream([(batch["words"],)])
@@ -157,6 +158,7 @@ def test_what_the_iterator_raises_is_raised_after_the_losses_before() -> None:
     assert len(list(pipe.stream(batches(1)))) == 1
 
 
+@pytest.mark.slow
 def test_a_loop_that_stops_early_has_made_the_steps_that_it_saw() -> None:
     streamed, stepped = tied(), tied()
     for number, _ in enumerate(streamed.stream(batches(5))):

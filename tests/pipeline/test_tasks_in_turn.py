@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, nn
 
 import pipec
@@ -72,7 +73,7 @@ class Pair:
         return {names[number]: float(entries["step"]) for number, entries in state.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))
 def test_what_a_step_leaves_out_keeps_its_state_and_its_gradients(
     layout: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_what_a_step_leaves_out_keeps_its_state_and_its_gradients(
         pair.step(task)
 
 
+@pytest.mark.slow
 def test_state_that_is_loaded_waits_for_its_task() -> None:
     first, later = Pair(devices=1), Pair(devices=2, stages=1, shard="optimizer")
     for task in (True, False):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_reference import SAME, WIDTH, WORDS, batches, difference, model, pair
+from slow_params import slow
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import OneCycleLR
 from unsplit_reference import relative_error
@@ -25,13 +26,13 @@ UNEQUAL = {"devices": 3, "replicas": (2, 1)}
     ("name", "shard", "clip", "plan"),
     [
         ("sgd", None, 0.5, DATA_PARALLEL),
-        ("sgd", "parameters", None, TWO_PIPELINES),
-        ("adamw", None, None, TWO_PIPELINES),
+        slow("sgd", "parameters", None, TWO_PIPELINES),
+        slow("adamw", None, None, TWO_PIPELINES),
         ("adamw", "optimizer", 0.5, TWO_PIPELINES),
-        ("adamw", "gradients", None, UNEQUAL),
+        slow("adamw", "gradients", None, UNEQUAL),
         ("adafactor", "gradients", 0.5, DATA_PARALLEL),
-        ("adafactor", "parameters", None, UNEQUAL),
-        ("muon", "optimizer", 0.5, UNEQUAL),
+        slow("adafactor", "parameters", None, UNEQUAL),
+        slow("muon", "optimizer", 0.5, UNEQUAL),
         ("muon", "parameters", 0.5, TWO_PIPELINES),
     ],
 )
@@ -66,7 +67,7 @@ def test_steps_that_accumulate_add_up_to_one_update(shard: str | None) -> None:
         pipe.optimizer.step()
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", [None, slow("optimizer"), slow("gradients"), "parameters"])
 def test_a_loop_that_calls_backward_and_optimizer_step(shard: str | None) -> None:
     """Two losses are weighted outside of the pipeline, and the third is thrown away."""
     pipe, plain = pair(clip=0.5, shard=shard, **UNEQUAL)
@@ -203,8 +204,8 @@ def test_frozen_parameters_stay(shard: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "other"),
     [
-        ("adamw", {**TWO_PIPELINES, "shard": "parameters"}, {**UNEQUAL, "shard": "optimizer"}),
-        ("adafactor", {**UNEQUAL, "shard": "gradients"}, DATA_PARALLEL),
+        slow("adamw", {**TWO_PIPELINES, "shard": "parameters"}, {**UNEQUAL, "shard": "optimizer"}),
+        slow("adafactor", {**UNEQUAL, "shard": "gradients"}, DATA_PARALLEL),
         ("muon", UNEQUAL, {**TWO_PIPELINES, "shard": "parameters"}),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_params import slow_but
 from torch import Tensor, nn
 from whole_batch_losses import LOSSES, Towers
 from worker_processes import run_ranks
@@ -60,9 +61,7 @@ def made(loss: str) -> nn.Module:
     return Towers(LOSSES[loss]).double()
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in LOSSES]
-)
+@pytest.mark.parametrize("loss", slow_but(LOSSES, *QUICK))
 def test_training_equals_the_whole_batch(loss: str) -> None:
     """Twelve rows in five microbatches: of three and of two."""
     net = made(loss)
@@ -188,6 +187,7 @@ def test_the_plan_and_the_programs_show_the_tail() -> None:
     assert any(event.instruction.op is Op.TAIL for event in pipe.simulate().events)
 
 
+@pytest.mark.slow
 def test_predicted_bytes_are_the_measured_ones() -> None:
     """And a tail of all rows needs less than a microbatch of all rows."""
     torch.manual_seed(0)
@@ -225,6 +225,7 @@ def test_what_is_refused() -> None:
         compiled(made("info_nce"), schedule="pipedream-2bw", optimizer=sgd).step(*batch())
 
 
+@pytest.mark.slow
 def test_the_mean_over_microbatches_on_request() -> None:
     net = made("rmse")
     pipe, (x, y) = compiled(net, microbatch_weight="rows"), batch()
@@ -232,6 +233,7 @@ def test_the_mean_over_microbatches_on_request() -> None:
     assert distance(pipe.step(x, y), torch.stack(parts).mean()) < 1e-12
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(tmp_path: Path) -> None:
     net = made("siglip")
     pipe, inputs = compiled(net), batch()

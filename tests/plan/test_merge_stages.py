@@ -37,6 +37,7 @@ def compiled(model: nn.Module, devices: int, **options: object) -> Pipeline:
     return pipe.prepare(x, target=x)
 
 
+@pytest.mark.slow
 def test_fewer_ranks_take_what_compile_predicts_for_the_same_cut() -> None:
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     pipe = compiled(layers, 4, optimizer=torch.optim.SGD)

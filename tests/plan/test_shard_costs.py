@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow
 from torch import nn, optim
 
 import pipec
@@ -105,7 +106,7 @@ def num_sums(pipe: Pipeline) -> set[int]:
     return {*Counter(sums).values()}
 
 
-@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+@pytest.mark.parametrize("shard", [slow("gradients"), "parameters"])
 def test_gradients_are_summed_once_a_step_where_whole_sums_fit(shard: str) -> None:
     """Without a limit, what takes less memory is done: to reduce after each of four rounds."""
 
@@ -146,7 +147,7 @@ def in_layers(latency: float = 0.0, **options: Any) -> Pipeline:
     return compiled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), **given)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("auto")])
 def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer(schedule: str) -> None:
     """Its only stage is divided, unless the script says how many there are, or to gather takes long."""
     x, y = torch.randn(8, 64), torch.randn(8, 64)
@@ -167,6 +168,7 @@ def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer(schedule: s
     assert len(tight.plan.stages) == 8
 
 
+@pytest.mark.slow
 def test_pipelines_of_several_ranks_gather_layers_where_nothing_else_fits() -> None:
     """``auto`` takes such a schedule; the error of another one names it."""
     x, y = torch.randn(8, 64), torch.randn(8, 64)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sharded_memory_script import model
+from slow_params import slow
 from torch import nn, optim
 from worker_processes import run_ranks
 
@@ -21,7 +22,7 @@ P = 3 * (128 * 128 + 128) * 4
 """The bytes of the model's parameters."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, slow(4)])
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Any]]]:
@@ -82,6 +83,7 @@ def test_state_counts_against_the_limit_of_memory() -> None:
         prepared(optimizer=adam, memory_limit=int(need) - P, recompute="none")
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_room_for_the_state_that_training_keeps() -> None:
     adam, x = functools.partial(optim.AdamW, lr=1e-3), torch.ones(400, 128)
     need = int(prepared(optimizer=adam).memory().peak_bytes)

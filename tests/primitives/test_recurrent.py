@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -126,7 +127,7 @@ def test_every_layer_has_the_bits_of_eager_torch() -> None:
     check_bits(pipe, unsplit, numbers(5, WIDTH), torch.ones(ROWS, 2 * WIDTH))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU), slow(nn.RNN)])
 @pytest.mark.parametrize("num_layers", [2, 4])
 def test_a_stack_is_cut_between_its_layers(kind: type[nn.RNNBase], num_layers: int) -> None:
     """Each layer is on one stage; sequences of another length, and forwards, follow the first cut."""
@@ -146,7 +147,7 @@ def test_a_stack_is_cut_between_its_layers(kind: type[nn.RNNBase], num_layers: i
         torch.testing.assert_close(pipe(numbers(4, WIDE)), unsplit(numbers(4, WIDE)))
 
 
-@pytest.mark.parametrize("make", [Language, Translation])
+@pytest.mark.parametrize("make", [Language, slow(Translation)])
 def test_stages_are_balanced(make: type[nn.Module]) -> None:
     pipe = pipec.compile(made(make, WIDE), 4, loss_fn=loss, microbatches=MICROBATCHES)
     pipe.prepare(words(32), target=words(32))
@@ -154,7 +155,7 @@ def test_stages_are_balanced(make: type[nn.Module]) -> None:
     assert max(seconds) < 1.3 * sum(seconds) / len(seconds)
 
 
-@pytest.mark.parametrize("make", [Language, Translation])
+@pytest.mark.parametrize("make", [Language, slow(Translation)])
 def test_one_compilation_serves_any_length(make: type[nn.Module]) -> None:
     """The second length makes a symbol of it; the third one is not compiled for."""
     model = made(make, 16)
@@ -261,6 +262,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudnn:
     return found
 
 
+@pytest.mark.slow
 def test_on_a_gpu_layers_are_those_of_cudnn(cudnn: EmulatedCudnn) -> None:
     """All but the projected ones, with one call each; the weights stay the memory that they are."""
     model = made(Every)

@@ -311,6 +311,7 @@ def compiled(**options: Any) -> pipec.Pipeline:
     )
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None:
     torch.manual_seed(1)
     x, y = torch.randn(256, 8), torch.randn(256, 8)

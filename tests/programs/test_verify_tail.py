@@ -39,6 +39,7 @@ def test_every_schedule_has_a_tail_between_its_forwards_and_its_backwards(schedu
         assert not {Op.BACKWARD, Op.BACKWARD_INPUT} & {*ops[:tail]}
 
 
+@pytest.mark.slow
 @given(schedules())
 def test_a_tail_without_gradients_keeps_the_order_of_the_schedule(schedule: Schedule) -> None:
     plan = plan_with_tail(schedule, has_gradients=False)

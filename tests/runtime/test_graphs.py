@@ -9,6 +9,7 @@ import torch
 from bare_programs import lower
 from handwritten_stages import make_plan
 from replayed_cuda_graphs import ReplayedGraphs
+from slow_params import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,7 +75,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", slow_but(SCHEDULES, "1f1b"))
 def test_replayed_graphs_have_the_bits_of_their_source(replayed: type[ReplayedGraphs], name: str) -> None:
     options = SCHEDULES[name]
     found, expected = trained("cudagraphs", **options), trained("source", **options)

@@ -38,6 +38,7 @@ from handwritten_stages import (
     make_plan,
     whole_batch,
 )
+from slow_params import slow
 from torch import Tensor
 from torch._C._distributed_c10d import WorkResult
 
@@ -740,7 +741,7 @@ def test_collectives_are_in_the_order_of_the_ranks(
         assert found[rank] == (part, [float(each) for each in ranks for _ in range(2)])
 
 
-@pytest.mark.parametrize(("name", "num_steps"), [("gpipe", 20), ("1f1b", 100)])
+@pytest.mark.parametrize(("name", "num_steps"), [("gpipe", 20), slow("1f1b", 100)])
 def test_many_steps_with_random_delays_are_those_of_one_process(
     emulated: emulated_nccl.Distributed, monkeypatch: pytest.MonkeyPatch, name: str, num_steps: int
 ) -> None:

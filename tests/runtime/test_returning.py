@@ -51,6 +51,7 @@ def losses(printed: str) -> list[tuple[str, str]]:
     return re.findall(r"^step (\d+) (\S+)$", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     whole = start("1 stage").train(0, 6)
     first = start("1 stage")

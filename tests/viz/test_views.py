@@ -463,6 +463,7 @@ def test_the_model_stays_usable_with_a_thousand_operators(open_page: Open) -> No
 # ---- what if ----
 
 
+@pytest.mark.slow
 @in_browser
 def test_what_if_answers_from_what_was_played(open_page: Open) -> None:
     timeline = one_f_one_b()
@@ -660,6 +661,7 @@ def test_a_notebook_shows_the_same_page_in_a_cell(open_page: Open) -> None:
     assert "in a cell" in frame.locator("h1").inner_text()
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_pictures_and_plans_as_they_print() -> None:
     pipe = compiled()
     shown = pipe.visualize()
