@@ -229,11 +229,13 @@ def imported_by(*modules: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_only_torch_compat_uses_private_names_of_torch() -> None:
     found = [message for source in pipec_sources() for message in private_torch_violations(*source)]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_every_exception_is_still_needed() -> None:
     used = {
         module

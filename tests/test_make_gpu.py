@@ -33,6 +33,7 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
     assert "pip" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_is_told_so() -> None:
     done = make_gpu(sys.executable)
     assert done.returncode != 0

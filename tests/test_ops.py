@@ -246,6 +246,7 @@ def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain
     assert relative_error(pipe(x), unsplit(x).detach()) < ROUNDING
 
 
+@pytest.mark.slow
 def test_alone_they_are_the_identity_and_cost_nothing() -> None:
     """One replica: the bits of the plain script, and programs without collectives."""
     trained, (x, y) = model(), batch()
@@ -455,6 +456,7 @@ def test_a_plan_that_joins_what_cannot_be_is_refused(
         check_plan(replace(plan, stages=(stage,)), saved / "plan.json")
 
 
+@pytest.mark.slow
 def test_replicas_in_two_processes_have_the_same_gradients(saved: Path, tmp_path: Path) -> None:
     x, y = batch()
     assert train([saved, saved], {"x": x, "y": y}, tmp_path) == ["", ""]

@@ -30,6 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_an_ending_is_read_back_as_it_was(saved: Path) -> None:
     artifact, _ = read_artifact(saved)
     verify_artifact(artifact)

@@ -87,6 +87,7 @@ def test_a_model_that_another_number_of_rows_changes_is_warned_of(said: list[str
     assert "captured for 2 rows alone, and differently for 8" in "".join(said)
 
 
+@pytest.mark.slow
 def test_outputs_follow_the_same_rule() -> None:
     pipe = pipec.compile(Fixed(WRONG["one more"]), 2, microbatches=4)
     with pytest.raises(PipecError, match="rows"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_models import bert, each, gpt2, t5
-from slow_params import slow_but
+from slow_params import slow, slow_but
 from torch import Tensor, nn
 from unsplit_reference import relative_error
 
@@ -111,7 +111,7 @@ def test_a_loss_is_that_of_the_batch(name: str, said: list[str]) -> None:
     assert not said
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+@pytest.mark.parametrize("microbatches", [slow(1), slow(2), 3, slow(8)])
 def test_a_loss_is_that_of_the_batch_for_any_microbatches(microbatches: int) -> None:
     check(LOSSES["class weights"], microbatches)
 
@@ -153,6 +153,7 @@ class FixedRows(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 def test_a_count_over_microbatches_that_are_compiled_apart_is_refused() -> None:
     x, y = batch()
     pipe = pipec.compile(FixedRows(), devices=2, loss_fn=LOSSES["ignored"], microbatches=3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from awkward_modules import asserted_below
+from slow_params import slow
 from torch import Tensor, fx, nn
 from unsplit_reference import StepResult, relative_error
 from worker_processes import run_ranks
@@ -82,7 +83,7 @@ def more_than_half_are_masked(h: Tensor, mask: Tensor) -> Tensor:
     return h + 1 if number > 16 else h
 
 
-@pytest.mark.parametrize("branch", [any_masked, most_are_masked, more_than_half_are_masked])
+@pytest.mark.parametrize("branch", [any_masked, slow(most_are_masked), slow(more_than_half_are_masked)])
 def test_a_branch_on_arguments_goes_as_the_whole_batch_says(branch: Callable[..., Tensor]) -> None:
     """No microbatch but the first has masked rows, and the unsplit model sees all."""
     model, pipe = compiled(branch)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, fx, nn
 from unsplit_reference import StepResult, relative_error
 
@@ -44,7 +45,7 @@ UNEQUAL = [[1, 1, 1], [1, 1, 1], [1, 0, 0], [0, 0, 1]]
 FEWER = [[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 1]]
 
 
-@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("unrolled", [slow(False), True])
 def test_rows_take_their_own_elements_or_the_step_fails(unrolled: bool) -> None:
     """Of rows that choose more or fewer elements than they bring along, the unsplit model gives to others."""
     model = Illustrated(unrolled)
@@ -94,6 +95,7 @@ class Overwriting(nn.Module):
         return self.layers[2]((shown + 1).transpose(2, 1)[:, :, 1:5]).square().mean()
 
 
+@pytest.mark.slow
 def test_operators_follow_the_data_where_a_tensor_is_changed() -> None:
     """torch makes views anew behind a change, and says they were of the operator that made the first one."""
     call = ModelCall((torch.randn(ROWS, WIDTH, WIDTH),), {})

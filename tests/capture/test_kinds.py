@@ -184,7 +184,7 @@ class Late(nn.Module):
         return hidden.tanh()
 
 
-@pytest.mark.parametrize("make", [Siamese, lambda: Between(Late)], ids=["Siamese", "Late"])
+@pytest.mark.parametrize("make", [slow(Siamese), lambda: Between(Late)], ids=["Siamese", "Late"])
 @pytest.mark.parametrize("devices", [slow(2), 3])
 def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Module], devices: int) -> None:
     torch.manual_seed(0)
@@ -536,6 +536,7 @@ class Counting(nn.Module):
         return self.linear(self.norm(x)) - self.mean
 
 
+@pytest.mark.slow
 def test_buffers_that_change_with_each_microbatch_are_said_once(said: list[str]) -> None:
     inputs = {"x": torch.randn(6, WIDTH), "target": torch.randn(6, WIDTH)}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, nn
 from worker_processes import run_ranks
 
@@ -61,7 +62,7 @@ OF_ALL_ROWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", OF_ALL_ROWS)
+@pytest.mark.parametrize("call", slow_but(OF_ALL_ROWS, "softmax"))
 def test_a_value_of_all_rows_together(call: str) -> None:
     """It is computed once, of all rows; a graph for one number of rows alone cannot do that."""
     x, model = torch.randn(ROWS, WIDTH), Model(OF_ALL_ROWS[call])
@@ -107,6 +108,7 @@ def check_step(pipe: Any, trained: nn.Module) -> None:
             torch.testing.assert_close(mine.grad, other.grad)
 
 
+@pytest.mark.slow
 def test_a_step_keeps_logs_and_returns_the_output(tmp_path: Path) -> None:
     model, x, target = make()
     pipe = pipec.compile(model, devices=2, microbatches=3, loss_fn=loss_and_logs)
@@ -136,6 +138,7 @@ def test_what_a_step_returns_besides_the_loss_has_no_gradient(weight: str | None
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_logs_and_the_output(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -222,6 +222,7 @@ def test_draws_that_are_not_torchs_are_refused(
     assert states == (random.getstate(), np.random.get_state()[2])
 
 
+@pytest.mark.slow
 def test_draws_outside_of_the_model_are_none_of_its_business() -> None:
     """A generator that the model has but does not use, and a thread that draws all the time."""
     model, done = Between(nn.Identity), threading.Event()

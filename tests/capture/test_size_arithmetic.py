@@ -80,6 +80,7 @@ class Blocks(nn.Module):
         return x.sum() * (2 if x.shape[0] > 2 else 3)
 
 
+@pytest.mark.slow
 def test_a_graph_is_the_same_and_takes_less_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, methods = (
         Counter[str](),

@@ -364,6 +364,7 @@ def test_numbers_are_inputs_from_their_second_value_on_with_the_same_bits() -> N
     assert found == [1, 1, 0, 0, 1, 0, 1], "a whole number of 1 is no symbol"
 
 
+@pytest.mark.slow
 def test_a_number_and_a_length_may_change_together() -> None:
     pair = Pair(Scaled(), loss_fn=F.mse_loss)
     calls = ((4, 1.0), (5, 0.7), (6, 0.6), (7, 0.5))

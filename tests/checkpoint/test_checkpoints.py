@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resumable_training import LAYOUTS, Net, Run, decayed, start
+from slow_params import slow
 from torch import nn, optim
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -52,7 +53,7 @@ def test_a_training_goes_on_in_any_layout(stopped: Stopped, resumed: str) -> Non
         assert losses == pytest.approx(expected[: last - STOP], rel=SAME)
 
 
-@pytest.mark.parametrize("layout", ["2 replicas, shard=optimizer", "2 stages, own optimizer"])
+@pytest.mark.parametrize("layout", ["2 replicas, shard=optimizer", slow("2 stages, own optimizer")])
 def test_a_new_run_goes_on_with_the_same_bits(stopped: Stopped, layout: str) -> None:
     _, path, _ = stopped[layout]
     never_stopped = start(layout).train(0, END)

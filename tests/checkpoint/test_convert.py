@@ -69,6 +69,7 @@ class Plain:
         )
 
 
+@pytest.mark.slow
 def test_torch_goes_on_from_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
     facts = json.loads(cli("convert", saved, tmp_path / "torch", "--json"))
     assert facts["num_steps"] == run.pipe.num_steps

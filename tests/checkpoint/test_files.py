@@ -57,6 +57,7 @@ def damages(path: Path) -> Iterator[Callable[[], object]]:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_every_damage_is_found_with_the_name_of_the_file(run: Run, saved: Path) -> None:
     before = states(run)
     files = sorted(saved.iterdir())
@@ -275,6 +276,7 @@ def threads_of_checkpoints() -> list[threading.Thread]:
 
 
 class TestARun:
+    @pytest.mark.slow
     def test_keeps_the_last_and_goes_on_from_the_newest(self, tmp_path: Path) -> None:
         run, checkpoints = start("1 stage"), pipec.CheckpointManager(tmp_path, every=2, keep=2)
         assert checkpoints.resume(run.pipe, **run.training_state) is None

@@ -162,6 +162,7 @@ def test_what_was_trained_on_is_neither_read_again_nor_left_out(runs: dict[str, 
     assert data.read == loader.order[2 * ROWS :].tolist()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_is_given_the_losses_that_are_left(runs: dict[str, Run], tmp_path: Path) -> None:
     """Nothing is compiled when the loop gets them; a checkpoint from there has those that are still left."""
     run, fresh = runs["pipedream-2bw"], Run("pipedream-2bw", tmp_path)

@@ -46,6 +46,7 @@ def test_the_search_takes_a_schedule_without_a_flush_and_stays_with_it() -> None
     assert tried(pipe) == {"pipedream"}
 
 
+@pytest.mark.slow
 def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
     """Six microbatches wait for messages under 2BW; orders that a search finds wait less."""
     how = {"microbatches": 6, "device_model": replace(DEVICES["cpu"], host=HostCost())}
@@ -68,6 +69,7 @@ def planned(bytes_per_second: float, schedule: str) -> Plan:
     return shared(Wide(), links, microbatches=None, optimizer=SGD, schedule=schedule, asynchronous=True).plan
 
 
+@pytest.mark.slow
 def test_stages_get_replicas() -> None:
     """Convolutions with few weights are shared; a layer of many, whose gradients are slow to sum, is not."""
     plan = planned(4e7, "pipedream")

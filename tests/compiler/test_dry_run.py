@@ -77,7 +77,7 @@ def dry_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("shard", [None, "parameters"])
+@pytest.mark.parametrize("shard", [slow(None), "parameters"])
 def test_updates_find_nothing_of_a_rehearsal(
     dry_runs: list[int],
     monkeypatch: pytest.MonkeyPatch,

@@ -104,6 +104,7 @@ def test_other_cuts_are_tried_for_a_smaller_limit() -> None:
         prepared(int(0.97 * smallest), "none", devices=3)
 
 
+@pytest.mark.slow
 def test_what_replaying_everything_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the integer program makes of the limit: here, nothing that fits."""
     limit = max(peaks(prepared(None, recompute="full")))

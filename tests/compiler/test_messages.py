@@ -1,11 +1,13 @@
 """What a compilation says: why it was made, and where results differ from the unsplit model's."""
 
+import pytest
 import torch
 from torch import nn
 
 import pipec
 
 
+@pytest.mark.slow
 def test_a_switch_to_eval_mode_names_what_it_turns_off(said: list[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
     pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=1)

@@ -79,6 +79,7 @@ def assert_steps_as(alone: nn.Module, pipe: Pipeline) -> None:
     torch.testing.assert_close(pipe.eval_step(x, target=y), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_step_on_the_planners_replicas_is_that_of_the_model() -> None:
     torch.manual_seed(1)
     model = Wide()
@@ -88,6 +89,7 @@ def test_a_step_on_the_planners_replicas_is_that_of_the_model() -> None:
     assert_steps_as(alone, pipe)
 
 
+@pytest.mark.slow
 def test_what_the_planner_would_gain_is_told() -> None:
     links = equal_devices(4, LinkModel(4e7, 0.0))
     pipe = prepared(Wide(), links, microbatches=None, replicas=1)
@@ -101,6 +103,7 @@ def test_what_the_planner_would_gain_is_told() -> None:
     assert [each.replicas for each in auto.plan.alternatives if len({*each.replicas}) > 1] == []
 
 
+@pytest.mark.slow
 def test_the_planner_is_asked_again_when_its_plan_does_not_fit() -> None:
     links = equal_devices(4, LinkModel(4e7, 0.0))
     first = prepared(Wide(), links, recompute="none")

@@ -11,7 +11,7 @@ import torch
 from compile_variants import OPTIONS, SIZES, Captured, TrainingRun, captured, save_with_tensors
 from huggingface_models import Factory, gpt2_with_dropout, perceptron, resnet, t5
 from phase_segments import apart, artifact_with_segments, staged_with_segments
-from slow_params import slow
+from slow_params import slow, slow_but
 from torch import Tensor, fx
 from unsplit_reference import StepResult, relative_error
 from worker_processes import read_outcome, run_ranks, train
@@ -109,7 +109,11 @@ def over_links(model: Captured, name: str, link: LinkModel) -> Artifact:
 
 @pytest.mark.parametrize(
     ("factory", "name"),
-    [*((gpt2_with_dropout, name) for name in ("1x2", "replicas", "2-1")), (resnet, "1x2"), (resnet, "2-1")],
+    [
+        *(slow(gpt2_with_dropout, name) for name in ("1x2", "replicas", "2-1")),
+        (resnet, "1x2"),
+        (resnet, "2-1"),
+    ],
 )
 def test_sums_that_overlap_the_backward_change_no_bit(factory: Factory, name: str) -> None:
     model = captured(factory)
@@ -146,7 +150,7 @@ def test_parameters_in_shares_are_there_for_parts_that_do_not_read_them(tmp_path
     assert "are equal" in texts[1]
 
 
-@pytest.mark.parametrize("shard", [None, *ShardingLevel])
+@pytest.mark.parametrize("shard", slow_but([None, *ShardingLevel], ShardingLevel.PARAMETERS))
 def test_updates_of_shares_are_the_same_in_parts(
     shard: ShardingLevel | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_nothing_is_kept_where_nothing_may_be(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_auto_goes_by_the_processor_and_a_named_schedule_by_the_table(measurements: list[str]) -> None:
     x, model = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 

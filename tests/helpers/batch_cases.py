@@ -608,7 +608,7 @@ ROW_WISE: dict[str, BatchCase] = {
     "batch norm in eval mode": flat(lambda h, a: a(h), lambda: nn.BatchNorm1d(WIDTH).eval()),
     "batch norm of pictures in eval mode": pictured(lambda h, a: a(h), lambda: nn.BatchNorm2d(3).eval()),
     "softmax of features": quick(flat(lambda h: h.softmax(-1))),
-    "softmax of a transpose": quick(flat(lambda h: h.t().softmax(0).t())),
+    "softmax of a transpose": flat(lambda h: h.t().softmax(0).t()),
     "log softmax": flat(lambda h: F.log_softmax(h, dim=1)),
     "normalize": flat(lambda h: F.normalize(h, dim=1)),
     "standard deviation of features": flat(lambda h: (h - h.mean(1, keepdim=True)) / h.std(1, keepdim=True)),
@@ -629,14 +629,14 @@ ROW_WISE: dict[str, BatchCase] = {
     "features by index_select": flat(lambda h: h.index_select(1, torch.tensor([2, 0, 0]))),
     "features by slice": flat(lambda h: h[:, ::2] + h[..., 1::2]),
     "a new dimension": flat(lambda h: h[:, None, :].expand(-1, 3, -1).reshape(h.shape[0], -1)),
-    "the last of two places of each row": quick(
-        sequential(lambda h, m: h[m, :].view(h.size(0), -1, WIDTH)[:, -1], others=(two_places,))
+    "the last of two places of each row": sequential(
+        lambda h, m: h[m, :].view(h.size(0), -1, WIDTH)[:, -1], others=(two_places,)
     ),
     "features by gather": flat(lambda h, p: h.gather(1, p[:, None]), others=(picks,)),
     "features by take_along_dim": flat(lambda h, p: torch.take_along_dim(h, p[:, None], 1), others=(picks,)),
     "a feature for each row": quick(flat(lambda h, p: h[torch.arange(h.shape[0]), p], others=(picks,))),
-    "the last state of each row": quick(
-        sequential(lambda h, n: h[torch.arange(h.size(0)), n - 1], others=(lengths,))
+    "the last state of each row": sequential(
+        lambda h, n: h[torch.arange(h.size(0)), n - 1], others=(lengths,)
     ),
     "scattered features": flat(
         lambda h, p: torch.zeros_like(h).scatter(1, p[:, None], h[:, :1]),
@@ -645,7 +645,7 @@ ROW_WISE: dict[str, BatchCase] = {
     ),
     "features by index_add": flat(lambda h: h.index_add(1, torch.tensor([0, 0, 1]), h[:, 3:])),
     "features by index_copy": flat(lambda h: h.index_copy(1, torch.tensor([0, 2]), h[:, 4:])),
-    "features written in place": quick(sequential(centred_on_time)),
+    "features written in place": sequential(centred_on_time),
     "features masked in place": flat(written(lambda h: h.masked_fill_(h > 0.3, 0.1))),
     "one hot of a choice": flat(lambda h, p: h * F.one_hot(p, WIDTH), others=(picks,)),
     "straight through": flat(straight_through),
@@ -677,13 +677,13 @@ ROW_WISE: dict[str, BatchCase] = {
         lambda h, a: torch.einsum("tbd,ed->bte", h.transpose(0, 1), a.weight), lambda: nn.Linear(WIDTH, WIDTH)
     ),
     "bmm of sequences": sequential(lambda h: torch.baddbmm(h @ h.mT, h, h.mT).softmax(-1) @ h),
-    "attention": quick(sequential(lambda h, a: a(h), Attention)),
+    "attention": sequential(lambda h, a: a(h), Attention),
     "causal attention": sequential(lambda h, a: a(h), lambda: Attention(causal=True)),
     "scaled dot product attention": sequential(
         lambda h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], is_causal=True)
     ),
-    "multihead attention, batch first": quick(
-        sequential(lambda h, a: a(h, h, h)[0], lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+    "multihead attention, batch first": sequential(
+        lambda h, a: a(h, h, h)[0], lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)
     ),
     "multihead attention with padding": sequential(
         lambda h, a, mask: a(h, h, h, key_padding_mask=mask)[0],
@@ -693,11 +693,9 @@ ROW_WISE: dict[str, BatchCase] = {
     "transformer layer, batch first": sequential(
         lambda h, a: a(h), lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)
     ),
-    "transformer layer between transposes": quick(
-        sequential(
-            lambda h, a: a(h.transpose(0, 1)).transpose(0, 1),
-            lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0),
-        )
+    "transformer layer between transposes": sequential(
+        lambda h, a: a(h.transpose(0, 1)).transpose(0, 1),
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0),
     ),
     "decoder layer, batch first": sequential(
         lambda h, a: a(h, h * 2), lambda: nn.TransformerDecoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)
@@ -768,7 +766,7 @@ ROW_WISE: dict[str, BatchCase] = {
     "rows last": quick(
         flat(lambda h, a: (a.weight @ h.t() + a.bias[:, None]).t(), lambda: nn.Linear(WIDTH, 3))
     ),
-    "vmap": quick(flat(lambda h: torch.vmap(lambda row: row.softmax(0) * row.max())(h))),
+    "vmap": flat(lambda h: torch.vmap(lambda row: row.softmax(0) * row.max())(h)),
     "vmap over a matrix": sequential(lambda h: torch.vmap(lambda rows: rows @ rows.T)(h)),
     "linear algebra of each row": model_case(
         lambda rows: (torch.randn(rows, 3, 3),),
@@ -806,8 +804,8 @@ ROW_WISE: dict[str, BatchCase] = {
 # Rows that depend on others, or on how many there are. What pipec can make right, it may.
 
 MIXING: dict[str, BatchCase] = {
-    "transformer layer, given rows first": quick(
-        sequential(lambda h, a: a(h), lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0))
+    "transformer layer, given rows first": sequential(
+        lambda h, a: a(h), lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0)
     ),
     "multihead attention, given rows first": quick(
         sequential(lambda h, a: a(h, h, h)[0], lambda: nn.MultiheadAttention(WIDTH, 2))
@@ -843,13 +841,11 @@ MIXING: dict[str, BatchCase] = {
         loss_fn=same_shape,
     ),
     "LSTM's last state, time first": in_time(lambda h, a: a(h)[1][0][-1], lambda: nn.LSTM(WIDTH, WIDTH)),
-    "LSTM, time first, flattened target": quick(
-        in_time(
-            lambda h, a: a(h)[0].flatten(0, 1),
-            lambda: nn.LSTM(WIDTH, WIDTH),
-            target=lambda rows: torch.randint(WIDTH, (TIME * rows,)),
-            loss_fn=F.cross_entropy,
-        )
+    "LSTM, time first, flattened target": in_time(
+        lambda h, a: a(h)[0].flatten(0, 1),
+        lambda: nn.LSTM(WIDTH, WIDTH),
+        target=lambda rows: torch.randint(WIDTH, (TIME * rows,)),
+        loss_fn=F.cross_entropy,
     ),
     "LSTM of one sequence": flat(lambda h, a: a(h)[0], lambda: nn.LSTM(WIDTH, WIDTH)),
     "LSTM cells over rows": sequential(lambda h, a: a(h), lambda: Cells(lambda x: x.unbind(0), 0)),
@@ -1002,16 +998,14 @@ MIXING: dict[str, BatchCase] = {
     "shuffled channels of the batch": sequential(
         lambda h: h.reshape(h.shape[0], -1).t().reshape(h.shape[0], -1)
     ),
-    "states of a bidirectional GRU viewed": quick(
-        sequential(
-            lambda h, a: a(h)[1].view(h.shape[0], -1),
-            lambda: nn.GRU(WIDTH, 3, bidirectional=True, batch_first=True),
-        )
+    "states of a bidirectional GRU viewed": sequential(
+        lambda h, a: a(h)[1].view(h.shape[0], -1),
+        lambda: nn.GRU(WIDTH, 3, bidirectional=True, batch_first=True),
     ),
     "viewed as time first": model_case(
         lambda rows: (torch.randn(rows, TIME, WIDTH),), lambda h: h.view(TIME, h.shape[0], -1).sum(0)
     ),
-    "transposed and reshaped": quick(flat(lambda h: h.t().reshape(h.shape[0], -1))),
+    "transposed and reshaped": flat(lambda h: h.t().reshape(h.shape[0], -1)),
     "permuted and flattened": sequential(lambda h: h.permute(1, 0, 2).reshape(h.shape[0], TIME, -1)),
     "a wrong unflatten": sequential(
         lambda h: h.transpose(0, 1).flatten(0, 1).unflatten(0, (h.shape[0], TIME))
@@ -1043,7 +1037,7 @@ MIXING: dict[str, BatchCase] = {
     "if more rows than features": flat(by_shape),
     "if an odd number of rows": flat(by_parity, rows=(8,)),
     "if eight rows": flat(by_exact_size),
-    "if more than four rows, later": quick(flat(by_size, rows=(15, 8))),
+    "if more than four rows, later": flat(by_size, rows=(15, 8)),
     "if more than four rows, later none": flat(by_size, rows=(3, 8), microbatches=2),
     "the number of rows as a factor": quick(flat(lambda h: h * h.shape[0])),
     "the number of rows as a divisor": flat(lambda h: h / len(h)),
@@ -1494,9 +1488,7 @@ LOSSES_OF_THE_BATCH: dict[str, BatchCase] = {
     "matrix norm": loss(lambda y, t: torch.linalg.matrix_norm(y, "nuc")),
     "median": loss(lambda y, t: F.cross_entropy(y, t, reduction="none").median()),
     "quantile": loss(lambda y, t: torch.quantile(y.square().mean(1), 0.8)),
-    "hardest examples": quick(
-        loss(lambda y, t: F.cross_entropy(y, t, reduction="none").topk(3).values.mean())
-    ),
+    "hardest examples": loss(lambda y, t: F.cross_entropy(y, t, reduction="none").topk(3).values.mean()),
     "trimmed": loss(lambda y, t: F.cross_entropy(y, t, reduction="none").sort().values[1:-1].mean()),
     "product": loss(lambda y, t: y.sigmoid().prod()),
     "uncertainty over the batch": loss(lambda y, t: F.cross_entropy(y, t).log1p()),
@@ -1565,8 +1557,8 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
     "argsort": output(lambda y: y.argsort(0)),
     "histogram": output(lambda y: y.histc(4, -1, 1)),
     "bincount": output(lambda y: torch.bincount(y.argmax(1), minlength=WIDTH)),
-    "unbind": quick(output(lambda y: y.unbind(0))),
-    "split": quick(output(lambda y: y.split(2))),
+    "unbind": output(lambda y: y.unbind(0)),
+    "split": output(lambda y: y.split(2)),
     "chunk": output(lambda y: y.chunk(2)),
     "a list of rows": output(lambda y: [row * 2 for row in y]),
     "a dict of rows by number": output(lambda y: {str(i): y[i] for i in range(2)}),
@@ -1639,7 +1631,7 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
 # What an error tells to do, followed.
 
 REMEDIES: dict[str, BatchCase] = {
-    "if more than four rows, the batch taken whole": quick(flat(by_size, rows=(8, 3), microbatches=None)),
+    "if more than four rows, the batch taken whole": flat(by_size, rows=(8, 3), microbatches=None),
     "sorted rows, one microbatch": flat(lambda h: h.sort(0).values, microbatches=1),
     "a contrastive loss, one microbatch": quick(loss(contrastive, microbatches=1)),
     "mixup, permutation drawn outside": flat(lambda h, other: 0.3 * h + 0.7 * other, others=(values(WIDTH),)),

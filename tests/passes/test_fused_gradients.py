@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -62,9 +63,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     [
         {},
         {"schedule": "zb-h1", "recompute": "full"},
-        {"devices": 4, "stages": 2},
+        slow({"devices": 4, "stages": 2}),
         {"devices": 4, "replicas": (3, 1)},
-        {"stages": 1},
+        slow({"stages": 1}),
         {"on_nan": "skip"},
     ],
     ids=str,
@@ -82,7 +83,7 @@ def test_two_steps_add_up_what_eager_does(options: dict[str, Any], tied: bool) -
     assert code.count(".baddbmm_(") == 1
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", [None, slow("optimizer"), slow("gradients"), "parameters"])
 def test_programs_that_update_do_so_with_the_same_sums(shard: str | None) -> None:
     model = Net(tied=False)
     eager, pipe = copy.deepcopy(model), pipeline(model, 4, stages=2, optimizer=SGD, shard=shard)

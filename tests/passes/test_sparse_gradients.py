@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -76,7 +77,7 @@ def eager_steps(model: nn.Module, num_steps: int, finish: Callable[[], None] = l
         finish()
 
 
-@pytest.mark.parametrize(("options", "tied"), [({}, False), ({"schedule": "zb-h1"}, False), ({}, True)])
+@pytest.mark.parametrize(("options", "tied"), [({}, False), slow({"schedule": "zb-h1"}, False), ({}, True)])
 def test_two_steps_add_up_what_eager_does(options: dict[str, Any], tied: bool) -> None:
     torch.manual_seed(0)
     model = Model(tied)

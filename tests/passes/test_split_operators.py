@@ -62,6 +62,7 @@ def trained() -> tuple[pipec.Pipeline, nn.Module, Tensor]:
     return step_beside_eager(4)
 
 
+@pytest.mark.slow
 def test_stages_are_even_and_gradients_have_the_bits_of_eager(
     trained: tuple[pipec.Pipeline, nn.Module, Tensor],
 ) -> None:

@@ -119,6 +119,7 @@ def test_parameters_that_the_optimizer_does_not_know_are_refused() -> None:
     pair.step()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_accumulated_in_shares_are_not_lost() -> None:
     pair = Pair(**LAYOUTS[2])
     pair.step()

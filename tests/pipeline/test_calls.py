@@ -79,6 +79,7 @@ def test_calls_of_other_threads_are_refused(pipe: pipec.Pipeline, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_threads_that_step_at_once_make_whole_steps() -> None:
     """As many as were not refused; the pipeline is what those alone have made of it."""
     pipe, alone = (pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW) for _ in range(2))

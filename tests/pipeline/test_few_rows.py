@@ -134,6 +134,7 @@ def test_dependent_rows_are_refused_whatever_their_number() -> None:
             pipe.step(x[:rows], target=y[:rows])
 
 
+@pytest.mark.slow
 def test_a_batch_norm_needs_two_values_per_channel() -> None:
     """As torch says of a batch of one row. Of images each row has many values."""
     x, y = data()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_reference import SAME, Plain, difference, pair
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -179,7 +180,7 @@ def test_replicas_without_a_flush_cannot_leave_out_one_mini_batch(replicas: str 
         )
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("pipedream", 3), ("pipedream-2bw", 2)])
+@pytest.mark.parametrize(("schedule", "stages"), [slow("pipedream", 3), ("pipedream-2bw", 2)])
 def test_a_stream_without_a_flush_ends_before_a_loss_that_is_nan(schedule: str, stages: int) -> None:
     """Stages that are ahead have made no update that others lack. BatchNorm's statistics are as before."""
 

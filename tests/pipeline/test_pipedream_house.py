@@ -70,6 +70,7 @@ def test_the_command_line_draws_several_periods(tmp_path: Path) -> None:
     assert events[0]["version"] == 0
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_a_model_without_a_flush(tmp_path: Path) -> None:
     options = ("--devices", 2, "--schedule", "pipedream", "--optimizer", MOMENTUM)
     assert "a mini-batch every" in pipec_cli("plan", TARGET, *options).stdout

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from delayed_gradients import Delayed, Lag, double, round_robin, stashed
+from slow_params import slow_but
 from torch import Tensor, nn
 
 import pipec
@@ -47,7 +48,7 @@ def reference_of(pipe: pipec.Pipeline, factory: Any, replicas: tuple[int, ...], 
     return delayed(pipe, factory, options.pop("version", PLANS[replicas]), replicas=replicas, **options)
 
 
-@pytest.mark.parametrize("replicas", PLANS, ids=["2-1", "2-2", "3-2-1"])
+@pytest.mark.parametrize("replicas", slow_but(PLANS, (3, 2, 1)), ids=["2-1", "2-2", "3-2-1"])
 def test_replicas_train_with_sums_of_delayed_gradients(replicas: tuple[int, ...]) -> None:
     """Streams of 50 mini-batches, which 3 does not divide, and of 11, which 2 does not."""
     pipe = replicated(replicas, ADAM)

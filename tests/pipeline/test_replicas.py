@@ -152,7 +152,7 @@ def test_a_step_is_that_of_the_unsplit_model(factory: Factory, name: str) -> Non
 
 @pytest.mark.parametrize("sizes", [(4, 3, 1, 0), (5, 0, 3, 0), (0, 8, 0, 0)])
 @pytest.mark.parametrize("name", ["1x4", "2x2", "2x2 zb-h1", "2x2 zb-v", "2x2 interleaved", "2x2 looped-bfs"])
-@pytest.mark.parametrize("factory", each(gpt2, resnet))
+@pytest.mark.parametrize("factory", [slow(gpt2, id="gpt2"), *each(resnet)])
 def test_microbatches_without_rows_are_not_computed(
     factory: Factory, name: str, sizes: tuple[int, ...]
 ) -> None:

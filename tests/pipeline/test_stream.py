@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_reference import batches, model
+from slow_params import slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -130,6 +131,7 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
     assert met == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_dropped_pipeline_trains_until_its_stream_ends_and_is_freed_then() -> None:
     gc.collect()
     gc.disable()
@@ -186,7 +188,7 @@ def refilled(buffers: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows.normal_(), target.random_(0, 3)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "pipedream-2bw"])
 def test_a_batch_that_is_in_use_is_not_refilled(schedule: str) -> None:
     """The stream reads ahead; tensors of a batch that is over may have the values of another one."""
     pipe = classifier(schedule=schedule)

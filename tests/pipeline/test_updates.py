@@ -47,7 +47,7 @@ def test_twenty_steps_are_those_of_the_plain_script(
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", [None, slow("optimizer"), slow("gradients"), "parameters"])
 def test_steps_that_accumulate_add_up_to_one_update(shard: str | None) -> None:
     """The update of the next step, or of ``optimizer.step()``, which is then called once too often."""
     pipe, plain = pair(clip=0.5, shard=shard, **UNEQUAL)
@@ -181,7 +181,7 @@ def test_a_scheduler_sets_the_learning_rate_of_every_rank() -> None:
     assert difference(pipe, plain) < SAME
 
 
-@pytest.mark.parametrize("shard", [None, "parameters"])
+@pytest.mark.parametrize("shard", [slow(None), "parameters"])
 def test_frozen_parameters_stay(shard: str | None) -> None:
     def make() -> nn.Module:
         frozen = model()
@@ -234,7 +234,7 @@ def test_state_goes_to_the_plain_optimizer_and_on_to_another_layout(
 
 @pytest.mark.parametrize(
     ("rows", "microbatches", "options"),
-    [(7, 3, {**UNEQUAL, "shard": "gradients"}), (10, 4, {**DATA_PARALLEL, "dynamic": False})],
+    [(7, 3, {**UNEQUAL, "shard": "gradients"}), slow(10, 4, {**DATA_PARALLEL, "dynamic": False})],
 )
 def test_rows_need_not_divide_evenly(rows: int, microbatches: int, options: dict[str, Any]) -> None:
     """With one graph for each size of microbatch, there are two programs, and the last one updates."""

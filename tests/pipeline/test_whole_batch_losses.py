@@ -171,6 +171,7 @@ def test_random_numbers_of_the_tail_are_drawn_once() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
+@pytest.mark.slow
 def test_the_plan_and_the_programs_show_the_tail() -> None:
     net = made("info_nce")
     pipe = compiled(net)

@@ -74,7 +74,7 @@ def test_auto_takes_the_fastest_level_that_fits() -> None:
     assert peak(pipe) <= smallest.peak_bytes
 
 
-@pytest.mark.parametrize("evaluates_first", [False, True])
+@pytest.mark.parametrize("evaluates_first", [slow(False), True])
 def test_steps_of_auto_are_those_of_the_model(evaluates_first: bool) -> None:
     model = wide()
     alone = copy.deepcopy(model)
@@ -184,12 +184,14 @@ def test_pipelines_of_several_ranks_gather_layers_where_nothing_else_fits() -> N
     assert torch.equal(in_layers(devices=4).step(x, target=y), loss)
 
 
+@pytest.mark.slow
 def test_no_schedule_is_named_that_does_not_fit() -> None:
     with pytest.raises(InfeasibleError) as caught:
         in_layers(devices=4, memory_limit=1000).prepare(torch.ones(8, 64), target=torch.ones(8, 64))
     assert "looped-bfs" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_evaluating_first_gathers_layers_too() -> None:
     pipe, x = in_layers(), torch.randn(8, 64)
     pipe.eval_step(x, target=x)

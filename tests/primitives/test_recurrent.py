@@ -120,6 +120,7 @@ def check_bits(pipe: pipec.Pipeline, unsplit: nn.Module, x: Tensor, target: Tens
     assert different == []
 
 
+@pytest.mark.slow
 def test_every_layer_has_the_bits_of_eager_torch() -> None:
     model = made(Every)
     unsplit = copy.deepcopy(model)
@@ -173,6 +174,7 @@ def test_one_compilation_serves_any_length(make: type[nn.Module]) -> None:
     assert not pipe.plan.fixed_sizes
 
 
+@pytest.mark.slow
 def test_dropout_between_layers_draws_the_same_wherever_layers_are() -> None:
     outcomes = []
     for num_stages in (1, 3):

@@ -143,6 +143,7 @@ def linked_schedules(draw: st.DrawFn) -> tuple[Schedule, tuple[Link, ...], list[
     return schedule, tuple(draw(st.permutations(links))), recompute
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(linked_schedules())
 def test_any_schedule_with_any_links_verifies(case: tuple[Schedule, tuple[Link, ...], list[int]]) -> None:

@@ -766,6 +766,7 @@ def edited(draw: st.DrawFn, step: Step) -> Sequence[Program]:
     return [Program(rank, tuple(own)) for rank, own in enumerate(programs)]
 
 
+@pytest.mark.slow
 @settings(max_examples=75)
 @given(st.data())
 def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObject) -> None:

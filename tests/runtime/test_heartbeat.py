@@ -90,6 +90,7 @@ def test_a_rank_that_says_farewell_ends_no_messages(three: list[HeartbeatConnect
     assert three[2].reason(within=2.0) == three[1].reason()  # it was told by rank 1
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_named_after_the_timeout(three: list[HeartbeatConnections]) -> None:
     started = time.monotonic()
     hold_breath(three[1])
@@ -99,6 +100,7 @@ def test_a_silent_rank_is_named_after_the_timeout(three: list[HeartbeatConnectio
     assert TIMEOUT / 2 < time.monotonic() - started < TIMEOUT + 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_stopped_itself_blames_nobody(three: list[HeartbeatConnections]) -> None:
     """Its own clock ran on, but it did not beat either."""
     three[0]._timeout = 30.0
@@ -116,6 +118,7 @@ def test_the_first_failure_is_everybodys(three: list[HeartbeatConnections]) -> N
     assert three[2].reason() == "rank 1: the backward is broken"
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_is_named_with_what_it_does(three: list[HeartbeatConnections]) -> None:
     with three[2].waiting("receiving hidden_1 from rank 1", 1):
         time.sleep(3 * three[2]._interval)
@@ -130,6 +133,7 @@ def test_who_does_not_answer_is_named_with_what_it_does(three: list[HeartbeatCon
             three[0].all_gather_text(b"here")
 
 
+@pytest.mark.slow
 def test_texts_and_channels_wait_for_a_rank_that_is_between_two_calls(
     three: list[HeartbeatConnections], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -53,9 +54,9 @@ def trained(devices: int, **options: object) -> Pipeline:
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        (1, {"schedule": "gpipe"}),
+        slow(1, {"schedule": "gpipe"}),
         (2, {"schedule": "1f1b", "recompute": "full"}),
-        (2, {"schedule": "zb-v"}),
+        slow(2, {"schedule": "zb-v"}),
     ],
     ids=str,
 )
@@ -86,8 +87,8 @@ def held_by_a_second_step(devices: int, **options: object) -> list[tuple[float, 
     ("devices", "options"),
     [
         (2, {"schedule": "1f1b"}),  # what is sent was saved, and outlives that; the loss has large memory
-        (2, {"schedule": "gpipe"}),  # all of a stage is saved when its gradients begin
-        (1, {"on_nan": "raise"}),  # the gradients that are held become those of the parameters
+        slow(2, {"schedule": "gpipe"}),  # all of a stage is saved when its gradients begin
+        slow(1, {"on_nan": "raise"}),  # the gradients that are held become those of the parameters
         (2, {"stages": 1, "replicas": 2}),  # and so do those that travel
     ],
     ids=str,

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from compile_variants import Variant, captured, compiled, save_with_tensors
 from huggingface_models import perceptron
 from page_views import embedded
@@ -36,6 +37,7 @@ def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> No
         )
 
 
+@pytest.mark.slow
 def test_every_rank_is_traced_and_rank_zero_tells(tmp_path: Path) -> None:
     """The times of all ranks come together on one axis; the others print nothing and write nothing."""
     model = captured(perceptron)

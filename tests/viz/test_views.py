@@ -326,6 +326,7 @@ def test_keys_do_what_the_pointer_does(open_page: Open) -> None:
 # ---- memory ----
 
 
+@pytest.mark.slow
 @in_browser
 def test_memory_is_shown_by_kind_with_its_peak_and_the_limit(open_page: Open) -> None:
     page = open_pipeline(open_page)
@@ -349,6 +350,7 @@ def test_memory_is_shown_by_kind_with_its_peak_and_the_limit(open_page: Open) ->
     assert words[-1] == "limit: 64 kB"
 
 
+@pytest.mark.slow
 @in_browser
 def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_page: Open) -> None:
     torch.manual_seed(0)
