@@ -14,7 +14,7 @@ store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
 dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
 
 has_failed = False
-connections = NcclConnections(device, 0, 1, 60.0, lambda: has_failed)
+connections = NcclConnections(device, 0, 1, lambda: has_failed, bool)
 connections.open_results()
 number = torch.ones(4, device=device)
 started = connections.collective((0,), lambda group: dist.all_reduce(number, group=group, async_op=True))

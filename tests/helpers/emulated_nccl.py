@@ -214,7 +214,9 @@ class _HeartbeatConnections:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
 
-    def waiting(self, activity: str, peer: int | None = None) -> contextlib.AbstractContextManager[None]:
+    def waiting(
+        self, activity: str, peer: int | None = None, limited: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def all_gather_text(self, data: bytes) -> list[bytes]:
@@ -234,8 +236,8 @@ class Emulated(DistributedTransport):
         self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
         self._heartbeats: Any = _HeartbeatConnections(num_ranks)
         self._buffers, self._message_packers = {}, {}
-        self._shared, self._same_host = SharedMemory(rank, PATIENCE), {}
-        self._connections = NcclConnections(self.device, rank, num_ranks, PATIENCE, lambda: False)
+        self._shared, self._same_host = SharedMemory(rank), {}
+        self._connections = NcclConnections(self.device, rank, num_ranks, bool, bool)
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         return make()  # on this thread, which is known by its rank

@@ -25,8 +25,8 @@ def mse(output, target):
     return nn.functional.mse_loss(output, target)
 
 def compiled(net, loss_fn=mse, **options):
-    options = {"microbatches": 2, "timeout": 20.0} | options
-    return pipec.compile(net, devices=2, loss_fn=loss_fn, **options)
+    options = {"devices": 2, "microbatches": 2, "timeout": 20.0} | options
+    return pipec.compile(net, loss_fn=loss_fn, **options)
 
 def attempt(call):
     try:
@@ -144,17 +144,24 @@ def test_a_rank_that_saves_is_named_and_waited_for_beyond_the_timeout(tmp_path: 
 
 
 @pytest.mark.parametrize("hosts", ["", ON_TWO_HOSTS], ids=["one_host", "two_hosts"])
-def test_a_rank_that_saves_between_losses_of_a_stream_is_waited_for(tmp_path: Path, hosts: str) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_saves_between_losses_of_a_stream_is_waited_for(
+    tmp_path: Path, hosts: str, num_ranks: int
+) -> None:
+    """Of three, rank 0 waits for rank 1, which waits for rank 2 itself."""
     body = """
     import functools, time
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    pipe = compiled(model(), schedule="pipedream-2bw", optimizer=sgd, timeout=2.0)
+    ranks = int(os.environ["WORLD_SIZE"])
+    options = {"devices": ranks, "microbatches": 4, "optimizer": sgd, "timeout": 2.0}
+    pipe = compiled(model(), schedule="pipedream-2bw", **options)
     for number, loss in enumerate(pipe.stream(((x,), y) for _ in range(6))):
-        if rank == 1 and number == 2:
+        if rank == ranks - 1 and number == 2:
             time.sleep(5)
     print(number, pipe.num_steps)
     """
-    assert told(tmp_path, hosts + textwrap.dedent(body)) == ["5 6\n"] * 2
+    expected = ["5 6\n"] * num_ranks
+    assert told(tmp_path, hosts + textwrap.dedent(body), num_ranks) == expected
 
 
 def test_a_rank_that_caught_an_exception_out_of_its_loop_is_said_to_be_past_it(tmp_path: Path) -> None:

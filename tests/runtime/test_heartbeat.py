@@ -137,20 +137,53 @@ def test_who_does_not_answer_is_named_with_what_it_does(three: list[HeartbeatCon
 def test_texts_and_channels_wait_for_a_rank_that_is_between_two_calls(
     three: list[HeartbeatConnections], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A channel says after the timeout that nothing has come, and may be asked again."""
     monkeypatch.setattr(heartbeat, "whereabouts", lambda: Whereabouts("script.py:3 in save"))
     time.sleep(3 * three[0]._interval)
     with ThreadPoolExecutor(2) as pool:
         texts = [pool.submit(each.all_gather_text, b"here") for each in three[:2]]
         channels = [three[rank].channel(2 - rank, PacketKind.CALL) for rank in (0, 2)]
-        with pytest.raises(TimeoutError):
-            channels[0].receive(1)
-        time.sleep(0.5 * TIMEOUT)
+        time.sleep(1.5 * TIMEOUT)
         channels[1].send(b"a")
         channels[1].send(b"b")
         assert channels[0].receive(1) + channels[0].receive(1) == b"ab"
         three[2].all_gather_text(b"late")
         assert [each.result() for each in texts] == [[b"here", b"here", b"late"]] * 2
+
+
+def test_a_limited_wait_fails_after_the_timeout_and_names_the_end_of_the_chain(
+    three: list[HeartbeatConnections],
+) -> None:
+    started = time.monotonic()
+    with three[1].waiting("receiving x from rank 2", 2), three[0].waiting("receiving y", 1, limited=True):
+        reason = three[2].reason(within=3 * TIMEOUT)
+    assert TIMEOUT < time.monotonic() - started < 2 * TIMEOUT
+    chain = "rank 1 is receiving x from rank 2; rank 2 is alive, but waits for no other rank"
+    assert three[0].overdue.startswith(f"receiving y, took more than 1 s; {chain}")
+    assert reason == f"rank 0: {three[0].overdue}"
+    assert not three[1].overdue
+
+
+@pytest.mark.parametrize("peer", [1, None], ids=["in_a_chain", "in_a_collective"])
+def test_a_limited_wait_lasts_while_a_rank_at_its_end_is_between_two_calls(
+    three: list[HeartbeatConnections], monkeypatch: pytest.MonkeyPatch, peer: int | None
+) -> None:
+    """And afterwards as long as if it had just begun."""
+    monkeypatch.setattr(heartbeat, "whereabouts", lambda: Whereabouts("script.py:3 in save"))
+    with three[1].waiting("receiving x from rank 2", 2), three[0].waiting("receiving y", peer, limited=True):
+        time.sleep(2 * TIMEOUT)
+        with three[2].waiting("computing"):
+            time.sleep(0.6 * TIMEOUT)
+            assert not three[0].has_failed()
+            assert three[0].reason(within=2 * TIMEOUT)
+
+
+def test_what_arrives_in_a_limited_wait_begins_it_anew(three: list[HeartbeatConnections]) -> None:
+    with three[0].waiting("finishing the step", limited=True):
+        for _ in range(8):
+            time.sleep(TIMEOUT / 4)
+            three[0].note_progress()
+        assert not three[0].has_failed()
+        assert three[0].reason(within=2 * TIMEOUT)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

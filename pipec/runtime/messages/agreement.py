@@ -40,7 +40,7 @@ MismatchMessage = Callable[[Sequence[CallDescription]], str]
 
 
 class Channel(Protocol):
-    """Messages to and from another rank; a ``receive`` that took too long may be repeated."""
+    """Messages to and from another rank."""
 
     def send(self, message: bytes) -> None: ...
 
@@ -153,7 +153,7 @@ class Agreement:
         for peer, channel in channels.items():
             try:
                 channel.send(own)
-            except (TimeoutError, ConnectionError):
+            except ConnectionError:
                 with self._together_with(peer, activity):
                     raise
 
@@ -161,19 +161,10 @@ class Agreement:
             received = {self._transport.rank: own}
             for peer, channel in channels.items():
                 with self._together_with(peer, activity):
-                    received[peer] = self._receive(peer, channel, len(own))
+                    received[peer] = channel.receive(len(own))
             return [received[rank] for rank in range(len(received))]
 
         return wait
-
-    def _receive(self, peer: int, channel: Channel, num_bytes: int) -> bytes:
-        """The next message of a rank, which is waited for while it lives and is between two calls."""
-        while True:
-            try:
-                return channel.receive(num_bytes)
-            except TimeoutError:
-                if not self._transport.has_time(peer):
-                    raise
 
     def broadcast_tensor(
         self, owner: int, activity: str, tensor: Tensor, to: Sequence[int] | None = None

@@ -1,7 +1,8 @@
 """Point-to-point connections between the ranks of a process group; over gloo, for CPU tensors.
 
-``pipec.runtime.messages.nccl`` has the connections over NCCL, for CUDA tensors. Both raise ``TimeoutError``
-if a message takes too long, and ``ConnectionError`` if the other side has died or closed.
+``pipec.runtime.messages.nccl`` has the connections over NCCL, for CUDA tensors. Both raise
+``ConnectionError`` if the other side has died or closed. They wait without a limit: the heartbeats time all
+waits, and close the connections after the timeout.
 """
 
 import contextlib
@@ -16,6 +17,9 @@ from torch import Tensor
 
 Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
+
+NO_LIMIT = timedelta(days=365)
+"""The timeout of groups, which torch requires."""
 
 MAX_IN_TRANSIT = 2
 """The most messages to one peer with one tag that are in transit at a time."""
@@ -85,11 +89,11 @@ class GlooConnections:
     the same peer with the same tag, which has ended already unless the peer is far behind.
     """
 
-    def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
-        self._rank, self._timeout = rank, timeout
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank = rank
         self._peers = [peer for peer in range(num_ranks) if peer != rank]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
         self._backend = self._group._get_backend(torch.device("cpu"))
         self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
 
@@ -106,13 +110,13 @@ class GlooConnections:
                 _wait(in_transit.popleft())
             in_transit.append([(send([tensor], peer, tag), tensor) for tensor in tensors])
         except RuntimeError as error:
-            raise _classified(error) from None
+            raise ConnectionError(str(error)) from None
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         try:
             return require_work(self._backend.recv([tensor], peer, tag))
         except RuntimeError as error:
-            raise _classified(error) from None
+            raise ConnectionError(str(error)) from None
 
     def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         self.send(tensors, peer, tag)
@@ -126,8 +130,7 @@ class GlooConnections:
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         for ranks in sorted({*groups} - self._groups.keys()):
             with _gloo_errors():
-                timeout = timedelta(seconds=self._timeout)
-                self._groups[ranks] = dist.new_group(list(ranks), timeout, "gloo")
+                self._groups[ranks] = dist.new_group(list(ranks), NO_LIMIT, "gloo")
 
     def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
         with _gloo_errors():
@@ -148,7 +151,7 @@ class GlooConnections:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _classified(error) from None
+            raise ConnectionError(str(error)) from None
 
     def drain(self) -> None:
         with _gloo_errors():
@@ -186,12 +189,7 @@ def _gloo_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _classified(error) from None
-
-
-def _classified(error: RuntimeError) -> TimeoutError | ConnectionError:
-    """The error to raise for a gloo message; gloo has one class for all errors."""
-    return (TimeoutError if "Timed out" in str(error) else ConnectionError)(str(error))
+        raise ConnectionError(str(error)) from None
 
 
 _Message = list[tuple[dist.Work, Tensor]]

@@ -70,8 +70,8 @@ class DistributedTransport:
     """The transport of one rank. All ranks make transports, and call ``connect``, in the same order.
 
     It uses the default process group, or makes one from the environment that ``torchrun`` sets. A wait of
-    more than ``timeout`` seconds is an error. After an error the transport stays closed, while the process
-    group stays usable.
+    more than ``timeout`` seconds is an error, which the heartbeats notice: the connections have no limits of
+    their own. After an error the transport stays closed, while the process group stays usable.
     """
 
     def __init__(self, device: torch.device, timeout: float = 300.0) -> None:
@@ -99,22 +99,24 @@ class DistributedTransport:
             if device.type == "cuda":
                 atexit.register(_leave_process_group)
         self._connections: Connections = (
-            NcclConnections(device, self.rank, self.num_ranks, timeout, self._heartbeats.has_failed)
+            NcclConnections(
+                device, self.rank, self.num_ranks, self._heartbeats.has_failed, self._heartbeats.note_progress
+            )
             if device.type == "cuda"
             else self.gloo_connections()
         )
-        self._shared = SharedMemory(self.rank, timeout)
+        self._shared = SharedMemory(self.rank)
         self._same_host: dict[int, MessageSocket] = {}
         self._heartbeats.on_failure = self._close
 
     def gloo_connections(self) -> GlooConnections:
         """Connections for CPU tensors. All ranks call this in the same order."""
-        make = functools.partial(GlooConnections, self.rank, self.num_ranks, self._timeout)
+        make = functools.partial(GlooConnections, self.rank, self.num_ranks)
         return self.call_on_all_ranks("the gloo connections", make)
 
     def connect_same_host(self) -> Mapping[int, MessageSocket]:
         """A socket to each other rank of this host. Every rank calls this once."""
-        sockets = connect_all(self.rank, self.num_ranks, self._timeout, self.all_gather_text)
+        sockets = connect_all(self.rank, self.num_ranks, self.all_gather_text)
         self._same_host = {peer: MessageSocket(each) for peer, each in sockets.items()}
         return self._same_host
 
@@ -290,15 +292,13 @@ class DistributedTransport:
         ``peer`` is the rank for which this one waits.
         """
         return _ErrorContext(
-            self, self._connections, self._heartbeats.waiting(activity, peer), activity, peer
+            self, self._connections, self._heartbeats.waiting(activity, peer, limited=True), activity, peer
         )
-
-    def has_time(self, peer: int) -> bool:
-        """Whether a rank lives and is between two calls, such as to save, so that others wait for it."""
-        return self._heartbeats.has_time(peer)
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
+        if self._heartbeats.overdue:
+            return TransportError(self._heartbeats.overdue)
         is_lost = not isinstance(error, TimeoutError)
         reason = (
             self._heartbeats.reason(_REASON_COMES_WITHIN if is_lost else 0.0) or self._heartbeats.silent()

@@ -21,13 +21,12 @@ _HELLO = struct.Struct("=q32s")
 
 
 def connect(
-    rank: int, directions: Collection[Direction], timeout: float, all_gather_text: AllGatherText
+    rank: int, directions: Collection[Direction], all_gather_text: AllGatherText
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
     """Sockets to the ranks that this one sends to, and from the ranks that it receives from.
 
     A direction has a socket if its processes have proved that they share memory: hosts, containers and
-    permissions of the kernel need not be known. Every rank calls this with the same directions. An operation
-    on a socket that takes ``timeout`` seconds raises BlockingIOError.
+    permissions of the kernel need not be known. Every rank calls this with the same directions.
     """
     sources = {source for source, target in directions if target == rank}
     listener = _Listener(len(sources)) if sources and _is_possible() else None
@@ -43,18 +42,16 @@ def connect(
     proved = all_gather_text(json.dumps([*incoming]))
     outgoing = {target: each for target, each in tried.items() if each and rank in json.loads(proved[target])}
     for each in (*outgoing.values(), *incoming.values()):
-        _set_timeout(each, timeout)
+        each.setblocking(True)
         _OF_THIS_PROCESS.add(each)
     return outgoing, incoming
 
 
-def connect_all(
-    rank: int, num_ranks: int, timeout: float, all_gather_text: AllGatherText
-) -> dict[int, socket.socket]:
+def connect_all(rank: int, num_ranks: int, all_gather_text: AllGatherText) -> dict[int, socket.socket]:
     """A socket for both directions to each rank that can share memory with this one. Every rank calls it."""
     others = [each for each in range(num_ranks) if each != rank]
     upwards = {(min(rank, each), max(rank, each)) for each in others}
-    outgoing, incoming = connect(rank, upwards, timeout, all_gather_text)
+    outgoing, incoming = connect(rank, upwards, all_gather_text)
     return dict(sorted((outgoing | incoming).items()))
 
 
@@ -138,16 +135,6 @@ def _reach(address: str, rank: int) -> socket.socket | None:
         connection.close()
         return None
     return connection
-
-
-def _set_timeout(connection: socket.socket, timeout: float) -> None:
-    """Set the kernel's timeout: Python's own costs another system call for each operation."""
-    connection.setblocking(True)
-    seconds, fraction = divmod(timeout, 1)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(
-            socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), max(1, int(fraction * 1e6)))
-        )
 
 
 _STRANGERS = 8

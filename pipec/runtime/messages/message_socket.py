@@ -15,21 +15,15 @@ class MessageSocket:
         self._connection = connection
 
     def send(self, message: bytes, file: int | None = None) -> None:
-        try:
-            if file is None:
-                self._connection.send(message, _NO_SIGNAL)
-            else:
-                passed = socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(file)
-                self._connection.sendmsg([message], [passed], _NO_SIGNAL)
-        except BlockingIOError:
-            raise TimeoutError("the other rank does not read its messages") from None
+        if file is None:
+            self._connection.send(message, _NO_SIGNAL)
+        else:
+            passed = socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(file)
+            self._connection.sendmsg([message], [passed], _NO_SIGNAL)
 
     def receive(self, num_bytes: int) -> bytes:
         """The next message."""
-        try:
-            return _whole(self._connection.recv(num_bytes))
-        except BlockingIOError:
-            raise TimeoutError("nothing came from the other rank") from None
+        return _whole(self._connection.recv(num_bytes))
 
     def receive_nowait(self, num_bytes: int) -> bytes | None:
         """The next message, if it has arrived."""
@@ -40,10 +34,7 @@ class MessageSocket:
 
     def receive_file(self, num_bytes: int) -> tuple[bytes, int | None]:
         """The next message, and the file that came with it."""
-        try:
-            message, ancillary, flags, _ = self._connection.recvmsg(num_bytes, _FILE_SPACE, _CLOSED_BY_EXEC)
-        except BlockingIOError:
-            raise TimeoutError("nothing came from the other rank") from None
+        message, ancillary, flags, _ = self._connection.recvmsg(num_bytes, _FILE_SPACE, _CLOSED_BY_EXEC)
         if flags & _IS_CUT_OFF:
             raise TransportError(
                 "this process cannot open another file for memory shared with another rank; raise its "

@@ -13,14 +13,20 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import InputError
-from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Collective, Direction, Work, require_work
+from pipec.runtime.messages.connections import (
+    MAX_IN_TRANSIT,
+    NO_LIMIT,
+    Collective,
+    Direction,
+    Work,
+    require_work,
+)
 from pipec.runtime.messages.cuda import PastLaunches
 from pipec.runtime.processes.watcher import Watcher
 
@@ -63,13 +69,18 @@ class NcclConnections:
     """
 
     def __init__(
-        self, device: torch.device, rank: int, num_ranks: int, timeout: float, is_failed: Callable[[], bool]
+        self,
+        device: torch.device,
+        rank: int,
+        num_ranks: int,
+        is_failed: Callable[[], bool],
+        on_progress: Callable[[], None],
     ) -> None:
         self._device = device
         self._rank = rank
         self._everyone = tuple(range(num_ranks))
-        self._timeout = timeout
         self._is_failed = is_failed
+        self._on_progress = on_progress
         self._opened: set[tuple[int, ...]] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
@@ -213,11 +224,10 @@ class NcclConnections:
     def _make_group(self, ranks: tuple[int, ...]) -> bool:
         """Make a group of ranks; a last -1 marks one for collectives. Returns whether this rank is in it."""
         with self._nccl_errors():
-            # What torch itself says of a message that is late comes after `drain` has said it.
             members = [rank for rank in ranks if rank >= 0]
-            options = _options(timedelta(seconds=2 * self._timeout), is_direction=len(members) == len(ranks))
+            options = _options(is_direction=len(members) == len(ranks))
             with _without_watchdog():
-                group = dist.new_group(members, options._timeout, "nccl", options)
+                group = dist.new_group(members, NO_LIMIT, "nccl", options)
         self._opened.add(ranks)
         if self._rank in ranks:
             self._groups[ranks] = group
@@ -276,20 +286,16 @@ class NcclConnections:
         return len(self._pending[direction])
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait on the host. Raises TimeoutError if no message completes within the timeout.
+        """Wait on the host. Each message that completes is progress.
 
         Another rank may wait on its host until a receive is launched here, so all of them are.
         """
-        fewest, deadline = math.inf, 0.0
+        fewest = math.inf
         while not is_done():
             self._launch_receives()
-            left, now = self._reap_all(), time.monotonic()
-            if left < fewest:
-                fewest, deadline = left, now + self._timeout
-            elif now > deadline:
-                raise TimeoutError(
-                    f"{left} NCCL messages are in transit, and none completed in {self._timeout} s"
-                )
+            if (left := self._reap_all()) < fewest:
+                fewest = left
+                self._on_progress()
             time.sleep(_POLL_SECONDS)
         self.check()
 
@@ -302,14 +308,12 @@ class NcclConnections:
 
     @contextlib.contextmanager
     def _nccl_errors(self) -> Iterator[None]:
-        """Turn torch's errors of connections into TimeoutError or ConnectionError."""
+        """Turn torch's errors of connections into ConnectionError."""
         self.check()
         try:
             yield
         except dist.DistError as error:
-            text = str(error)
-            kind = TimeoutError if "timeout" in text.lower() else ConnectionError
-            raise kind(text) from None
+            raise ConnectionError(str(error)) from None
 
 
 _POLL_SECONDS = 50e-6
@@ -322,23 +326,23 @@ MAX_CTAS = 4
 """The thread blocks that a message between two ranks occupies, also while it waits for the other rank."""
 
 
-def _options(timeout: timedelta, is_direction: bool) -> "dist.ProcessGroupNCCL.Options":
+def _options(is_direction: bool) -> "dist.ProcessGroupNCCL.Options":
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
+    options._timeout = NO_LIMIT
     if is_direction:
         options.config.max_ctas = MAX_CTAS
     return options
 
 
-_SUCCESS, _TIMEOUT = 0, 1
-"""Results of a message, as numbers of torch's ``WorkResult``."""
+_SUCCESS = 0
+"""The result of a message, as a number of torch's ``WorkResult``."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Groups that are made inside a ``with`` report late and failed messages, and do not end the process.
+    """Groups that are made inside a ``with`` report failed messages, and do not end the process.
 
     The constructor of a group reads the environment, which then is again as it was.
     """
@@ -418,7 +422,7 @@ class _AllOf:
 
 
 def _reap(messages: _Messages) -> None:
-    """Drop complete messages, oldest first. Raises ConnectionError or TimeoutError for a failed message.
+    """Drop complete messages, oldest first. Raises ConnectionError for a failed message.
 
     A failed message counts as complete. ``is_completed`` then sets its result (2.11 to 2.13), which for a
     message that succeeded torch may set later. ``exception`` cannot be called before torch 2.13. ``wait``
@@ -429,9 +433,7 @@ def _reap(messages: _Messages) -> None:
         for work in works:
             result = work.get_future_result()  # type: ignore[attr-defined]
             if result.done() and result.value() != _SUCCESS:
-                raise (TimeoutError if result.value() == _TIMEOUT else ConnectionError)(
-                    "an NCCL message failed; torch has logged why"
-                )
+                raise ConnectionError("an NCCL message failed; torch has logged why")
 
 
 def _abort_together(groups: list[dist.ProcessGroup]) -> None:

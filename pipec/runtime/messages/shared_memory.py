@@ -53,8 +53,8 @@ ErrorContext = contextlib.AbstractContextManager[object]
 class SharedMemory:
     """One rank's messages through shared memory; ``open`` decides which peers use it."""
 
-    def __init__(self, rank: int, timeout: float) -> None:
-        self._rank, self._timeout = rank, timeout
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._opened = set[Direction]()
         self._outgoing: dict[int, OutgoingChannel] = {}
         self._incoming: dict[int, IncomingChannel] = {}
@@ -65,7 +65,7 @@ class SharedMemory:
         """Connect the ranks that share memory. Every rank calls this with the same directions."""
         if new := {*directions} - self._opened:
             self._opened |= new
-            outgoing, incoming = connect(self._rank, new, self._timeout, all_gather_text)
+            outgoing, incoming = connect(self._rank, new, all_gather_text)
             self._outgoing |= {peer: OutgoingChannel(each) for peer, each in outgoing.items()}
             self._incoming |= {peer: IncomingChannel(each) for peer, each in incoming.items()}
 
@@ -307,7 +307,7 @@ class SharedReceiver:
         before, self._received_slot.slot = self._received_slot.slot, None
         try:
             self._incoming.post(self._tag, before)
-        except (TimeoutError, ConnectionError):
+        except ConnectionError:
             with self._error_context:  # entered only on failure, because a post does not wait
                 raise
 

@@ -6,9 +6,10 @@ They carry no tensors. A thread in each process sends heartbeats, and reads the 
 * If a process is stopped, or its machine is lost, its heartbeats stop. The others know after the timeout.
 * A rank that fails sends the reason. A rank whose script ends, or that frees its pipeline, sends CLEAN_CLOSE.
 * A rank that waits sends the rank it waits for, so that an error can name the rank at the end of the chain.
+* A wait for messages of a program fails after the timeout. While the rank at the end of its chain is between
+  two calls, for example to save, no time counts.
 
-Ranks also exchange texts here outside of steps: a wait for one may be repeated after the timeout, which a
-wait of gloo may not. Torch's store, which is in the process of rank 0, is used for
+Ranks also exchange texts here outside of steps. Torch's store, which is in the process of rank 0, is used for
 the ranks' addresses alone.
 """
 
@@ -32,7 +33,13 @@ from pipec.errors import TransportError
 from pipec.runtime.processes.addresses import Address, listen
 from pipec.runtime.processes.packets import PacketKind, encode_packet, read_packet
 from pipec.runtime.processes.peers import Peers
-from pipec.runtime.processes.stall_reports import CurrentWait, StallReporter, WaitScope
+from pipec.runtime.processes.stall_reports import (
+    CurrentWait,
+    StallReporter,
+    WaitLimit,
+    WaitScope,
+    WaitStatus,
+)
 from pipec.runtime.processes.whereabouts import IN_A_CALL, Whereabouts, whereabouts
 
 
@@ -40,6 +47,7 @@ class HeartbeatConnections:
     """The connections of one rank. Another thread calls ``on_failure`` once the pipeline cannot go on.
 
     Give ``address`` to all higher ranks and ``connect`` to all lower ranks; then call ``wait_for_all``.
+    ``overdue`` describes a wait of this rank that failed after the timeout.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -50,6 +58,8 @@ class HeartbeatConnections:
         self._peers = Peers(rank, num_ranks, timeout, self._interval)
         self._waits = CurrentWait()
         self._stalls = StallReporter(rank, timeout)
+        self._wait_limit = WaitLimit(timeout, self._interval)
+        self.overdue = ""
         self._failure: str | None = None
         self._interrupting = False
         self._changed = threading.Condition(threading.RLock())
@@ -189,17 +199,19 @@ class HeartbeatConnections:
         """A description of the ranks that seem dead before the timeout; None without one."""
         return self._peers.silent()
 
-    def has_time(self, peer: int) -> bool:
-        """Whether a rank lives and is between two calls, such as to save, so that others wait for it."""
-        return self._peers.has_time(peer)
-
     def waits_for(self, peer: int | None) -> str:
         """A description of the chain of waits that begins at ``peer``; see ``Peers.waits_for``."""
         return self._peers.waits_for(peer, self._waits.now.activity)
 
-    def waiting(self, activity: str, peer: int | None = None, expected: bool = False) -> WaitScope:
+    def waiting(
+        self, activity: str, peer: int | None = None, expected: bool = False, limited: bool = False
+    ) -> WaitScope:
         """Inside a ``with``, heartbeats carry this rank's activity and the rank that it waits for."""
-        return WaitScope(self._waits, activity, peer, expected)
+        return WaitScope(self._waits, activity, peer, expected, limited)
+
+    def note_progress(self) -> None:
+        """Count a limited wait from now: something that it waits for has arrived."""
+        self._wait_limit.restart()
 
     def close(self) -> None:
         """Send CLEAN_CLOSE, and end the thread."""
@@ -222,14 +234,12 @@ class HeartbeatConnections:
     # Run on the calling thread.
 
     def _receive(self, peer: int, kind: PacketKind) -> bytes:
-        """The next packet of a kind from a rank. Raises as ``HeartbeatChannel.receive``."""
-        arrived, deadline = self._peers[peer].received[kind], time.monotonic() + self._timeout
+        """The next packet of a kind from a rank. Raises ConnectionError if a rank failed."""
+        arrived = self._peers[peer].received[kind]
         with self._changed:
             while not arrived:
                 if self._failure or self._peers.ended(self._peers, _ARRIVAL_SECONDS):
                     raise ConnectionError("a rank failed")
-                if time.monotonic() > deadline:
-                    raise TimeoutError("nothing came from the other rank")
                 self._changed.wait(_POLL_SECONDS)
             return arrived.popleft()
 
@@ -238,14 +248,17 @@ class HeartbeatConnections:
     ) -> None:
         """Wait until no ranks are ``missing()``.
 
-        Raises TransportError if a rank failed, or after ``limit`` seconds if one that is missing has no time.
+        Raises TransportError if a rank failed, or after ``limit`` seconds. Only the time counts in which a
+        missing rank is not held up by one that is between two calls.
         """
         deadline = math.inf if limit is None else time.monotonic() + limit
         with self._changed:
             while ranks := missing():
                 if reason := self._failure or self._peers.ended(self._peers, _ARRIVAL_SECONDS):
                     raise self._failure_error(reason)
-                if time.monotonic() > deadline and not all(map(self._peers.has_time, ranks)):
+                if limit is not None and all(map(self._peers.is_held_up, ranks)):
+                    deadline = time.monotonic() + limit
+                elif time.monotonic() > deadline:
                     if silent := self._peers.silent():
                         raise self._failure_error(silent)
                     self.fail(describe(ranks))
@@ -348,6 +361,8 @@ class HeartbeatConnections:
             state = [wait.peer, wait.activity, self._waits.last_activity, astuple(here)]
             self._write_all(PacketKind.HEARTBEAT, json.dumps(state).encode())
             self._stalls.check(wait, self._peers.late, self.has_failed())
+            if self._wait_limit.is_over(wait, functools.partial(self._peers.is_held_up, wait.peer)):
+                self._fail_overdue(wait)
             if self._stalls.is_long() and (left := self._peers.left()):
                 self._set_failure(left)
                 self._write_all(PacketKind.FAILURE, left.encode())
@@ -361,6 +376,15 @@ class HeartbeatConnections:
             if reason := self._peers.ended(died, _DEATH_SECONDS):
                 self._set_failure(reason)
             self._interrupt_if_failed()
+
+    def _fail_overdue(self, wait: WaitStatus) -> None:
+        if self._failure is None and self._peers.silent() is None:
+            self.overdue = (
+                f"{wait.activity}, took more than {self._timeout:g} s; "
+                f"{self._peers.waits_for(wait.peer, wait.activity)}"
+            )
+            self._set_failure(reason := f"rank {self.rank}: {self.overdue}")
+            self._write_all(PacketKind.FAILURE, reason.encode())
 
     def _set_failure(self, reason: str) -> None:
         with self._changed:
@@ -403,10 +427,7 @@ class HeartbeatChannel:
         self._heartbeats._send(self._kind, message, to=[self._peer])
 
     def receive(self, num_bytes: int) -> bytes:
-        """The next message, of ``num_bytes``.
-
-        Raises TimeoutError after the timeout, then it may be called again; ConnectionError if a rank failed.
-        """
+        """The next message, of ``num_bytes``. Raises ConnectionError if a rank failed."""
         return self._heartbeats._receive(self._peer, self._kind)
 
 

@@ -118,6 +118,23 @@ class Peers(dict[int, Peer]):
         peer = self[rank]
         return bool(peer.whereabouts.line) and peer.ended_at is None and not self._is_silent(rank)
 
+    def is_held_up(self, peer: int | None) -> bool:
+        """Whether the chain of waits that begins at ``peer`` ends at a rank that is between two calls.
+
+        A wait for no particular rank, None, ends at any such rank.
+        """
+        seen = {self._rank}
+        while peer not in seen:
+            if peer is None:
+                return any(map(self.has_time, self))
+            if self.has_time(peer):
+                return True
+            if not self[peer].activity:
+                return False
+            seen.add(peer)
+            peer = self[peer].waiting_for
+        return False
+
     def left(self) -> str | None:
         """A description of the first rank that has left its loop by an exception; None without one."""
         found = next((rank for rank in self.living if self[rank].whereabouts.has_left), None)

@@ -1,4 +1,4 @@
-"""Reports of long waits on the console, and descriptions of waiting ranks for messages."""
+"""The limit of waits, reports of long ones on the console, and descriptions of waiting ranks for messages."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +15,14 @@ STALL_SECONDS = 10.0
 class WaitStatus(NamedTuple):
     """A wait: the ``activity`` of a rank that waits for ``peer``, or for any rank.
 
-    A wait that is ``expected`` to take long, as while rank 0 compiles, is not reported. Waits are compared by
-    identity.
+    A wait that is ``expected`` to take long, as while rank 0 compiles, is not reported. One that is
+    ``limited`` fails after the timeout. Waits are compared by identity.
     """
 
     activity: str = ""
     peer: int | None = None
     expected: bool = False
+    limited: bool = False
 
 
 NOT_WAITING = WaitStatus()
@@ -40,8 +41,10 @@ class WaitScope:
 
     __slots__ = ("_before", "_wait", "_waits")
 
-    def __init__(self, waits: CurrentWait, activity: str, peer: int | None, expected: bool) -> None:
-        self._waits, self._wait = waits, (activity, peer, expected)
+    def __init__(
+        self, waits: CurrentWait, activity: str, peer: int | None, expected: bool, limited: bool
+    ) -> None:
+        self._waits, self._wait = waits, (activity, peer, expected, limited)
         self._before = NOT_WAITING
 
     def __enter__(self) -> None:
@@ -49,6 +52,28 @@ class WaitScope:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._waits.now, self._waits.last_activity = self._before, self._wait[0]
+
+
+class WaitLimit:
+    """Finds a limited wait that takes longer than the timeout, from one heartbeat to the next.
+
+    It counts heartbeats, which stop with the process, so that a process that was suspended blames no other.
+    """
+
+    def __init__(self, timeout: float, interval: float) -> None:
+        self._num_allowed = timeout / interval
+        self._wait, self._num_heartbeats = NOT_WAITING, 0
+
+    def is_over(self, wait: WaitStatus, is_held_up: Callable[[], bool]) -> bool:
+        """Whether the wait is too long. A heartbeat at which it ``is_held_up`` counts as the first."""
+        if wait is not self._wait or not wait.limited or is_held_up():
+            self._wait, self._num_heartbeats = wait, 0
+        self._num_heartbeats += 1
+        return self._num_heartbeats > self._num_allowed + 1
+
+    def restart(self) -> None:
+        """Count again from the next heartbeat: something that was waited for has arrived."""
+        self._num_heartbeats = 0
 
 
 class StallReporter:
