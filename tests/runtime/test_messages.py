@@ -137,7 +137,7 @@ def test_parcels_follow_the_sizes_and_those_of_the_last_few_stay() -> None:
 def test_each_time_that_a_rank_waits_is_a_wait_of_its_own() -> None:
     """Or waits for the same message, step after step, would be told on the console as one that lasts."""
     waits = CurrentWait()
-    waiting = WaitScope(waits, "receiving x from rank 1", 1, False)
+    waiting = WaitScope(waits, "receiving x from rank 1", 1, False, False)
     found = []
     for _ in range(2):
         with waiting:
