@@ -24,13 +24,15 @@ help: ## list the targets
 setup: $(READY) ## make .venv and install everything into it
 
 # pyproject.toml is the one place that pins torch. To get a CPU build where the default index has
-# only CUDA ones, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# only CUDA ones, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. TORCH=2.12.1 installs
+# another version afterwards.
 ifdef VENV
 $(READY): pyproject.toml
 	@echo "installing into $(VENV): a few minutes the first time"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --disable-pip-version-check -qq --editable '.[dev]'
+	@$(if $(TORCH),$(RUN) -m pip install --disable-pip-version-check -qq 'torch==$(TORCH)')
 	@$(RUN) tests/helpers/chromium.py
 	@touch $@
 else
