@@ -253,7 +253,9 @@ _STATUS_LINE = _StatusLine()
 def _script_shows_bar() -> bool:
     """Whether a bar of tqdm, as of transformers' Trainer, or of rich is in the terminal."""
     tqdm = sys.modules.get("tqdm.std")
-    if tqdm is not None and any(not bar.disable for bar in tqdm.tqdm._instances):
-        return True
+    if tqdm is not None:
+        with tqdm.tqdm.get_lock():
+            if any(not bar.disable for bar in tqdm.tqdm._instances):
+                return True
     console = get_console()
     return bool(getattr(console, "_live_stack", None) or getattr(console, "_live", None))
