@@ -36,11 +36,14 @@ GROUPS = (
 )
 """What the user is doing, and the modules of pipec that speak then; the longest name decides."""
 
-MOST_ALTERNATIVES, MOST_DEPTH = 24, 7
+MOST_ALTERNATIVES, MOST_DEPTH = 8, 7
 """Texts of one message, and functions on the way to it. Beyond these, a part is a placeholder."""
 
 LEAST_WORDS = 4
-"""What callers pass is written out if it has as many words; names stay placeholders."""
+"""What callers pass or functions return is written out if it has as many words; names stay placeholders."""
+
+SHOW_VALUES = ("short_repr",)
+"""Functions whose text is a value, and no words of pipec."""
 
 IMPERATIVES = frozenset(
     """
@@ -381,6 +384,8 @@ class Texts:
                     for part in self._of_callable(caller, given, depth + 1)
                 ]
         name = last_name(function)
+        if name in SHOW_VALUES:
+            return []
         candidates = self.definitions.get(name or "", [])
         if isinstance(function, ast.Name):
             home, original = self._home(module, function.id)
@@ -395,7 +400,8 @@ class Texts:
         returned = [
             each.value for each in ast.walk(definition) if isinstance(each, ast.Return) and each.value
         ]
-        return [part for each in returned for part in self.of(home, each, depth + 1)]
+        found = [part for each in returned for part in self.of(home, each, depth + 1)]
+        return found if any(len(each.text.split()) >= LEAST_WORDS for each in found) else []
 
     def _of_callable(self, module: Module, node: ast.expr, depth: int) -> list[Part]:
         """What a lambda, a named function or a ``functools.partial`` of one returns."""
