@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test full zoo lint benchmark gpu gpu-tests gpu-times format clean
+.PHONY: help setup demo smoke test full zoo lint messages benchmark gpu gpu-tests gpu-times package format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,13 +24,15 @@ help: ## list the targets
 setup: $(READY) ## make .venv and install everything into it
 
 # pyproject.toml is the one place that pins torch. To get a CPU build where the default index has
-# only CUDA ones, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# only CUDA ones, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. TORCH=2.12.1 installs
+# another version afterwards.
 ifdef VENV
 $(READY): pyproject.toml
 	@echo "installing into $(VENV): a few minutes the first time"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --disable-pip-version-check -qq --editable '.[dev]'
+	@$(if $(TORCH),$(RUN) -m pip install --disable-pip-version-check -qq 'torch==$(TORCH)')
 	@$(RUN) tests/helpers/chromium.py
 	@touch $@
 else
@@ -52,10 +54,14 @@ full: lint ## lint, types and every test
 zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
 	PYTHONPATH=tests:tests/helpers $(RUN) -m zoo
 
-lint: $(READY) ## lint and types
+lint: $(READY) ## lint, types, and whether docs/reference/messages.md is up to date
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+	$(RUN) docs/reference/messages.py --check
+
+messages: $(READY) ## write docs/reference/messages.md from the source
+	$(RUN) docs/reference/messages.py
 
 benchmark: $(READY) ## step time and compile time, as Markdown tables
 	$(RUN) benchmarks/step_time.py --markdown
@@ -70,6 +76,11 @@ gpu-tests: $(READY) ## the tests that need a GPU
 gpu-times: $(READY) ## step times on a GPU as a Markdown table
 	$(RUN) tests/cuda/check_environment.py
 	timeout 590 $(RUN) benchmarks/gpu.py --markdown
+
+package: $(READY) ## build wheel and sdist into dist/, and check them
+	rm -rf dist
+	$(RUN) -m build --outdir dist
+	$(RUN) -m twine check --strict dist/*
 
 format: $(READY) ## rewrite the code as the linter wants it
 	$(RUN) -m ruff check --fix

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ExecutionError,
         InfeasibleError,
         InputError,
+        NonFiniteError,
         PipecError,
         PipecWarning,
         PlanError,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pipec.hardware.topology import Device, Level, Topology
     from pipec.pipeline import CheckpointManager, Pipeline, metrics
     from pipec.runtime.loaded_pipeline import LoadedPipeline, load
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ArtifactError",

@@ -27,6 +27,7 @@ from pipec.compiler.compile import CompileSettings
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy, resolve_num_microbatches
+from pipec.console import warn
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, resolve_device
@@ -48,6 +49,7 @@ from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import weight_name
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
+from pipec.torch_compat import untested_version
 
 
 @takes_options(Options)
@@ -126,6 +128,8 @@ def _agreed_weights(
 def _pipeline(
     model: nn.Module, options: Options, ranks: Ranks, weights: PretrainedWeights | None
 ) -> Pipeline:
+    if warning := untested_version(torch.__version__):
+        warn(warning)
     if ranks.world.is_distributed:
         require_same_options(ranks, model, options)
     device = next(iter(ranks.devices.values()))

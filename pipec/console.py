@@ -5,6 +5,7 @@ the script expects. Records go to the handlers of the script; if it has none, to
 ``torchrun`` starts the same script on every rank: these helpers act on rank 0 and are silent on the others.
 """
 
+import contextlib
 import functools
 import logging
 import operator
@@ -15,8 +16,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
+from rich import get_console
 from rich.console import Console
-from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
@@ -117,7 +118,7 @@ class progress(Generic[T]):
         self._task = self._bar.add_task(description, total=operator.length_hint(items) or None, text="")
 
     def __iter__(self) -> Iterator[T]:
-        with self._bar:
+        with _STATUS_LINE.replaced_by_bar(), self._bar:
             for item in self.items:
                 yield item
                 self._bar.advance(self._task)
@@ -134,7 +135,9 @@ STATUS_DELAY_SECONDS = 2.0
 class delayed_status:
     """Says what a ``with`` block does, and why, if it takes more than ``STATUS_DELAY_SECONDS``.
 
-    In a terminal, a line shows the current activity and disappears at the end. Elsewhere it is logged once.
+    In a terminal, a line shows the current activity and disappears at the end; of several blocks, nested or
+    on several threads, it shows the last one. Elsewhere, and beside a progress bar, an activity is logged
+    once.
 
     >>> with delayed_status("compiling, for the first time") as status:
     ...     status.now("search")
@@ -143,17 +146,14 @@ class delayed_status:
     def __init__(self, what: str) -> None:
         self._what = what
         self._now = ""
+        self._has_ended = False
         self._timer = threading.Timer(STATUS_DELAY_SECONDS, self._appear)
         self._timer.daemon = True
-        self._status: Status | None = None
-        self._changes = threading.Lock()
 
     def now(self, activity: str) -> None:
         """Show ``activity`` from now on, if anything is shown."""
-        with self._changes:
-            self._now = activity
-            if self._status is not None:
-                self._status.update(Text(f"pipec: {self._text()}"))
+        self._now = activity
+        _STATUS_LINE.draw()
 
     def __enter__(self) -> Self:
         self._timer.start()
@@ -161,23 +161,101 @@ class delayed_status:
 
     def __exit__(self, *error: Any) -> None:
         self._timer.cancel()
-        with self._changes:
-            if self._status is not None:
-                self._status.stop()
+        with _STATUS_LINE.changes:
+            self._has_ended = True
+            _STATUS_LINE.remove(self)
 
     def _appear(self) -> None:
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        with self._changes:
-            if not terminal().is_terminal:
-                notice("%s", self._text())
-                return
-            self._status = Status(Text(f"pipec: {self._text()}"), console=terminal())
-            try:
-                self._status.start()
-            except LiveError:  # the script shows a bar of its own
-                self._status = None
-                notice("%s", self._text())
+        with _STATUS_LINE.changes:
+            if logger.isEnabledFor(logging.INFO) and not self._has_ended and not _STATUS_LINE.add(self):
+                notice("%s", self)
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         return f"{self._what}: {self._now}" if self._now else self._what
+
+
+class status:
+    """Shows what a ``with`` block does from its begin on, in a terminal alone."""
+
+    def __init__(self, activity: str) -> None:
+        self._activity = activity
+
+    def now(self, activity: str) -> None:
+        self._activity = activity
+        _STATUS_LINE.draw()
+
+    def __enter__(self) -> Self:
+        if terminal().is_terminal:
+            _STATUS_LINE.add(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _STATUS_LINE.remove(self)
+
+    def __str__(self) -> str:
+        return f"{self._activity} ..."
+
+
+class _StatusLine:
+    """The one line in a terminal that shows the last activity in progress, unless a bar is there."""
+
+    def __init__(self) -> None:
+        self._activities: list[object] = []
+        self._num_bars = 0
+        self._line: Status | None = None
+        self.changes = threading.RLock()
+
+    def add(self, activity: object) -> bool:
+        """Show ``activity`` until it is removed. False: there is no terminal, or a bar is shown."""
+        with self.changes:
+            if not terminal().is_terminal or self._num_bars or _script_shows_bar():
+                return False
+            self._activities.append(activity)
+            self.draw()
+            return True
+
+    def remove(self, activity: object) -> None:
+        with self.changes:
+            if activity in self._activities:
+                self._activities.remove(activity)
+                self.draw()
+
+    @contextlib.contextmanager
+    def replaced_by_bar(self) -> Iterator[None]:
+        """Hide the line while a bar is shown."""
+        with self.changes:
+            self._num_bars += 1
+            self.draw()
+        try:
+            yield
+        finally:
+            with self.changes:
+                self._num_bars -= 1
+                self.draw()
+
+    def draw(self) -> None:
+        """Show the last activity as it is now."""
+        with self.changes:
+            if not self._activities or self._num_bars:
+                if self._line is not None:
+                    self._line.stop()
+                self._line = None
+            elif self._line is not None:
+                self._line.update(Text(f"pipec: {self._activities[-1]}"))
+            else:
+                self._line = Status(Text(f"pipec: {self._activities[-1]}"), console=terminal())
+                self._line.start()
+
+
+_STATUS_LINE = _StatusLine()
+
+
+def _script_shows_bar() -> bool:
+    """Whether a bar of tqdm, as of transformers' Trainer, or of rich is in the terminal."""
+    tqdm = sys.modules.get("tqdm.std")
+    if tqdm is not None:
+        with tqdm.tqdm.get_lock():
+            if any(not bar.disable for bar in tqdm.tqdm._instances):
+                return True
+    console = get_console()
+    return bool(getattr(console, "_live_stack", None) or getattr(console, "_live", None))

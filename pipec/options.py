@@ -2,12 +2,15 @@
 
 All else is derived from here: the arguments and the documentation of ``compile``, its errors, what ranks
 compare, what an artifact records, and the flags of the command line. So this file loads no torch.
+Annotations are text, which ``help(pipec.compile)`` prints as it is: types are written out.
 """
+
+from __future__ import annotations
 
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -34,14 +37,13 @@ from pipec.ir.argument_checks import (
 )
 
 if TYPE_CHECKING:
-    from pipec.capture.batch_inputs import BatchedOption
-    from pipec.compiler.schedule_policy import ScheduleSource
+    from torch import Tensor, device
+    from torch.optim import Optimizer
+
     from pipec.cost.profile import Profile
     from pipec.hardware.devices import DeviceModel
     from pipec.hardware.topology import Topology
-    from pipec.runtime.optimizers import Factory
-    from pipec.runtime.processes.launch import Devices
-    from pipec.runtime.step.microbatch_weight import MicrobatchWeight
+    from pipec.ir import Schedule
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT")
@@ -103,7 +105,7 @@ class Options:
     Raises InputError for a value that is not of its kind.
     """
 
-    devices: "Devices | None" = option(
+    devices: int | Sequence[str | device] | None = option(
         None,
         DEVICES | NONE,
         """how many ranks, or the device of each. Under ``torchrun`` each process is one rank. None: as
@@ -117,7 +119,7 @@ class Options:
         tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
         loss, as a tensor, as ``.loss`` or under ``"loss"``.""",
     )
-    schedule: "ScheduleSource" = option(
+    schedule: str | Path | Callable[[int, int], Schedule] = option(
         "1f1b",
         instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
         """a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
@@ -157,7 +159,7 @@ class Options:
         needs ``optimizer``; train with ``pipe.stream``.""",
         flag=Flag("Let --schedule auto choose one without a flush: delayed gradients."),
     )
-    optimizer: "Factory | None" = option(
+    optimizer: Callable[[list[tuple[str, Tensor]]], Optimizer | Sequence[Optimizer]] | None = option(
         None,
         OPTIMIZER | NONE,
         """makes the optimizer of ``(name, parameter)`` pairs, such as
@@ -210,7 +212,7 @@ class Options:
         part of the batch of its replica, ``pipe.replica`` of ``pipe.num_replicas``, with any number of
         rows; see docs/replicas.md.""",
     )
-    batched: "BatchedOption | None" = option(
+    batched: Mapping[str | int, Any] | None = option(
         None,
         instance("a dict of arguments to a dimension, a pattern such as '(t b)', or None", Mapping) | NONE,
         """how arguments of ``step`` are split, by name or position: the dimension that is the batch,
@@ -221,7 +223,7 @@ class Options:
         dimension 0 if they have as many rows as the batch and the model computes with both; where it does
         not, an error asks.""",
     )
-    microbatch_weight: "MicrobatchWeight | None" = option(
+    microbatch_weight: str | Callable[..., Any] | None = option(
         None,
         MICROBATCH_WEIGHT | NONE,
         """how much the loss of a microbatch counts, where the model does not show it: a
@@ -283,7 +285,7 @@ class Options:
         does both. None: all stays on its device.""",
         flag=Flag("What waits in host memory; activations as --memory-limit asks."),
     )
-    topology: "Topology | str | Path | None" = option(
+    topology: Topology | str | Path | None = option(
         None,
         _made_by("a pipec.Topology", "pipec.hardware.topology", "Topology") | _FILE | NONE,
         """how fast the devices are, how much they hold and how they are joined, or the file that says
@@ -292,7 +294,7 @@ class Options:
         shows what is assumed of GPUs.""",
         flag=Flag("How fast devices are, what they hold and how they are joined: a TOML or JSON file.", Path),
     )
-    device_model: "DeviceModel | None" = option(
+    device_model: DeviceModel | None = option(
         None,
         _made_by("what pipec.calibrate returns", "pipec.hardware.devices", "DeviceModel") | NONE,
         """what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
@@ -300,7 +302,7 @@ class Options:
         on a machine. See docs/planner.md.""",
         compared=False,
     )
-    profile: "Profile | str | Path | None" = option(
+    profile: Profile | str | Path | None = option(
         None,
         _made_by("a pipec.Profile", "pipec.cost.profile", "Profile") | _FILE | NONE,
         """measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
@@ -308,7 +310,7 @@ class Options:
         flag=Flag("Measured times, from `pipec profile`, to cut by.", Path),
         compared=False,
     )
-    weights: "str | Path | None" = option(
+    weights: str | Path | None = option(
         None,
         instance("the path of a folder", str, Path) | NONE,
         """for a model of transformers on meta, the folder of its weights, as ``save_pretrained`` writes it.
@@ -334,7 +336,7 @@ class Options:
         check_arguments({name: each.rule for name, each in OPTIONS.items()}, vars(self))
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Options":
+    def of(cls, given: Mapping[str, Any]) -> Options:
         """The options of a call of ``compile``. Raises TypeError for a name that no option has."""
         for name in given:
             if name not in OPTIONS:
@@ -360,12 +362,34 @@ def takes_options(
         own = inspect.signature(function)
         declared = inspect.signature(options).parameters
         parameters = [next(iter(own.parameters.values())), *declared.values()]
-        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        function.__signature__ = _ReadableSignature(  # type: ignore[attr-defined]
+            [each.replace(annotation=_ReadableType(each.annotation)) for each in parameters],
+            return_annotation=_ReadableType(own.return_annotation),
+        )
         meanings = (f"{name}: {_indented(each.meaning)}" for name, each in OPTIONS.items())
         function.__doc__ = (function.__doc__ or "").replace("{options}", "\n        ".join(meanings))
         return function
 
     return document
+
+
+class _ReadableSignature(inspect.Signature):
+    """Prints a parameter a line, as ``help`` does by itself since Python 3.13."""
+
+    def __str__(self) -> str:
+        lines = [str(each) for each in self.parameters.values()]
+        keyword_only = [each.kind is each.KEYWORD_ONLY for each in self.parameters.values()]
+        lines.insert(keyword_only.index(True), "*")
+        return "(\n    {}\n) -> {}".format(",\n    ".join(lines), self.return_annotation)
+
+
+class _ReadableType(str):
+    """A type as its source has it, without quotes; a class by its name alone."""
+
+    def __new__(cls, annotation: Any) -> _ReadableType:
+        return super().__new__(cls, annotation if isinstance(annotation, str) else annotation.__name__)
+
+    __repr__ = str.__str__
 
 
 def _indented(meaning: str) -> str:

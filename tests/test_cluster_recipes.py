@@ -39,7 +39,27 @@ JOB: dict[str, Any] = {
         "pytorchReplicaSpecs": {"Worker": {"replicas": int, "restartPolicy": str, "template": dict}},
     },
 }
-"""Fields of the recipe, as in the CustomResourceDefinition pytorchjobs.kubeflow.org, version v1."""
+"""Fields of the legacy recipe, as in the CustomResourceDefinition pytorchjobs.kubeflow.org, version v1."""
+
+RUNTIME: dict[str, Any] = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "labels": {"trainer.kubeflow.org/framework": str}},
+    "spec": {
+        "mlPolicy": {"numNodes": int, "torch": dict},
+        "template": {"spec": {"failurePolicy": {"maxRestarts": int}, "replicatedJobs": list}},
+    },
+}
+TRAIN_JOB: dict[str, Any] = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec": {
+        "runtimeRef": {"apiGroup": str, "kind": str, "name": str},
+        "trainer": {"numNodes": int, "resourcesPerNode": {"limits": dict}, "command": list},
+    },
+}
+"""Fields of the recipe, as in trainer.kubeflow.org, version v1alpha1, of Kubeflow Trainer 2.3."""
 
 
 def test_the_slurm_script_is_a_shell_script_whose_options_sbatch_knows() -> None:
@@ -69,6 +89,38 @@ def test_the_kubernetes_job_has_the_fields_that_the_operator_knows() -> None:
     assert mounted == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
 
 
+def test_the_train_job_names_a_runtime_with_the_fields_that_the_trainer_knows() -> None:
+    text = (EXAMPLES / "cluster" / "trainjob.yaml").read_text(encoding="utf-8")
+    runtime, job = yaml.safe_load_all(text)
+    require_fields(runtime, RUNTIME, "runtime")
+    require_fields(job, TRAIN_JOB, "job")
+    assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
+    referred = job["spec"]["runtimeRef"]
+    assert referred["apiGroup"] == runtime["apiVersion"].partition("/")[0]
+    assert (referred["kind"], referred["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = node["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}  # the trainer looks for it
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert node["name"] == container["name"] == "node"  # for these, too
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    saving = {each["name"]: int(each["value"]) for each in container["env"]}
+    assert 0 < saving["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.slow
+def test_ray_train_runs_the_training_on_workers_without_gpus(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", reason='needs `pip install "ray[train]"`')
+    script = EXAMPLES / "cluster" / "ray_train.py"
+    given = ["--workers", "2", "--steps", "6", "--every", "2", "--directory", str(tmp_path)]
+    done = subprocess.run([sys.executable, script, *given], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step +6  loss \d", done.stdout + done.stderr)
+    assert (tmp_path / "step-00000006").is_dir()
+
+
 def require_fields(found: Any, expected: Any, where: str) -> None:
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
@@ -83,7 +135,7 @@ def test_the_recipes_start_a_script_that_goes_on_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = EXAMPLES / "restartable_digits.py"
-    for recipe in ("slurm.sh", "kubernetes.yaml"):
+    for recipe in ("slurm.sh", "kubernetes.yaml", "trainjob.yaml"):
         assert f"examples/{script.name}" in (EXAMPLES / "cluster" / recipe).read_text(encoding="utf-8")
     monkeypatch.syspath_prepend(str(EXAMPLES))
 

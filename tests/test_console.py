@@ -3,13 +3,18 @@
 import contextlib
 import io
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import tqdm
+from rich import get_console
 from rich.console import Console
+from rich.live import Live
+from rich.progress import Progress
 
 from pipec import console
 
@@ -153,12 +158,104 @@ def test_a_notice_appears_once_patience_is_over(
     assert told_of("generate code") == in_terminal
 
 
-def test_a_notice_beside_a_bar_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    screen = Console(file=out, force_terminal=True, width=80)
+def test_an_activity_beside_a_bar_is_logged(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(console, "terminal", lambda: screen)
     monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
     for _ in console.progress(["a"], "training"):
         with console.delayed_status("compiles, for a reason"):
-            time.sleep(0.3)
-    assert "compiles, for a reason" in out.getvalue()
+            time.sleep(0.1)
+    assert said == ["compiles, for a reason"]
+
+
+class CountedConsole(Console):
+    """Counts the live displays that are in the terminal at the same time."""
+
+    def __init__(self, out: io.StringIO) -> None:
+        super().__init__(file=out, force_terminal=True, width=80)
+        self.num_live = self.most_live = 0
+
+    def set_live(self, live: Live) -> bool:
+        self.num_live += 1
+        self.most_live = max(self.most_live, self.num_live)
+        return super().set_live(live)
+
+    def clear_live(self) -> None:
+        self.num_live -= 1
+        super().clear_live()
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> CountedConsole:
+    screen = CountedConsole(io.StringIO())
+    monkeypatch.setattr(console, "terminal", lambda: screen)
+    monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
+    return screen
+
+
+def wait_for(text: str, out: io.StringIO) -> None:
+    deadline = time.monotonic() + 20
+    while text not in out.getvalue():
+        assert time.monotonic() < deadline, out.getvalue()
+        time.sleep(0.01)
+
+
+def test_the_terminal_has_one_line_whatever_is_in_progress(screen: CountedConsole) -> None:
+    out = screen.file
+    with console.status("loading torch"):
+        wait_for("pipec: loading torch ...", out)
+        with console.delayed_status("compiling, for a reason"):
+            wait_for("pipec: compiling, for a reason", out)
+            out.truncate(0)
+            for _ in console.progress(["a"], "measuring"):
+                wait_for("measuring", out)
+            wait_for("pipec: compiling, for a reason", out)
+        out.truncate(0)
+        wait_for("pipec: loading torch ...", out)
+    assert (screen.most_live, screen.num_live) == (1, 0)
+
+
+def test_activities_of_several_threads_share_the_line(screen: CountedConsole) -> None:
+    begun, ended = threading.Barrier(3), threading.Barrier(3)
+
+    def compile_stage(stage: int) -> None:
+        with console.delayed_status(f"compiling stage {stage}"):
+            time.sleep(0.1)
+            begun.wait(20)
+            ended.wait(20)
+
+    threads = [threading.Thread(target=compile_stage, args=(stage,)) for stage in range(2)]
+    for thread in threads:
+        thread.start()
+    begun.wait(20)
+    assert screen.num_live == 1
+    ended.wait(20)
+    for thread in threads:
+        thread.join(20)
+    assert (screen.most_live, screen.num_live) == (1, 0)
+
+
+@pytest.mark.parametrize("library", ["tqdm", "rich"])
+def test_beside_a_bar_of_the_script_an_activity_is_logged(
+    library: str, screen: CountedConsole, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    if library == "tqdm":
+        bar = tqdm.tqdm(total=2, file=io.StringIO())
+    else:
+        bar = Progress(console=get_console())
+        bar.start()
+    try:
+        with console.delayed_status("compiling, for a reason"):
+            time.sleep(0.1)
+    finally:
+        bar.close() if library == "tqdm" else bar.stop()
+    assert said == ["compiling, for a reason"]
+    assert screen.most_live == 0
+
+
+def test_an_activity_that_ends_as_it_is_due_leaves_nothing(screen: CountedConsole) -> None:
+    for _ in range(50):
+        with console.delayed_status("compiling"):
+            pass
+    time.sleep(0.05)
+    assert screen.num_live == 0

@@ -113,7 +113,8 @@ def _batch_size(leaves: Sequence[ArgumentLeaf]) -> int:
         if leaf.rows != declared[0].rows:
             raise InputError(
                 f"{declared[0].path} has {declared[0].rows} rows and {leaf.path} has {leaf.rows}, but "
-                "batched says that both are split"
+                "batched says that both are split; pass as many rows in both, or in batched None for one "
+                "that microbatches need whole"
             )
     if merged and not declared:
         raise InputError(

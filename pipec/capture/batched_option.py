@@ -139,7 +139,7 @@ def _axis(word: Any, path: str, value: Any) -> BatchAxis | Unspecified | None:
     if not -value.ndim <= word < value.ndim:
         raise InputError(
             f"batched has {word} for {path}, which has no dimension {word} to split: its shape is "
-            f"{tuple(value.shape)}"
+            f"{tuple(value.shape)}. Name one of these dimensions, or None if microbatches need it whole"
         )
     return BatchAxis(word % value.ndim)
 

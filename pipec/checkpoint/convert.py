@@ -86,7 +86,7 @@ def open_checkpoint(place: Path) -> tuple[CheckpointMetadata, TensorFiles, Tenso
     if not (place / METADATA_FILE).is_file():
         raise CheckpointError(
             f"{place} is neither a checkpoint of pipec nor a folder of torch.distributed.checkpoint: it has "
-            f"no {METADATA_FILE} and no {METADATA}"
+            f"no {METADATA_FILE} and no {METADATA}. Pass the folder that save_checkpoint or dcp.save wrote"
         )
     manifest = read_manifest(place)
     for name, expected in sorted(manifest.files.items()):

@@ -129,7 +129,8 @@ def parse_metadata(text: bytes, path: Path) -> CheckpointMetadata:
         found = json.loads(text)
         if isinstance(found, dict) and found.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}"
+                f"{path} has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}; "
+                "load it with the version that wrote it, or with a later one"
             )
         metadata = read_plain(CheckpointMetadata, found)
         decode_value([metadata.extra, [each.state for each in metadata.schedulers]])

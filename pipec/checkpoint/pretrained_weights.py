@@ -162,7 +162,10 @@ class PretrainedWeights:
                 for target in targets:
                     found = self._model.get_parameter_or_buffer(target).detach()
                     if info.mismatched_keys or info.conversion_errors or found.is_meta:
-                        raise CheckpointError(f"{self.name} has changed since its headers were read")
+                        raise CheckpointError(
+                            f"{self.name} has changed since its headers were read; start again when nobody "
+                            "writes to it"
+                        )
                     device = devices[target]
                     yield target, found.to(device, copy=found.device == device)
                     self._forget(target)

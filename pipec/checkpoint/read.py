@@ -132,7 +132,9 @@ def _manifest(place: Path) -> Manifest:
     if not place.is_dir():
         raise CheckpointError(f"{place} does not exist; expected the folder of a checkpoint")
     if not (place / MANIFEST).exists() and (place / METADATA_FILE).exists():
-        raise CheckpointError(f"{place / MANIFEST} is missing; the checkpoint is incomplete")
+        raise CheckpointError(
+            f"{place / MANIFEST} is missing; the checkpoint is incomplete. Load an older one"
+        )
     if not (place / MANIFEST).exists():
         weight_files(place)
         raise CheckpointError(
@@ -220,9 +222,13 @@ def _require_weights(
     training.require_memory()
     names = _stored_names(kinds, training, ties)
     if missing := [name for name in training.specs if name not in names]:
-        raise CheckpointError(f"{place} is of another model: it has no {format_names(missing)}")
+        raise CheckpointError(
+            f"{place} is of another model: it has no {format_names(missing)}. Load it into the model it is of"
+        )
     if strange := sorted(kinds.keys() - names.values()):
-        raise CheckpointError(f"{place} is of another model, which has {format_names(strange)} besides")
+        raise CheckpointError(
+            f"{place} is of another model, which has {format_names(strange)} besides. Load it into that one"
+        )
     for name, kind in training.specs.items():
         if kinds[names[name]] != kind:
             raise CheckpointError(

@@ -4,12 +4,12 @@ Each command imports other modules only when it runs: ``--help`` and ``schedule 
 ``check`` and ``run`` no compiler. Commands share ``drawing``, ``output``, ``flags`` and ``command_variants``.
 """
 
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+import pipec
 from pipec.cli.artifacts import check, run
 from pipec.cli.checkpoints import commands as checkpoint
 from pipec.cli.command_variants import CommandVariant, command_variant
@@ -57,7 +57,7 @@ app = typer.Typer(
 
 def _show_version(is_set: bool) -> None:
     if is_set:
-        typer.echo(f"pipec {version('pipec')}")
+        typer.echo(f"pipec {pipec.__version__}")
         raise typer.Exit()
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipec.cli.flags import Artifact, IntHigh, Json, Seed, Steps, compile_flags
-from pipec.cli.output import show_json, status
-from pipec.console import log
+from pipec.cli.output import show_json
+from pipec.console import log, status
 from pipec.ir.text_format import format_seconds
 
 if TYPE_CHECKING:

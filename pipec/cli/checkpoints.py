@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipec.cli.flags import Json
-from pipec.cli.output import show_json, status
+from pipec.cli.output import show_json
+from pipec.console import status
 from pipec.ir.text_format import format_bytes
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Output of the command line: results to stdout, progress and errors to stderr."""
+"""Output of the command line: results to stdout, errors to stderr."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,20 +6,13 @@ from dataclasses import asdict, fields
 
 import typer
 from rich.console import Console
-from rich.status import Status
 from rich.syntax import Syntax
 from rich.text import Text
 
-from pipec.console import is_rank_zero, rank_zero_only, terminal
+from pipec.console import rank_zero_only, terminal
 from pipec.ir import Plan, Program
 
 _ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
-_PROGRESS = Console(stderr=True, quiet=not is_rank_zero())
-
-
-def status(activity: str) -> Status:
-    """Show ``activity`` beside a spinner while the block runs, in a terminal and on rank 0."""
-    return _PROGRESS.status(f"{activity} ...")
 
 
 def show_error(error: Exception) -> None:

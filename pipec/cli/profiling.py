@@ -1,14 +1,15 @@
 """``pipec profile``: measure a model on this machine, for later plans."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipec.cli.flags import Json, Target, compile_flags
-from pipec.cli.output import show_json, status
+from pipec.cli.output import show_json
 from pipec.cli.target import load_example
+from pipec.console import progress, status
 from pipec.ir import Phase
 from pipec.ir.text_format import format_seconds
 
@@ -46,17 +47,12 @@ def profile(
 
     JSON keys: output; device; microbatch_size; operators, a number; forward and backward, in seconds.
     """
-    with status("loading torch") as spinner:
+    with status("loading torch") as activity:
         from pipec import api
-        from pipec.console import progress
 
-        spinner.update(f"loading {target} ...")
+        activity.now(f"loading {target}")
         example = load_example(target)
-        spinner.update("capturing the model ...")
-
-        def show(runs: range) -> Iterable[int]:
-            spinner.stop()
-            return progress(runs, "measuring")
+        activity.now("capturing the model")
 
         result = api.profile(
             example,
@@ -65,7 +61,7 @@ def profile(
             repeats=repeats,
             ranks=ranks,
             precision=options["precision"],
-            progress=progress,
+            progress=lambda runs: progress(runs, "measuring"),
         )
     result.save(output)
     operators, phases = result.operators, ("forward", "backward")

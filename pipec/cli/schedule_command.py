@@ -201,7 +201,10 @@ class _EqualStages:
         if isinstance(replicas, int):
             return cls(4 if stages is None else stages, replicas)
         if stages not in (None, len(replicas)):
-            raise InputError(f"--replicas {text} is for {len(replicas)} stages, but --stages is {stages}")
+            raise InputError(
+                f"--replicas {text} is for {len(replicas)} stages, but --stages is {stages}; "
+                "leave --stages out"
+            )
         return cls(len(replicas), replicas if len({*replicas}) > 1 else replicas[0])
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipec.cli.flags import parse_replicas
-from pipec.cli.output import status
+from pipec.console import status
 from pipec.errors import InputError, PipecError
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def compile_target(
     ``options`` are options of ``pipec.compile``, as ``compile_flags`` reads them.
     """
     schedule, replicas = options["schedule"], parse_replicas(options["replicas"])
-    with status("loading torch") as spinner:
+    with status("loading torch") as activity:
         from pipec.api import compile
         from pipec.hardware.calibration import calibrate
         from pipec.runtime.processes.launch import resolve_devices, world
 
         device = next(iter(resolve_devices(devices, world()).values()))
-        spinner.update(f"loading {target} ...")
+        activity.now(f"loading {target}")
         example = load_example(target)
         parsed = {
             "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
@@ -56,7 +56,7 @@ def compile_target(
             dynamic=dynamic,
             **{**options, **parsed},
         )
-        spinner.update("capturing the model and compiling its stages ...")
+        activity.now("capturing the model and compiling its stages")
         return pipe.prepare(*example.args, target=example.target, **example.kwargs)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from pipec.cli.drawing import check_output
 from pipec.cli.flags import Artifact, Drawing, IntHigh, Json, Seed, Steps, compile_flags
-from pipec.cli.output import show_json, status, write_stdout
-from pipec.console import is_rank_zero
+from pipec.cli.output import show_json, write_stdout
+from pipec.console import is_rank_zero, status
 
 WARMUP = 2
 """Steps that run before recording begins, because the first ones allocate memory."""

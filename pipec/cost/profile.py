@@ -80,7 +80,9 @@ def load_profile(path: str | Path) -> Profile:
     try:
         profile = _parse(data)
     except DAMAGED_DATA_ERRORS as error:
-        raise InputError(f"{path} is a damaged profile: {type(error).__name__} {error}") from error
+        raise InputError(
+            f"{path} is a damaged profile: {type(error).__name__} {error}; make it again with `pipec profile`"
+        ) from error
     for name, seconds in profile.seconds().items():
         if not 0 <= seconds < math.inf:
             raise InputError(f"{path}: node {name} took {seconds} seconds; expected 0 or more, and finite")

@@ -203,6 +203,10 @@ def uniform_topology(
     return Topology((device or Device(),) * max(0, math.prod(sizes)), levels)
 
 
+FORMAT = "pipec topology 1"
+"""What ``format`` in a file of a topology says; a file may leave it out."""
+
+
 def read_topology(path: Path) -> Topology:
     """The topology in a file: TOML if its name ends in ``.toml``, else JSON. PlanError if it is malformed."""
     try:
@@ -216,6 +220,8 @@ def read_topology(path: Path) -> Topology:
 
 
 def _parse_topology(document: Mapping[str, Any]) -> Topology:
+    if document.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"its format is {document['format']!r}, and this version of pipec reads {FORMAT!r}")
     devices: list[Device] = []
     for entry in document["devices"]:
         figures = {key: float(value) for key, value in entry.items() if key != "count"}

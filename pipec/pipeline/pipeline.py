@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +105,25 @@ class Pipeline(PipelineBase):
         self.forward_signature = inspect.signature(compiler.model.forward)
         self._checkpoints = Checkpoints(compiler, context, self._owned, self._agreement, self._stream)
 
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, outputs: Literal[False] = False, **kwargs: Any
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, outputs: Literal[True], **kwargs: Any
+    ) -> tuple[Tensor, Any]: ...
+
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, outputs: bool, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]: ...
+
     @exclusive_call
-    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
+    def step(
+        self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
         If the pipeline was compiled with an optimizer, the step ends with its update, which clears them.
@@ -138,8 +155,25 @@ class Pipeline(PipelineBase):
         self.last_step_seconds = time.perf_counter() - begun
         return loss
 
+    @overload
+    def eval_step(
+        self, *args: Any, target: Any = None, outputs: Literal[False] = False, **kwargs: Any
+    ) -> Tensor: ...
+
+    @overload
+    def eval_step(
+        self, *args: Any, target: Any = None, outputs: Literal[True], **kwargs: Any
+    ) -> tuple[Tensor, Any]: ...
+
+    @overload
+    def eval_step(
+        self, *args: Any, target: Any = None, outputs: bool, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]: ...
+
     @exclusive_call
-    def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
+    def eval_step(
+        self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]:
         """What ``step`` would return, without gradients.
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
@@ -614,7 +648,7 @@ def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _explaining(result: Any, explanation: str) -> Any:
+def _explaining(result: Any, explanation: str) -> Tensor | tuple[Tensor, Any]:
     """What a step returns, a loss or a tuple of loss and output, with a loss that explains its backward."""
     if isinstance(result, tuple):
         loss, output = result

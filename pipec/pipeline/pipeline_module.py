@@ -79,7 +79,7 @@ class PipelineModule(AcceleratedModule):
         before = self._pipe.take_gradients()
         try:
             with self._pipe.accumulate():
-                result = self._pipe.step(*args, target=target, outputs=self._outputs, **kwargs)
+                result: Any = self._pipe.step(*args, target=target, outputs=self._outputs, **kwargs)
             found = self._pipe.take_gradients()
         finally:
             self._pipe.take_gradients()

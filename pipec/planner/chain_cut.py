@@ -103,7 +103,8 @@ def cut_chain(
         slowest = _slowest_of_best(stages, most)
     if slowest == math.inf:
         raise InfeasibleError(
-            f"no cut into {len(stages)} stages fits into {format_bytes(min(limits))}, even if stages replay"
+            f"no cut into {len(stages)} stages fits into {format_bytes(min(limits))}, even if stages replay; "
+            "use more stages, or a higher limit"
         )
     return _least_communication(chain, stages, slowest * (1 + tolerance))
 

@@ -13,16 +13,14 @@ orders stand in for them (see ``pipec.planner.linear_orders``).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipec.planner.linear_orders import WideGraph, linear_orders
 from pipec.planner.operator_graph import COLUMNS, OperatorGraph
-
-if TYPE_CHECKING:
-    from pipec.planner.work_windows import WorkWindows
+from pipec.planner.work_windows import WorkWindows, work_windows
 
 MOST_DOWNSETS = 2_000_000
 """The most downsets that are listed; more would not fit in memory."""
@@ -98,8 +96,6 @@ def list_downsets(graph: OperatorGraph, order: Sequence[int], value_seconds: Vec
         return Downsets(order, before, ends, np.arange(len(order) + 1), None, totals, cuts)
     members, known = _all_downsets(before, len(order)), None
     if members is None:
-        from pipec.planner.work_windows import work_windows  # here, because it loads scipy
-
         wide = WideGraph(columns[0], before, ends, value_seconds.min(axis=0))
         members, known = _prefixes(linear_orders(wide)), work_windows(wide, columns[:2])
     sizes = members.sum(axis=0, dtype=np.intp)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+import scipy
 
 from pipec.planner.recompute_solver import GAP, StageValues, needed_recomputes, saved_values
 
@@ -66,11 +65,11 @@ def recomputes_at_price(stage: StageValues, price: float) -> frozenset[int]:
     edges |= {(v, sink): _NEVER for v, value in enumerate(stage) if not value.is_recomputable}
     ends = np.array(list(edges), np.int32)
     capacities = np.fromiter(edges.values(), np.int32)
-    network = csr_array((capacities, (ends[:, 0], ends[:, 1])), shape=(sink + 1, sink + 1))
-    left = network - maximum_flow(network, source, sink).flow
+    network = scipy.sparse.csr_array((capacities, (ends[:, 0], ends[:, 1])), shape=(sink + 1, sink + 1))
+    left = network - scipy.sparse.csgraph.maximum_flow(network, source, sink).flow
     left.data[left.data < 0] = 0
     left.eliminate_zeros()
-    reached = breadth_first_order(left, source, return_predecessors=False)
+    reached = scipy.sparse.csgraph.breadth_first_order(left, source, return_predecessors=False)
     return needed_recomputes(stage, frozenset(v for v in reached.tolist() if v < count))
 
 

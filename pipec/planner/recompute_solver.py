@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, hstack, vstack
+import scipy
 
 GAP = 1e-3
 """The relative tolerance: a solution may take longer than the best one by this share."""
@@ -186,7 +185,7 @@ class RecomputeProgram:
         self._able = [v for v, value in enumerate(self._values) if value.may_offload and host]
         self._movable = np.array([self._values[v].num_bytes for v in self._able])
         self._num_variables = 2 * len(self._values) + len(self._able)
-        self._memory = csr_array(
+        self._memory = scipy.sparse.csr_array(
             np.array([self._row(moment) for moment in moments]).reshape(-1, self._num_variables)
         )
         self._order = self._dependencies()
@@ -202,7 +201,7 @@ class RecomputeProgram:
         found = [
             self._solve(
                 np.concatenate([objective, price * copying]),
-                vstack([self._memory, csr_array([side * copied])]),
+                scipy.sparse.vstack([self._memory, scipy.sparse.csr_array([side * copied])]),
                 np.append(rooms, side * free),
                 self._order,
             )
@@ -216,7 +215,7 @@ class RecomputeProgram:
         It is an integer too: HiGHS prints to the process's output otherwise.
         """
         memory, order = (
-            hstack([rows, np.full((rows.shape[0], 1), coefficient)])
+            scipy.sparse.hstack([rows, np.full((rows.shape[0], 1), coefficient)])
             for rows, coefficient in ((self._memory, -_GRAIN), (self._order, 0.0))
         )
         objective = np.zeros(self._num_variables + 1)
@@ -228,9 +227,9 @@ class RecomputeProgram:
     def _solve(
         self,
         objective: np.ndarray,
-        memory: csr_array,
+        memory: "scipy.sparse.csr_array",
         rooms: np.ndarray,
-        order: csr_array,
+        order: "scipy.sparse.csr_array",
     ) -> RecomputeSolution | None:
         num_values = len(self._values)
         if not num_values:
@@ -241,12 +240,14 @@ class RecomputeProgram:
         lower[num_values : 2 * num_values] = [value.is_needed for value in self._values]
         lower[self._num_variables :], upper[self._num_variables :] = -np.inf, np.inf
         scale = np.abs(objective).max(initial=0.0) or 1.0
-        found = milp(
+        found = scipy.optimize.milp(
             objective / scale,
             integrality=np.ones(len(objective)),
-            bounds=Bounds(lower, upper),
-            constraints=LinearConstraint(
-                vstack([memory, order]), -np.inf, np.concatenate([rooms, np.zeros(order.shape[0])])
+            bounds=scipy.optimize.Bounds(lower, upper),
+            constraints=scipy.optimize.LinearConstraint(
+                scipy.sparse.vstack([memory, order]),
+                -np.inf,
+                np.concatenate([rooms, np.zeros(order.shape[0])]),
             ),
             options={"mip_rel_gap": GAP, "node_limit": _MAX_NODES},
         )
@@ -297,7 +298,7 @@ class RecomputeProgram:
         moved = -away[self._able] * self._movable
         return np.concatenate([again * needed - saved * sizes, saved * sizes, moved]) / self._unit
 
-    def _dependencies(self) -> csr_array:
+    def _dependencies(self) -> "scipy.sparse.csr_array":
         """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved.
 
         Then a row o[v] + r[v] - d[v] <= 0 for each value that may be offloaded.
@@ -318,7 +319,7 @@ class RecomputeProgram:
         signs = np.concatenate([signs, np.tile([1.0, 1.0, -1.0], count)])
         rows = np.concatenate([rows, (num_rows + np.arange(count)).repeat(3)])
         shape = num_rows + count, self._num_variables
-        return csr_array((signs, (rows, np.concatenate([columns, moved]))), shape)
+        return scipy.sparse.csr_array((signs, (rows, np.concatenate([columns, moved]))), shape)
 
 
 def needed_recomputes(stage: StageValues, chosen: frozenset[int]) -> frozenset[int]:

@@ -12,9 +12,8 @@ the operators that are in all of them and the operators that are in none::
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 from pipec.planner.linear_orders import WideGraph
 
@@ -96,5 +95,7 @@ class _MinimumCut:
         ends += [(op, self.sink, _INFINITE) for op in np.flatnonzero(outside).tolist()]
         tails, heads, capacities = np.concatenate([self.edges, ends]).T
         size = self.sink + 1
-        network = csr_array((capacities.astype(np.int32), (tails, heads)), shape=(size, size))
-        return float(maximum_flow(network, self.source, self.sink).flow_value * self.unit)
+        network = scipy.sparse.csr_array((capacities.astype(np.int32), (tails, heads)), shape=(size, size))
+        return float(
+            scipy.sparse.csgraph.maximum_flow(network, self.source, self.sink).flow_value * self.unit
+        )

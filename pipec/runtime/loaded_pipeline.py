@@ -84,7 +84,8 @@ def load(
     ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)
     if ranks.count != num_ranks:
         raise InputError(
-            f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
+            f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}; "
+            f"pass devices={num_ranks}, or compile and save it for {ranks.count}"
         )
     check_sync_spec(artifact.plan.sync_spec, optimizer, clip_grad_norm)
     require_source(kernels, artifact.plan)
@@ -129,7 +130,8 @@ class LoadedPipeline(PipelineBase):
             raise InputError(
                 "the artifact was compiled with a function as microbatch_weight; pass that to load"
                 if microbatch_weight is None
-                else "the artifact was compiled without a function as microbatch_weight, and takes none"
+                else "the artifact was compiled without a function as microbatch_weight, and takes none; "
+                "leave it out"
             )
         context = PipelineContext(ranks, updates, artifact)
         context.owners.ranks = owner_ranks(plan)
@@ -275,7 +277,8 @@ class _ArtifactCalls:
         if not plan.dynamic_batch and distinct != {plan.microbatch_size}:
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
-                f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"
+                f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}. "
+                "Pass as many, or compile with dynamic=True and save again"
             )
         _check_guards(plan, distinct, values)
         if plan.model_collectives:
@@ -406,7 +409,7 @@ def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
         if found.setdefault(variable.name, value) != value:
             raise InputError(
                 f"{variable.what} is {value}, but {variable.name} is "
-                f"{found[variable.name]} in other arguments; the artifact was made for equal ones"
+                f"{found[variable.name]} in other arguments; pass equal ones, for which the artifact was made"
             )
     return found
 

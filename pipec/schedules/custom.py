@@ -30,6 +30,9 @@ _CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 _PHASES = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.BACKWARD_WEIGHT}
 
 
+FORMAT = "pipec schedule 1"
+
+
 def custom_schedule(
     source: Callable[[int, int], Schedule] | Path, num_ranks: int, num_microbatches: int | None
 ) -> Schedule:
@@ -51,7 +54,8 @@ def custom_schedule(
     if found != (num_ranks, num_microbatches):
         raise InputError(
             f"schedule {schedule.name!r} is for {found[0]} ranks and {found[1]} microbatches, but "
-            f"{num_ranks} ranks and {num_microbatches} microbatches were asked for"
+            f"{num_ranks} ranks and {num_microbatches} microbatches were asked for; "
+            "pass these numbers on, or compile with those of the schedule"
         )
     return schedule
 
@@ -121,6 +125,8 @@ def _columns(order: Sequence[Compute]) -> ComputeColumns:
 def parse_orders(text: str, name: str) -> Schedule:
     """The schedule written in ``text``; ``format_orders`` writes such a text.
 
+    A line ``format: pipec schedule 1`` may name the version of the format.
+
     Raises:
         InputError: a line is neither a rank's order nor the placement; the message names the line.
     """
@@ -130,6 +136,12 @@ def parse_orders(text: str, name: str) -> Schedule:
         head, _, body = line.partition("#")[0].partition(":")
         if head.strip() == "placement" and _PLACEMENT.fullmatch(body):
             placement = tuple(tuple(map(int, word.split(","))) for word in body.split())
+        elif head.strip() == "format":
+            if body.strip() != FORMAT:
+                raise InputError(
+                    f"{name}, line {number}: the format is {body.strip()!r}, and this version of pipec reads "
+                    f"{FORMAT!r}; use a later version of pipec"
+                )
         elif head.strip() == str(len(orders)) and ":" in line:
             orders.append(_split(list(_parse_computes(body, len(orders), f"{name}, line {number}"))))
         elif head.strip() or body.strip():

@@ -1,8 +1,8 @@
 """The only package that uses private parts of torch. ``tests/torch_compat`` pins each of them.
 
-torch 2.11 to 2.13 are supported. ``front_ends`` and ``autograd_front_end`` trace a module,
-``dynamo_branches`` decides its branches on values, and ``guards`` check later whether the trace is still
-valid. ``differentiation`` adds the backward. ``module_state`` restores a module after tracing,
+``versions`` has the versions of torch that were tested. ``front_ends`` and ``autograd_front_end`` trace a
+module, ``dynamo_branches`` decides its branches on values, and ``guards`` check later whether the trace is
+still valid. ``differentiation`` adds the backward. ``module_state`` restores a module after tracing,
 ``module_contents`` lists its tensors, children and hooks, ``operator_patches`` keeps some operators whole,
 ``size_arithmetic`` caches arithmetic on sizes, ``lazy_code`` generates no code that nobody calls, and
 ``settings`` reads torch's global settings.
@@ -76,6 +76,7 @@ from pipec.torch_compat.operator_patches import (
 )
 from pipec.torch_compat.settings import SETTINGS, read_settings
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
+from pipec.torch_compat.versions import untested_version
 
 __all__ = [
     "ASSERTIONS",
@@ -140,5 +141,6 @@ __all__ = [
     "skip_distribution_validation",
     "tensor_metadata",
     "unbacked_symbols",
+    "untested_version",
     "user_frames",
 ]

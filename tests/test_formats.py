@@ -1,0 +1,194 @@
+"""Files of every released format: each is read for ever, or refused by its name.
+
+``tests/formats/VERSION`` keeps small files as that version of pipec wrote them. They are never changed. When
+a format changes, ``python tests/test_formats.py VERSION`` writes the folder of the new version, and
+``REFUSED`` says which older files are no longer read.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pipec
+from pipec.artifact.artifact import CHECKSUMS
+from pipec.checkpoint.manifest import checksum_of, read_manifest, write_manifest
+from pipec.cost.profile import load_profile
+from pipec.errors import ArtifactError, CheckpointError, InputError, PipecError, PlanError
+from pipec.hardware.topology import read_topology
+from pipec.schedules import parse_orders
+
+FORMATS = Path(__file__).parent / "formats"
+VERSIONS = sorted(folder.name for folder in FORMATS.iterdir())
+
+REFUSED: dict[tuple[str, str], str] = {}
+"""Version and file of what this pipec reads no longer, and what the error says."""
+
+BATCH = torch.arange(8.0).reshape(4, 2) / 4
+"""Every number of a step is exact in float32, so that eager torch has the same loss to the bit."""
+
+TARGET = torch.ones(4, 1)
+
+TOPOLOGY = """\
+format = "pipec topology 1"
+
+[[devices]]
+count = 2
+memory_bytes = 16e9
+speed = 1.0
+
+[[levels]]
+size = 2
+bytes_per_second = 12e9
+latency_seconds = 5e-6
+"""
+
+SCHEDULE = "format: pipec schedule 1\n0: F0 F1 B0 B1\n1: F0 B0 F1 B1\n"
+
+
+def model() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) / 2)
+    return net
+
+
+def pipeline(net: nn.Module) -> pipec.Pipeline:
+    sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+    return pipec.compile(net, devices=2, microbatches=2, loss_fn=nn.functional.mse_loss, optimizer=sgd)
+
+
+def write(folder: Path) -> None:
+    """Write one file of each format, as this pipec does."""
+    folder.mkdir(parents=True)
+    pipe = pipeline(model()).prepare(BATCH, target=TARGET)
+    pipe.save(folder / "artifact", tensors=True)
+    pipe.step(BATCH, target=TARGET)
+    pipe.save_checkpoint(folder / "checkpoint")
+    example = pipec.Example(model(), (BATCH,), target=TARGET, loss_fn=nn.functional.mse_loss)
+    pipec.profile(example, microbatch_size=2, repeats=1).save(folder / "profile.json")
+    (folder / "topology.toml").write_text(TOPOLOGY, encoding="utf-8")
+    (folder / "schedule.txt").write_text(SCHEDULE, encoding="utf-8")
+
+
+def read_artifact(path: Path) -> None:
+    loss = pipec.load(path, optimizer=partial(torch.optim.SGD, lr=0.5)).step(BATCH, target=TARGET)
+    assert loss.item() == nn.functional.mse_loss(model()(BATCH), TARGET).item()
+
+
+def read_checkpoint(path: Path) -> None:
+    once, loaded = pipeline(model()), pipeline(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
+    once.step(BATCH, target=TARGET)
+    loaded.load_checkpoint(path)
+    assert loaded.num_steps == 1
+    for name, value in once.full_state_dict().items():
+        assert torch.equal(loaded.full_state_dict()[name], value), name
+    assert loaded.step(BATCH, target=TARGET).item() == once.step(BATCH, target=TARGET).item()
+
+
+def read_profile(path: Path) -> None:
+    profile = load_profile(path)
+    assert profile.microbatch_size == 2
+    assert {each.name for each in profile.operators}
+
+
+def read_topology_file(path: Path) -> None:
+    device, level = pipec.Device(memory_bytes=16e9, speed=1.0), pipec.Level(2, 12e9, 5e-6)
+    assert read_topology(path) == pipec.Topology((device,) * 2, (level,))
+
+
+def read_schedule(path: Path) -> None:
+    schedule = parse_orders(path.read_text(encoding="utf-8"), "schedule")
+    assert (schedule.num_ranks, schedule.num_microbatches) == (2, 2)
+
+
+READERS: dict[str, Callable[[Path], None]] = {
+    "artifact": read_artifact,
+    "checkpoint": read_checkpoint,
+    "profile.json": read_profile,
+    "topology.toml": read_topology_file,
+    "schedule.txt": read_schedule,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_each_version_is_read_or_refused_by_name(version: str, name: str) -> None:
+    if message := REFUSED.get((version, name)):
+        with pytest.raises(PipecError, match=message):
+            READERS[name](FORMATS / version / name)
+    else:
+        READERS[name](FORMATS / version / name)
+
+
+def test_every_version_has_every_file() -> None:
+    assert VERSIONS
+    for version in VERSIONS:
+        assert {path.name for path in (FORMATS / version).iterdir()} == READERS.keys()
+    size = sum(path.stat().st_size for path in FORMATS.rglob("*") if path.is_file())
+    assert size < 100_000 * len(VERSIONS)
+
+
+UNKNOWN: dict[str, tuple[str, tuple[str, str], type[PipecError], str]] = {
+    "artifact": (
+        "artifact/plan.json",
+        ('"pipec artifact 7"', '"pipec artifact 99"'),
+        ArtifactError,
+        "has format 'pipec artifact 99', this version reads 'pipec artifact 7'",
+    ),
+    "checkpoint": (
+        "checkpoint/checkpoint.json",
+        ('"pipec checkpoint 2"', '"pipec checkpoint 99"'),
+        CheckpointError,
+        "has format 'pipec checkpoint 99', and this version of pipec reads 'pipec checkpoint 2'; load",
+    ),
+    "profile.json": (
+        "profile.json",
+        ('"version": 1', '"version": 99'),
+        InputError,
+        "is a profile of version 99, and this pipec reads version 1; make it again",
+    ),
+    "topology.toml": (
+        "topology.toml",
+        ("topology 1", "topology 99"),
+        PlanError,
+        "its format is 'pipec topology 99', and this version of pipec reads 'pipec topology 1'",
+    ),
+    "schedule.txt": (
+        "schedule.txt",
+        ("schedule 1", "schedule 99"),
+        InputError,
+        "line 1: the format is 'pipec schedule 99', and this version of pipec reads 'pipec schedule 1'",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_an_unknown_version_is_refused_and_named(name: str, tmp_path: Path) -> None:
+    edited, (old, new), error, message = UNKNOWN[name]
+    last = FORMATS / VERSIONS[-1]
+    shutil.copytree(last, tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / edited).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (tmp_path / edited).write_text(text.replace(old, new), encoding="utf-8")
+    before, after = (checksum_of(folder / edited).sha256 for folder in (last, tmp_path))
+    for sums in tmp_path.glob(f"artifact/{CHECKSUMS}"):
+        sums.write_text(sums.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
+    for manifest in tmp_path.glob("checkpoint/manifest.json"):
+        names = read_manifest(manifest.parent).files
+        manifest.unlink()
+        write_manifest(manifest.parent, {each: checksum_of(manifest.parent / each) for each in names})
+    with pytest.raises(error, match=message):
+        READERS[name](tmp_path / name)
+
+
+if __name__ == "__main__":
+    write(FORMATS / sys.argv[1])

@@ -1,0 +1,215 @@
+"""The package: one version, its metadata, and a wheel that works and has types where it is installed."""
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import textwrap
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+import pipec
+from pipec.cli import app
+from pipec.errors import PipecWarning
+from pipec.torch_compat import untested_version, versions
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+USER_SCRIPT = """
+import functools
+
+import pipec
+import torch
+from torch import Tensor, nn
+
+pipe = pipec.compile(
+    nn.Linear(4, 1),
+    devices=2,
+    loss_fn=nn.functional.mse_loss,
+    schedule="zb-h1",
+    optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
+    memory_limit="16GiB",
+)
+x, y = torch.randn(8, 4), torch.randn(8, 1)
+loss: Tensor = pipe.step(x, target=y)
+both: tuple[Tensor, object] = pipe.step(x, target=y, outputs=True)
+losses: list[float] = [each.item() for each in pipe.stream([(x, y)])]
+metrics: pipec.Pipeline = pipe.prepare(x, target=y)
+try:
+    pipe.eval_step(x, target=y)
+except pipec.NonFiniteError:
+    raise
+pipe.visualize("timeline.html")
+pipec.load("artifact").step(x, target=y)
+reveal_type(pipe)
+pipec.compile(nn.Linear(4, 1), device=2)  # no such option
+pipec.compile(nn.Linear(4, 1), microbatches="four")  # of another type
+loss = pipe.step(x, target=y, outputs=True)  # a tuple
+"""
+MISTAKES = [
+    number
+    for number, line in enumerate(USER_SCRIPT.splitlines(), 1)
+    if line.startswith(("pipec.c", "loss = "))
+]
+
+
+def torch_requirement() -> Requirement:
+    requirements = map(Requirement, PROJECT["project"]["dependencies"])
+    return next(each for each in requirements if each.name == "torch")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["hatch"]["version"]["path"] == "pipec/__init__.py"
+    assert CliRunner().invoke(app, ["--version"]).output == f"pipec {pipec.__version__}\n"
+
+
+def test_the_package_asks_for_the_tested_versions_of_torch_of_any_build() -> None:
+    (first, second), (last, next_minor) = versions.OLDEST, (versions.NEWEST[0], versions.NEWEST[1] + 1)
+    specifier = torch_requirement().specifier
+    assert str(specifier) == f"<{last}.{next_minor},>={first}.{second}"
+    for build in (f"{first}.{second}.0", "2.12.1+cu130", "2.13.0+cpu", "2.13.0+rocm7"):
+        assert specifier.contains(build)
+        assert untested_version(build) is None
+    for build in ("2.10.1", f"{last}.{next_minor}.0", "3.0", "2.15.0a0+git12"):
+        assert not specifier.contains(build, prereleases=True)
+        assert f"torch {build} is none of the versions" in str(untested_version(build))
+
+
+def test_another_version_of_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.0.1+cpu")
+    with pytest.warns(PipecWarning, match=r"torch 9\.0\.1\+cpu is none of .* 2\.11 to 2\.13"):
+        pipec.compile(torch.nn.Linear(2, 2), devices=1)
+
+
+def test_every_extra_of_users_is_in_all() -> None:
+    (everything,) = EXTRAS["all"]
+    assert Requirement(everything).extras == set(EXTRAS) - {"all", "dev", "docs", "examples"}
+
+
+def test_help_prints_an_option_a_line_with_readable_types() -> None:
+    lines = str(pipec.compile.__signature__).splitlines()  # type: ignore[attr-defined]
+    assert "    devices: int | Sequence[str | device] | None = None," in lines
+    assert "    schedule: str | Path | Callable[[int, int], Schedule] = '1f1b'," in lines
+    assert lines[-1] == ") -> Pipeline"
+
+
+def environment_of(installed: Path) -> dict[str, str]:
+    """Of a user: nothing leads to the repository."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))},
+        "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+
+
+def run(*command: object, folder: Path, installed: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*map(str, command)], cwd=folder, env=environment_of(installed), capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel of pipec, which sees the packages of this one, but not its pipec."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    built = subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], capture_output=True, text=True
+    )
+    if built.returncode and "hatchling" in built.stderr and "satisf" in built.stderr:
+        pytest.skip("pip cannot fetch hatchling, which builds the wheel")
+    assert not built.returncode, built.stderr
+    (wheel,) = folder.glob(f"pipec-{pipec.__version__}-py3-none-any.whl")
+    home = folder / "env"
+    venv.create(home, with_pip=False)
+    into = [*pip, "--python", home / "bin" / "python", "install", "--no-deps", "--no-index", wheel]
+    subprocess.run(into, check=True)
+    (packages,) = home.glob("lib/python*/site-packages")
+    Path(packages, "development.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
+    return home
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_quickstart_in_another_folder(installed: Path, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    quickstart = re.search(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert quickstart
+    where = "import pipec, sys; print(pipec.__file__, pipec.__version__, file=sys.stderr)\n"
+    (tmp_path / "train.py").write_text(where + quickstart[1], encoding="utf-8")
+    done = run(installed / "bin" / "python", "train.py", folder=tmp_path, installed=installed)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{re.escape(str(installed))}\S*pipec/__init__.py {pipec.__version__}\n", done.stderr)
+    version = run(installed / "bin" / "pipec", "--version", folder=tmp_path, installed=installed)
+    assert version.stdout == f"pipec {pipec.__version__}\n", version.stderr
+
+
+@pytest.mark.slow
+def test_pip_leaves_the_torch_that_is_there(installed: Path, tmp_path: Path) -> None:
+    """Dependencies of the wheel are met by what the environment has, so that nothing is to be installed."""
+    (wheel,) = installed.parent.glob("*.whl")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        installed / "bin" / "python",
+    )
+    dry = (*pip, "install", "--dry-run", "--no-index", wheel)
+    done = run(*dry, "--force-reinstall", "--no-deps", folder=tmp_path, installed=installed)
+    assert "Would install pipec-" in done.stdout, done.stderr
+    done = run(*dry, folder=tmp_path, installed=installed)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Requirement already satisfied: torch<2\.\d+,>=2\.11 in", done.stdout)
+    assert "Would install" not in done.stdout
+
+
+def lines_with_errors(output: str) -> list[int]:
+    return [
+        int(number) for number in re.findall(r"^.*script\.py:(\d+)(?::\d+)?.*\berror\b", output, re.MULTILINE)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mypy_reads_a_user_script(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(USER_SCRIPT, encoding="utf-8")
+    python = installed / "bin" / "python"
+    options = ("--strict", "--python-executable", python, "--cache-dir", tmp_path / "cache")
+    done = run(sys.executable, "-m", "mypy", *options, "script.py", folder=tmp_path, installed=installed)
+    assert lines_with_errors(done.stdout) == MISTAKES, done.stdout + done.stderr
+    assert 'Revealed type is "pipec.pipeline.pipeline.Pipeline"' in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pyright_reads_a_user_script(installed: Path, tmp_path: Path) -> None:
+    npx = shutil.which("npx", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if npx is None:
+        pytest.skip("no `npx`: install node to check types with pyright")
+    (tmp_path / "script.py").write_text(USER_SCRIPT, encoding="utf-8")
+    python = installed / "bin" / "python"
+    arguments = (npx, "--yes", "--fetch-retries=1", "pyright@1.1.408", "--pythonpath", python)
+    environment = environment_of(installed)
+    environment["PATH"] = f"{Path(npx).parent}{os.pathsep}{environment['PATH']}"
+    command = [*map(str, arguments), "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if "npm error" in done.stderr or "npm ERR" in done.stderr:
+        pytest.skip("npx cannot fetch pyright")
+    assert lines_with_errors(done.stdout) == MISTAKES, done.stdout + done.stderr
+    assert 'Type of "pipe" is "Pipeline"' in done.stdout
+
+
+def test_the_script_of_types_has_three_mistakes() -> None:
+    assert len(MISTAKES) == 3
+    assert textwrap.dedent(USER_SCRIPT) == USER_SCRIPT
