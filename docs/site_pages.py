@@ -1,0 +1,89 @@
+"""What Sphinx adds to the pages: links into the repository, the command line's reference, and llms.txt."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+DOCS = Path(__file__).parent
+
+
+def link_to_repository(text: str, repository: str) -> str:
+    """``[a](../examples/b.py)`` of a page at any depth, as a link to the file in the repository."""
+    return re.sub(
+        r"\]\((?:\.\./)+((?:README\.md|LICENSE|examples|tests|benchmarks|pipec)[^)\s]*)\)",
+        rf"]({repository}/blob/main/\1)",
+        text,
+    )
+
+
+def command_reference() -> str:
+    """Every command of the command line with its arguments and options, from their definitions."""
+    from pipec.cli import app
+
+    group = typer.main.get_command(app)
+    return "\n".join(_command(name, command) for name, command in _commands(group, "pipec"))
+
+
+def _commands(group: Any, prefix: str) -> list[tuple[str, Any]]:
+    found = []
+    for name, command in group.commands.items():
+        name = f"{prefix} {name}"
+        found += _commands(command, name) if hasattr(command, "commands") else [(name, command)]
+    return found
+
+
+def _command(name: str, command: Any) -> str:
+    context = command.context_class(command, info_name=name)
+    usage = " ".join([name, *command.collect_usage_pieces(context)])
+    lines = [f"## {name}\n", f"```text\n{usage}\n```\n", (command.help or "").strip() + "\n"]
+    for parameter in command.params:
+        record = parameter.get_help_record(context)
+        if record is not None:
+            what, meaning = (re.sub(r"\s+", " ", each).strip() for each in record)
+            lines.append(f"`{what}`\n: {meaning or '(no help)'}\n")
+    return "\n".join(lines)
+
+
+def first_paragraph(text: str) -> str:
+    """The first paragraph of a page behind its title, as one line without links."""
+    body = re.sub(r"^---\n.*?\n---\n|<!--.*?-->", "", text, flags=re.DOTALL)
+    for paragraph in re.split(r"\n\s*\n", body):
+        if re.match(r"\s*[A-Z`*]", paragraph) and not paragraph.lstrip().startswith("```"):
+            return " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph).split())
+    return ""
+
+
+def llms_text(config: Any, pages: dict[str, str]) -> str:
+    """The pages of the site, one a line, for whoever reads it with a language model: https://llmstxt.org."""
+    lines = [f"# {config.project}\n"]
+    for name, title in pages.items():
+        text = next(path for path in DOCS.glob(f"{name}.*") if path.suffix in (".md", ".ipynb"))
+        if text.suffix == ".md":
+            lines.append(
+                f"- [{title}]({config.html_baseurl}/{name}.html): {first_paragraph(text.read_text())}"
+            )
+        else:
+            lines.append(f"- [{title}]({config.html_baseurl}/{name}.html)")
+    return "\n".join(lines) + "\n"
+
+
+def _read(app: Any, name: str, source: list[str]) -> None:
+    if app.env.doc2path(name).suffix == ".md":
+        repository = app.config.html_theme_options["source_repository"]
+        source[0] = link_to_repository(source[0], repository)
+        if name == "reference/cli":
+            source[0] += "\n" + command_reference()
+
+
+def _finish(app: Any, error: Exception | None) -> None:
+    if error is None and app.builder.name == "html":
+        pages = {name: title.astext() for name, title in sorted(app.env.titles.items())}
+        (Path(app.outdir) / "llms.txt").write_text(llms_text(app.config, pages), encoding="utf-8")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    app.connect("source-read", _read)
+    app.connect("build-finished", _finish)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
