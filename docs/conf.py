@@ -36,4 +36,3 @@ nb_merge_streams = True
 
 autodoc_typehints = "none"  # docstrings say what an argument may be
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True

@@ -1,10 +1,13 @@
 """What Sphinx adds to the pages: links into the repository, the command line's reference, and llms.txt."""
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import typer
+from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).parent
 
@@ -16,6 +19,36 @@ def link_to_repository(text: str, repository: str) -> str:
         rf"]({repository}/blob/main/\1)",
         text,
     )
+
+
+PUBLIC_MODULES = (
+    "pipec",
+    "pipec.integrations.accelerate",
+    "pipec.integrations.lightning",
+    "pipec.integrations.trainer_metrics",
+    "pipec.integrations.transformers",
+)
+
+
+def undocumented(pages: str) -> list[str]:
+    """Public names that ``pages`` do not list, or that have no docstring of their own."""
+    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", pages, re.MULTILINE))
+    missing = []
+    for home in PUBLIC_MODULES:
+        module = importlib.import_module(home)
+        for name in module.__all__:
+            found = getattr(module, name)
+            members = vars(found).items() if inspect.isclass(found) else ()
+            missing += [] if f"{home}.{name}" in listed else [f"{home}.{name}: on no page"]
+            missing += [] if vars(found).get("__doc__", found.__doc__) else [f"{home}.{name}: no docstring"]
+            missing += [
+                f"{home}.{name}.{member}: no docstring"
+                for member, value in members
+                if (inspect.isfunction(value) or isinstance(value, property))
+                and not member.startswith("_")
+                and not inspect.getdoc(getattr(found, member))
+            ]
+    return missing
 
 
 def command_reference() -> str:
@@ -69,6 +102,15 @@ def llms_text(config: Any, pages: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _require_documented(app: Any) -> None:
+    pages = "".join((DOCS / "reference" / f"{name}.md").read_text() for name in ("api", "integrations"))
+    if missing := undocumented(pages):
+        raise ExtensionError(
+            "public names without documentation:\n  " + "\n  ".join(missing) + "\n"
+            "Add each to docs/reference/api.md or integrations.md, and give it a docstring."
+        )
+
+
 def _read(app: Any, name: str, source: list[str]) -> None:
     if app.env.doc2path(name).suffix == ".md":
         repository = app.config.html_theme_options["source_repository"]
@@ -84,6 +126,7 @@ def _finish(app: Any, error: Exception | None) -> None:
 
 
 def setup(app: Any) -> dict[str, Any]:
+    app.connect("builder-inited", _require_documented)
     app.connect("source-read", _read)
     app.connect("build-finished", _finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

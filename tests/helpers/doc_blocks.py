@@ -1,0 +1,109 @@
+"""The blocks of README.md and docs/: what a page shows, and how a test runs it.
+
+A page is Markdown. Its ```python blocks run in order in one namespace, in an empty folder that has ``examples/``
+of the repository. An ```output block is what the ``python`` block above it printed; the lines of a ```console
+block behind ``$`` are commands, the others what they printed. A line ``...`` stands for any lines. Comments
+that readers do not see direct the test:
+
+    <!-- setup           code that runs here, which readers take for granted
+    <!-- file: a.py -->  the block below is written into this file and not run
+    <!-- needs: gpu -->  the block below is compiled and not run: gpu, network, cluster or time
+    <!-- raises: Name -> the block below ends in this error, whose text is the output
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+NEEDS = ("gpu", "network", "cluster", "time")
+
+_BLOCK = re.compile(
+    r"<!-- setup\n(?P<setup>.*?)-->"
+    r"|(?:<!-- (?P<mark>(?:file|needs|raises): \S+) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^ *```",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, or a setup comment, of ``page``; ``line`` is where its text begins."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str = ""
+
+    @property
+    def needs(self) -> str | None:
+        return self.mark.removeprefix("needs: ") if self.mark.startswith("needs: ") else None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """README.md and every page of the site."""
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The blocks of ``page`` in order."""
+    text = page.read_text(encoding="utf-8")
+    for found in _BLOCK.finditer(text):
+        if found["setup"] is not None:
+            yield Block(page, _line(text, found.start("setup")), "python", found["setup"])
+        else:
+            line = _line(text, found.start("text"))
+            yield Block(page, line, found["language"], found["text"], found["mark"] or "")
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def commands(block: Block) -> list[tuple[str, str]]:
+    """Each command of a console block, without its comment, with what it is shown to print."""
+    found = re.findall(r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE)
+    return [(re.sub(r"\s+# .*$", "", command), printed) for command, printed in found]
+
+
+def require_shown(shown: str, actual: str, where: object) -> None:
+    """Raise AssertionError unless ``actual`` is ``shown``, but for the width of blanks and ``...`` lines.
+
+    A line that ends in ``...`` is the beginning of one.
+    """
+    lines = [" ".join(line.split()) for line in actual.rstrip().splitlines()]
+    position, may_skip = 0, False
+    for line in shown.rstrip().splitlines():
+        wanted = " ".join(line.split())
+        if wanted == "...":
+            may_skip = True
+            continue
+        begins = wanted.endswith("...")
+        wanted = wanted.removesuffix("...").rstrip()
+        while position < len(lines) and not _is(lines[position], wanted, begins) and may_skip:
+            position += 1
+        assert position < len(lines), f"{where}: not printed: {line}\nprinted:\n{actual}"
+        assert _is(lines[position], wanted, begins), (
+            f"{where}: shown: {line}\nprinted: {lines[position]}\nall of it:\n{actual}"
+        )
+        position, may_skip = position + 1, False
+    assert may_skip or position == len(lines), f"{where}: also printed:\n" + "\n".join(lines[position:])
+
+
+def replace(block: Block, printed: str) -> None:
+    """Write what was printed into the page, unless the block shows an excerpt of it."""
+    if "..." not in block.text:
+        page = block.page.read_text(encoding="utf-8")
+        fence, _, rest = page.partition(f"```{block.language}\n{block.text}```")
+        lines = "".join(f"{line.rstrip()}\n" for line in printed.rstrip().splitlines())
+        block.page.write_text(f"{fence}```{block.language}\n{lines}```{rest}", encoding="utf-8")
+
+
+def _is(line: str, wanted: str, begins: bool) -> bool:
+    return line.startswith(wanted) if begins else line == wanted

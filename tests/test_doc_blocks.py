@@ -1,0 +1,143 @@
+"""Every Python and console block of README.md and docs/ runs, and prints what the page shows."""
+
+import contextlib
+import io
+import logging
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doc_blocks import NEEDS, ROOT, Block, blocks, commands, pages, replace, require_shown
+from typer.testing import CliRunner
+
+from pipec import console
+from pipec.cli import app
+
+BLOCKS = {page: list(blocks(page)) for page in pages()}
+PYTHON_PAGES = [page for page, found in BLOCKS.items() if any(each.language == "python" for each in found)]
+COMMANDS = [
+    pytest.param(
+        block,
+        command,
+        printed,
+        id=f"{block}-{command}",
+        marks=() if re.match(r"pipec schedule [\w-]+( -|$)|pip |make ", command) else pytest.mark.slow,
+    )
+    for found in BLOCKS.values()
+    for block in found
+    if block.language == "console" and not block.needs
+    for command, printed in commands(block)
+]
+
+# Blocks that no test here runs, by what they need. A number that grows is a page that nobody checks.
+NOT_RUN = {"gpu": 0, "network": 0, "cluster": 0, "time": 0}
+
+
+def test_blocks_that_do_not_run_are_counted() -> None:
+    needs = Counter(block.needs for found in BLOCKS.values() for block in found if block.needs)
+    assert set(needs) <= set(NEEDS)
+    assert {need: needs[need] for need in NEEDS} == NOT_RUN
+
+
+def test_languages_say_how_a_block_is_checked() -> None:
+    """A block in ``text`` is prose. ``bash`` would be a way around the checks of ``console``."""
+    languages = {block.language for found in BLOCKS.values() for block in found}
+    assert languages <= {
+        "python", "output", "console", "text", "toml", "json", "bash", "{toctree}", "{eval-rst}",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.slow
+def test_the_python_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    update = request.config.getoption("--update-golden")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "page"}
+    printed = ""
+    for block in BLOCKS[page]:
+        if block.language == "output" and update:
+            replace(block, printed)
+        elif block.language == "output":
+            require_shown(block.text, printed, block)
+        elif block.language == "python":
+            printed = run(block, names)
+
+
+def run(block: Block, names: dict[str, Any]) -> str:
+    """What the block prints; its names go into ``names``."""
+    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+    if block.mark.startswith("file: "):
+        Path(block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")
+        return ""
+    if block.needs:
+        return ""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), logged_to(out):
+        if block.mark.startswith("raises: "):
+            with pytest.raises(Exception, match="") as error:
+                exec(code, names)
+            assert type(error.value).__name__ == block.mark.removeprefix("raises: "), error.value
+            return f"{error.type.__module__}.{error.type.__qualname__}: {error.value}"
+        exec(code, names)
+    return out.getvalue()
+
+
+@contextlib.contextmanager
+def logged_to(out: io.StringIO) -> Iterator[None]:
+    """What pipec logs goes to ``out``, as it goes to the terminal of a script."""
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logging.Formatter("pipec: %(message)s"))
+    console.logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        console.logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(("block", "command", "printed"), COMMANDS)
+def test_a_command_prints_what_is_shown(
+    block: Block, command: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    if words[:2] == ["pip", "install"]:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        extras = re.findall(r"[\w-]+", words[2].partition("[")[2])
+        assert words[2].startswith(project["name"])
+        assert set(extras) <= set(project["optional-dependencies"])
+        return
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for each in BLOCKS[block.page]:
+        if each.language == "python" and each.mark.startswith("file: "):
+            (tmp_path / each.mark.removeprefix("file: ")).write_text(each.text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    if words[0] == "pipec":
+        result = CliRunner().invoke(app, words[1:])
+        actual, status = result.output, result.exit_code
+    else:
+        done = subprocess.run(
+            [*interpreter(words[0]), *words[1:]], capture_output=True, text=True, timeout=200
+        )
+        actual, status = done.stdout, done.returncode
+    assert (status != 0) == printed.startswith("error"), actual
+    if printed.strip():
+        require_shown(printed, actual, block)
+
+
+def interpreter(name: str) -> list[str]:
+    return {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[name]
