@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import re
 import shlex
@@ -11,6 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,6 +38,8 @@ COMMANDS = [
     if block.language == "console" and not block.needs
     for command, printed in commands(block)
 ]
+
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 
 # Blocks that no test here runs, by what they need. A number that grows is a page that nobody checks.
 NOT_RUN = {"gpu": 0, "network": 0, "cluster": 0, "time": 0}
@@ -65,7 +69,7 @@ def test_the_python_of_a_page_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "page"}
+    names = namespace(monkeypatch)
     printed = ""
     for block in BLOCKS[page]:
         if block.language == "output" and update:
@@ -74,6 +78,25 @@ def test_the_python_of_a_page_runs(
             require_shown(block.text, printed, block)
         elif block.language == "python":
             printed = run(block, names)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.slow
+def test_a_notebook_runs(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make docs` runs notebooks in Jupyter; this needs neither Sphinx nor Jupyter."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    assert all(not cell.get("outputs") for cell in cells), "commit notebooks without outputs: the build runs them"
+    names = namespace(monkeypatch)
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{notebook.name}, {cell['id']}", "exec"), names)
+
+
+def namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of a module that can be imported, as Dynamo wants it."""
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    return vars(module)
 
 
 def run(block: Block, names: dict[str, Any]) -> str:
