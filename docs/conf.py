@@ -1,4 +1,4 @@
-"""Sphinx: the site is docs/*.md, the docstrings of the public names, and the command line as it is defined."""
+"""Sphinx: the site is docs/, the docstrings of public names, and the command line as it is defined."""
 
 import sys
 import tomllib

@@ -1,9 +1,9 @@
 """The blocks of README.md and docs/: what a page shows, and how a test runs it.
 
-A page is Markdown. Its ```python blocks run in order in one namespace, in an empty folder that has ``examples/``
-of the repository. An ```output block is what the ``python`` block above it printed; the lines of a ```console
-block behind ``$`` are commands, the others what they printed. A line ``...`` stands for any lines. Comments
-that readers do not see direct the test:
+A page is Markdown. Its ```python blocks run in order in one namespace, in an empty folder that has
+``examples/`` of the repository. An ```output block is what the ``python`` block above it printed; the lines of
+a ```console block behind ``$`` are commands, the others what they printed. A line ``...`` stands for any lines.
+Comments that readers do not see direct the test:
 
     <!-- setup           code that runs here, which readers take for granted
     <!-- file: a.py -->  the block below is written into this file and not run

@@ -1,10 +1,10 @@
-"""What blocks of docs/ take for granted: imports, a small model, a batch, a loader, and an optimizer's factory."""
+"""What blocks of docs/ take for granted: imports, a small model, batches, an optimizer's factory."""
 
-import functools  # noqa: F401
+import functools
 from pathlib import Path  # noqa: F401
 
 import torch
-import torch.nn.functional as F  # noqa: F401
+import torch.nn.functional as F
 from torch import nn
 
 import pipec  # noqa: F401
