@@ -23,10 +23,9 @@ from pipec.schedules.chain_simulation import simulate_schedule
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-WRITE_A_PASS, WRITE_A_SCHEDULE = (
-    (ROOT / "docs" / "tasks" / f"write_a_{what}.md").read_text(encoding="utf-8")
-    for what in ("pass", "schedule")
-)
+TASKS = ROOT / "docs" / "tasks"
+WRITE_A_PASS = (TASKS / "write_a_pass.md").read_text(encoding="utf-8")
+WRITE_A_SCHEDULE = (TASKS / "write_a_schedule.md").read_text(encoding="utf-8")
 
 
 def first_block(page: str) -> SimpleNamespace:

@@ -1,14 +1,15 @@
 """The blocks of README.md and docs/: what a page shows, and how a test runs it.
 
 A page is Markdown. Its ```python blocks run in order in one namespace, in an empty folder that has
-``examples/`` of the repository. An ```output block is what the ``python`` block above it printed; the lines of
-a ```console block behind ``$`` are commands, the others what they printed. A line ``...`` stands for any lines.
-Comments that readers do not see direct the test:
+``examples/`` of the repository. An ```output block is what the ``python`` block above it printed. The lines
+of a ```console block behind ``$`` are commands, the others what they printed. A line ``...`` stands for any
+lines. Comments that readers do not see direct the test:
 
-    <!-- setup           code that runs here, which readers take for granted
-    <!-- file: a.py -->  the block below is written into this file and not run
-    <!-- needs: gpu -->  the block below is compiled and not run: gpu, network, cluster or time
-    <!-- raises: Name -> the block below ends in this error, whose text is the output
+    <!-- setup             code that runs here, which readers take for granted
+    <!-- file: a.py -->    the block below is written into this file and not run
+    <!-- needs: gpu -->    the block below is compiled and not run: gpu, network, cluster or time
+    <!-- quotes: a.py -->  the block below is an excerpt of this file of the repository, and not run
+    <!-- raises: Name -->  the block below ends in this error, whose text is the output
 """
 
 import re
@@ -22,7 +23,7 @@ NEEDS = ("gpu", "network", "cluster", "time")
 
 _BLOCK = re.compile(
     r"<!-- setup\n(?P<setup>.*?)-->"
-    r"|(?:<!-- (?P<mark>(?:file|needs|raises): \S+) -->\n)?"
+    r"|(?:<!-- (?P<mark>(?:file|needs|raises|quotes): \S+) -->\n)?"
     r"^(?P<indent> *)```(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^ *```",
     re.DOTALL | re.MULTILINE,
 )
@@ -73,27 +74,25 @@ def commands(block: Block) -> list[tuple[str, str]]:
 
 
 def require_shown(shown: str, actual: str, where: object) -> None:
-    """Raise AssertionError unless ``actual`` is ``shown``, but for the width of blanks and ``...`` lines.
+    """Raise AssertionError unless ``actual`` is ``shown``.
 
-    A line that ends in ``...`` is the beginning of one.
+    An excerpt, with lines ``...`` or lines that end so, is compared without the width of blanks.
     """
-    lines = [" ".join(line.split()) for line in actual.rstrip().splitlines()]
+    printed = [line.rstrip() for line in actual.rstrip().splitlines()]
+    wanted = [line.rstrip() for line in shown.rstrip().splitlines()]
+    if any(line.endswith("...") for line in wanted):
+        printed, wanted = [[" ".join(line.split()) for line in lines] for lines in (printed, wanted)]
     position, may_skip = 0, False
-    for line in shown.rstrip().splitlines():
-        wanted = " ".join(line.split())
-        if wanted == "...":
+    for line in wanted:
+        if line == "...":
             may_skip = True
             continue
-        begins = wanted.endswith("...")
-        wanted = wanted.removesuffix("...").rstrip()
-        while position < len(lines) and not _is(lines[position], wanted, begins) and may_skip:
+        while may_skip and position < len(printed) and not _is(printed[position], line):
             position += 1
-        assert position < len(lines), f"{where}: not printed: {line}\nprinted:\n{actual}"
-        assert _is(lines[position], wanted, begins), (
-            f"{where}: shown: {line}\nprinted: {lines[position]}\nall of it:\n{actual}"
-        )
+        found = printed[position] if position < len(printed) else "(nothing more)"
+        assert _is(found, line), f"{where}: shown: {line}\nprinted: {found}\nall of it:\n{actual}"
         position, may_skip = position + 1, False
-    assert may_skip or position == len(lines), f"{where}: also printed:\n" + "\n".join(lines[position:])
+    assert may_skip or position == len(printed), f"{where}: also printed:\n" + "\n".join(printed[position:])
 
 
 def replace(block: Block, printed: str) -> None:
@@ -105,5 +104,7 @@ def replace(block: Block, printed: str) -> None:
         block.page.write_text(f"{fence}```{block.language}\n{lines}```{rest}", encoding="utf-8")
 
 
-def _is(line: str, wanted: str, begins: bool) -> bool:
-    return line.startswith(wanted) if begins else line == wanted
+def _is(printed: str, wanted: str) -> bool:
+    if wanted.endswith("..."):
+        return printed.startswith(wanted.removesuffix("...").rstrip())
+    return printed == wanted
