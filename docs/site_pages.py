@@ -79,27 +79,27 @@ def _command(name: str, command: Any) -> str:
     return "\n".join(lines)
 
 
-def first_paragraph(text: str) -> str:
-    """The first paragraph of a page behind its title, as one line without links."""
-    body = re.sub(r"^---\n.*?\n---\n|<!--.*?-->", "", text, flags=re.DOTALL)
-    for paragraph in re.split(r"\n\s*\n", body):
-        if re.match(r"\s*[A-Z`*]", paragraph) and not paragraph.lstrip().startswith("```"):
-            return " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph).split())
+def first_sentence(text: str) -> str:
+    """The first sentence of a page in Markdown, without links; empty if the page begins otherwise."""
+    prose = re.sub(r"<!--.*?-->|^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n", prose):
+        if re.match(r"[\w`]", paragraph):
+            line = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph).split())
+            return re.split(r"(?<=[.?:])\s", line)[0].removesuffix(":")
     return ""
 
 
 def llms_text(config: Any, pages: dict[str, str]) -> str:
-    """The pages of the site, one a line, for whoever reads it with a language model: https://llmstxt.org."""
-    lines = [f"# {config.project}\n"]
+    """The pages of the site, one a line, for language models: https://llmstxt.org."""
+    sections: dict[str, list[str]] = {}
     for name, title in pages.items():
-        text = next(path for path in DOCS.glob(f"{name}.*") if path.suffix in (".md", ".ipynb"))
-        if text.suffix == ".md":
-            lines.append(
-                f"- [{title}]({config.html_baseurl}/{name}.html): {first_paragraph(text.read_text())}"
-            )
-        else:
-            lines.append(f"- [{title}]({config.html_baseurl}/{name}.html)")
-    return "\n".join(lines) + "\n"
+        page = DOCS / f"{name}.md"
+        about = first_sentence(page.read_text(encoding="utf-8")) if page.exists() else ""
+        line = f"- [{title}]({config.html_baseurl}/{name}.html)" + (f": {about}" if about else "")
+        sections.setdefault(name.rpartition("/")[0] or "in depth", []).append(line)
+    summary = first_sentence((DOCS / "index.md").read_text(encoding="utf-8"))
+    parts = [f"## {section.capitalize()}\n\n" + "\n".join(lines) for section, lines in sections.items()]
+    return "\n\n".join([f"# {config.project}", f"> {summary}", *parts]) + "\n"
 
 
 def _require_documented(app: Any) -> None:
@@ -121,7 +121,8 @@ def _read(app: Any, name: str, source: list[str]) -> None:
 
 def _finish(app: Any, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
-        pages = {name: title.astext() for name, title in sorted(app.env.titles.items())}
+        titles = app.env.titles.items()
+        pages = {name: title.astext() for name, title in sorted(titles) if name != "index"}
         (Path(app.outdir) / "llms.txt").write_text(llms_text(app.config, pages), encoding="utf-8")
 
 

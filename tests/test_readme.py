@@ -12,9 +12,12 @@ from bare_programs import lower, verify_programs
 from typer.testing import CliRunner
 
 import pipec
+from pipec.artifact import artifact
+from pipec.checkpoint import metadata
 from pipec.cli import app
 from pipec.cli.target import load_example
 from pipec.compiler import pass_list
+from pipec.cost import profile
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links
 from pipec.schedules import Workload, one_f_one_b
@@ -65,6 +68,34 @@ def test_its_links_are_absolute_and_lead_to_files() -> None:
             kind, _, path = link.removeprefix(URLS["Repository"] + "/").partition("/main/")
             assert kind in ("blob", "raw", "tree"), link
             assert (ROOT / path).exists(), link
+
+
+def test_figures_are_those_of_the_pages_that_they_link_to() -> None:
+    """A number in a table of figures is in the page that has the method."""
+    figures = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+    sections = [
+        *re.split(r"^## ", figures, flags=re.MULTILINE)[1:],
+        README.split("## Figures\n")[1].split("\n## ")[0],
+    ]
+    assert len(sections) > 8
+    for section in sections:
+        pages = re.findall(r"\]\((?:[\w:/.]*/)?(\w+)\.(?:md|html)", section)
+        text = "".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in pages)
+        rows = "".join(line for line in section.splitlines() if line.startswith("|"))
+        numbers = set(re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.,]*\d)", rows))
+        assert numbers, section
+        for number in numbers:
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", text), f"{number} is not in {pages}"
+
+
+def test_formats_have_the_versions_of_the_code() -> None:
+    page = (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
+    shown = re.findall(r"`(pipec (?:artifact|checkpoint|profile))`[^|]*\| (\d+) \|", page)
+    assert [" ".join(each) for each in shown] == [
+        artifact.FORMAT,
+        metadata.FORMAT,
+        f"pipec profile {profile.VERSION}",
+    ]
 
 
 def test_the_modules_that_pages_name_are_there() -> None:
