@@ -25,14 +25,14 @@ html_theme_options = {
 }
 html_copy_source = False
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(ROOT / "build" / "notebooks")
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
-nb_merge_streams = True
+nb_output_stderr = "remove"  # the lines of a compilation that takes long
 
 autodoc_typehints = "none"  # docstrings say what an argument may be
 autodoc_member_order = "bysource"

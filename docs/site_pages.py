@@ -119,6 +119,11 @@ def _read(app: Any, name: str, source: list[str]) -> None:
             source[0] += "\n" + command_reference()
 
 
+def _link_docstring(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """A docstring that names docs/memory.md links to that page of the site."""
+    lines[:] = [re.sub(r"docs/(\w+)\.md", r":doc:`/\1`", line) for line in lines]
+
+
 def _finish(app: Any, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
         titles = app.env.titles.items()
@@ -129,5 +134,6 @@ def _finish(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", _require_documented)
     app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _link_docstring)
     app.connect("build-finished", _finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
