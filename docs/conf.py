@@ -2,13 +2,14 @@
 
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-project, release = PROJECT["name"], PROJECT["version"]
+project, release = PROJECT["name"], metadata.version(PROJECT["name"])
 author = copyright = PROJECT["authors"][0]["name"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "site_pages"]
@@ -17,9 +18,9 @@ nitpicky = False
 
 html_theme = "furo"
 html_title = f"pipec {release}"
-html_baseurl = PROJECT["urls"]["Documentation"]
+html_baseurl = PROJECT["urls"]["Documentation"] + "/en/latest"
 html_theme_options = {
-    "source_repository": PROJECT["urls"]["Repository"],
+    "source_repository": PROJECT["urls"]["Homepage"],
     "source_branch": "main",
     "source_directory": "docs/",
 }

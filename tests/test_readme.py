@@ -26,6 +26,7 @@ from pipec.schedules.chain_simulation import simulate_schedule
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+SITE = URLS["Documentation"] + "/en/latest/"
 TASKS = ROOT / "docs" / "tasks"
 WRITE_A_PASS = (TASKS / "write_a_pass.md").read_text(encoding="utf-8")
 WRITE_A_SCHEDULE = (TASKS / "write_a_schedule.md").read_text(encoding="utf-8")
@@ -61,11 +62,11 @@ def test_its_links_are_absolute_and_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert len(links) > 30
     for link in links:
-        if link.startswith(URLS["Documentation"]):
-            page = link.removeprefix(URLS["Documentation"] + "/").partition("#")[0].removesuffix(".html")
+        if link.startswith(SITE):
+            page = link.removeprefix(SITE).partition("#")[0].removesuffix(".html")
             assert (ROOT / "docs" / f"{page}.md").exists(), link
         else:
-            kind, _, path = link.removeprefix(URLS["Repository"] + "/").partition("/main/")
+            kind, _, path = link.removeprefix(URLS["Homepage"] + "/").partition("/main/")
             assert kind in ("blob", "raw", "tree"), link
             assert (ROOT / path).exists(), link
 
