@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test full zoo lint messages benchmark gpu gpu-tests gpu-times package format clean
+.PHONY: help setup demo smoke test full docs zoo lint messages benchmark gpu gpu-tests gpu-times package format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ test: lint ## lint, types and the tests that take no longer than a second or two
 
 full: lint ## lint, types and every test
 	$(RUN) -m pytest $(PARALLEL)
+
+docs: $(READY) ## the documentation, as a site, in build/docs; a warning is an error
+	$(RUN) -m sphinx -W --keep-going -q docs build/docs
 
 zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
 	PYTHONPATH=tests:tests/helpers $(RUN) -m zoo

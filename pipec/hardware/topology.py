@@ -53,6 +53,7 @@ class Level:
 
     @property
     def link(self) -> LinkModel:
+        """The link as a collective of all members finds it."""
         return LinkModel(self.bytes_per_second, self.latency_seconds)
 
     @property
@@ -119,6 +120,7 @@ class Topology:
 
     @property
     def slowest_link(self) -> LinkModel:
+        """The link of the slowest level, as a message between two devices finds it."""
         return self.slowest_level.message_link
 
     def with_memory_limit(self, memory_bytes: float) -> "Topology":

@@ -12,6 +12,8 @@ import pipec
 from pipec.integrations.logged_page import write_page
 from pipec.pipeline import Pipeline
 
+__all__ = ["log_pipeline"]
+
 
 def log_pipeline(trainer: Trainer, pipe: Pipeline) -> None:
     """Let what a Trainer reports have ``pipec.metrics(pipe)`` under ``pipec/``, and the page at the end.

@@ -178,6 +178,7 @@ class LoadedPipeline(PipelineBase):
 
     @property
     def plan(self) -> Plan:
+        """The plan that was saved."""
         return self._artifact.plan
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:

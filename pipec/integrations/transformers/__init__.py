@@ -7,6 +7,15 @@ from pipec.integrations.transformers.arguments import PipecArguments
 from pipec.integrations.transformers.prepare import prepare_trainer
 from pipec.integrations.transformers.trainer import PipecTrainer
 
+__all__ = [
+    "PipecArguments",
+    "PipecSFTConfig",
+    "PipecSFTTrainer",
+    "PipecTrainer",
+    "load_adapter",
+    "prepare_trainer",
+]
+
 
 def __getattr__(name: str) -> Any:
     """Import what needs TRL when it is asked for."""
