@@ -34,6 +34,7 @@ from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import number_operators
 from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
+from pipec.capture.split_fused_attention import split_fused_attention
 from pipec.capture.split_recurrent import split_recurrent_layers
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError
@@ -304,6 +305,7 @@ class _Tracer:
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         split_recurrent_layers(captured.module)
+        split_fused_attention(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
