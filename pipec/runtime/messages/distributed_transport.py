@@ -54,7 +54,7 @@ from pipec.runtime.processes.heartbeat import HeartbeatChannel
 from pipec.runtime.processes.launch import world
 from pipec.runtime.processes.packets import PacketKind
 from pipec.runtime.processes.rendezvous import call_with_timeout, connect_ranks
-from pipec.runtime.processes.stall_reports import format_ranks
+from pipec.runtime.processes.stall_reports import describe_overdue_wait, format_ranks
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -297,8 +297,9 @@ class DistributedTransport:
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
-        if self._heartbeats.overdue:
-            return TransportError(self._heartbeats.overdue)
+        if self._heartbeats.overdue is not None:
+            activity, chain = self._heartbeats.overdue
+            return TransportError(describe_overdue_wait(activity, self._timeout, chain))
         is_lost = not isinstance(error, TimeoutError)
         reason = (
             self._heartbeats.reason(_REASON_COMES_WITHIN if is_lost else 0.0) or self._heartbeats.silent()
@@ -310,7 +311,7 @@ class DistributedTransport:
         failure = TransportError(
             f"the connection was lost while {activity}, although all processes live; see the network"
             if is_lost
-            else f"{activity}, took more than {self._timeout:g} s; {self._heartbeats.waits_for(peer)}"
+            else describe_overdue_wait(activity, self._timeout, self._heartbeats.waits_for(peer))
         )
         failure.__cause__ = error
         return failure

@@ -39,6 +39,7 @@ from pipec.runtime.processes.stall_reports import (
     WaitLimit,
     WaitScope,
     WaitStatus,
+    describe_overdue_wait,
 )
 from pipec.runtime.processes.whereabouts import IN_A_CALL, Whereabouts, whereabouts
 
@@ -47,7 +48,7 @@ class HeartbeatConnections:
     """The connections of one rank. Another thread calls ``on_failure`` once the pipeline cannot go on.
 
     Give ``address`` to all higher ranks and ``connect`` to all lower ranks; then call ``wait_for_all``.
-    ``overdue`` describes a wait of this rank that failed after the timeout.
+    ``overdue`` is a wait of this rank that failed after the timeout: its activity and its chain of waits.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -59,7 +60,7 @@ class HeartbeatConnections:
         self._waits = CurrentWait()
         self._stalls = StallReporter(rank, timeout)
         self._wait_limit = WaitLimit(timeout, self._interval)
-        self.overdue = ""
+        self.overdue: tuple[str, str] | None = None
         self._failure: str | None = None
         self._interrupting = False
         self._changed = threading.Condition(threading.RLock())
@@ -379,11 +380,10 @@ class HeartbeatConnections:
 
     def _fail_overdue(self, wait: WaitStatus) -> None:
         if self._failure is None and self._peers.silent() is None:
-            self.overdue = (
-                f"{wait.activity}, took more than {self._timeout:g} s; "
-                f"{self._peers.waits_for(wait.peer, wait.activity)}"
-            )
-            self._set_failure(reason := f"rank {self.rank}: {self.overdue}")
+            chain = self._peers.waits_for(wait.peer, wait.activity)
+            self.overdue = wait.activity, chain
+            reason = f"rank {self.rank}: {describe_overdue_wait(wait.activity, self._timeout, chain)}"
+            self._set_failure(reason)
             self._write_all(PacketKind.FAILURE, reason.encode())
 
     def _set_failure(self, reason: str) -> None:

@@ -129,5 +129,9 @@ def describe_busy_rank(rank: int) -> str:
     )
 
 
+def describe_overdue_wait(activity: str, timeout: float, chain: str) -> str:
+    return f"{activity}, took more than {timeout:g} s; {chain}"
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
