@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_models import Factory, bert, each, encoder, gpt2_with_dropout, llama, resnet, t5
 from repeated_models import Block, Stack, assert_same_graph, call, capture_stack
+from slow_params import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -102,7 +103,7 @@ class Rows(nn.Module):
         return found[:, 0]
 
 
-@pytest.mark.parametrize("name", EXTRACTED)
+@pytest.mark.parametrize("name", slow_but(EXTRACTED, *(EXTRACTED.keys() - {"an encoder layer"})))
 def test_the_forward_of_a_step_is_what_an_evaluation_captures(name: str) -> None:
     model = EXTRACTED[name]()
     extracted = extract_forward(capture_stack(model))
