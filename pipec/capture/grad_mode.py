@@ -3,7 +3,6 @@
 An example is attention with a mask that requires a gradient: the fused kernel cannot make it.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor, fx
 
 from pipec.capture.node_insertion import fake_value, inputs_of
 from pipec.capture.repeated_blocks import constants_key, value_key
-from pipec.torch_compat import TorchDispatchMode, pytree, unbacked_symbols
+from pipec.torch_compat import FakeTensorMode, TorchDispatchMode, pytree, unbacked_symbols, without_symbols
 
 
 def depends_on_grad_mode(graph: fx.Graph) -> bool:
     """Whether torch takes a call in a captured graph apart in another way if gradients are disabled.
 
-    Each call of which an input has a gradient is run on fake tensors in both ways, equal calls once. All
-    functions in the graph are torch's.
+    Each call of which an input has a gradient is run in both ways, equal calls once, on fake tensors of the
+    traced sizes, without symbols. All functions in the graph are torch's.
     """
     seen = set[Any]()
     for node in graph.nodes:
@@ -61,28 +60,24 @@ def _is_the_same(node: fx.Node) -> bool:
 def _operators(node: fx.Node, training: bool) -> list[Any]:
     """The operators that a call runs, each with its constants and what it returns."""
 
+    mode = FakeTensorMode()
+
     def value_of(source: fx.Node) -> Any:
         value = fake_value(source)
-        if not isinstance(value, Tensor):
-            return value
-        has_gradient = value.requires_grad and (training or source.op == "placeholder")
-        return value.detach().requires_grad_(has_gradient)
+        concrete = without_symbols(value, mode)
+        if _requires_grad(value) and isinstance(value, Tensor) and (training or source.op == "placeholder"):
+            concrete.requires_grad_()
+        return concrete
 
     with torch.set_grad_enabled(training):
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         recorder = _Recorder()
-        with _fake_mode(node), recorder:
+        with mode, recorder:
             if node.op == "call_method":
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 node.target(*args, **kwargs)  # type: ignore[operator]
     return recorder.operators
-
-
-def _fake_mode(node: fx.Node) -> AbstractContextManager[Any]:
-    """The mode in which tensors that a call makes are fake, as what it reads is."""
-    modes = (getattr(fake_value(source), "fake_mode", None) for source in inputs_of(node))
-    return next((mode for mode in modes if mode is not None), nullcontext())
 
 
 class _Recorder(TorchDispatchMode):
