@@ -25,6 +25,7 @@ from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
+from pipec.capture.grad_mode import depends_on_grad_mode
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
@@ -143,6 +144,8 @@ def capture(
             kinds = (True, False) if symbolic else (False,)
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
+        with timed("compare operators without gradients"):
+            depends = mode is not Mode.TRAIN or tracer.depends_on_grad_mode()
         batched = step.batched
     step.batched = batched  # which guards of the capture look at
     if not tracer.is_guarded and model not in _warned:
@@ -155,7 +158,7 @@ def capture(
         )
     if mode is Mode.TRAIN:
         _check_trained(graph)
-    graph = replace(graph, model_guards=tracer.model_guards())
+    graph = replace(graph, model_guards=tracer.model_guards(), depends_on_grad_mode=depends)
     if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -270,6 +273,13 @@ class _Tracer:
     def is_guarded(self) -> bool:
         """Whether the last graph comes with Dynamo's guards."""
         return self._captured is not None and self._captured.dynamo_output is not None
+
+    def depends_on_grad_mode(self) -> bool:
+        """Whether the last graph may be another one without gradients."""
+        captured = self._captured
+        return (
+            captured is None or captured.depends_on_grad_mode or depends_on_grad_mode(captured.module.graph)
+        )
 
     def dry_run(self) -> torch_compat.DryRun:
         """Run the step in eager mode on fake tensors."""

@@ -42,9 +42,15 @@ class VariableHistory:
         self._seen: dict[Hashable, _Seen] = {}
 
     def of(self, call: ModelCall, mode: Mode) -> tuple[Variable, ...]:
-        """The variables of a call: values that differ from earlier calls of its kind."""
+        """The variables of a call: values that differ from earlier calls of its kind.
+
+        The first evaluation of a kind has the variables of the steps before it.
+        """
         values = _values(call)
         seen = self._seen.get(_kind(call, mode, values))
+        if seen is None and mode is Mode.LOSS:
+            trained = self._seen.get(_kind(call, Mode.TRAIN, values))
+            seen = _Seen(values, trained.names) if trained else None
         return tuple(_variables(call, seen, values)) if seen else ()
 
     def change(self, call: ModelCall, mode: Mode) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
+from pipec.capture.extract_forward import extract_forward
 from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
@@ -73,7 +74,8 @@ class CompileRequest:
     """A call to compile, and the model in its present state.
 
     With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
-    microbatch. ``warn`` issues each warning once.
+    microbatch. ``warn`` issues each warning once. ``trained`` are the graphs of steps on such calls, from
+    which an evaluation may be cut.
     """
 
     settings: CompileSettings
@@ -84,6 +86,7 @@ class CompileRequest:
     stopwatch: Stopwatch
     warn: Callable[[str], None]
     refuses_mixed_rows: bool = False
+    trained: Sequence[TrainingGraph] = ()
 
     @property
     def batch(self) -> int:
@@ -193,7 +196,9 @@ def _capture(
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
     with request.stopwatch.timed("capture"), autocasts:
-        graph = _trace_variables(request.key.variables, traced, like) if candidate.dynamic else None
+        graph = _extract_forward(request, sizes)
+        if graph is None and candidate.dynamic:
+            graph = _trace_variables(request.key.variables, traced, like)
         graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
     if graph.first_collective and candidate.num_microbatches is None:
@@ -213,6 +218,16 @@ def _capture(
     elif count > 1:
         require_independent_rows(_findings(request, graph), count)
     return graph, candidate
+
+
+def _extract_forward(request: CompileRequest, sizes: Collection[int]) -> TrainingGraph | None:
+    """The forward of a training graph that is valid for microbatches of all ``sizes``, if there is one."""
+    for graph in request.trained:
+        if all(graph.is_valid_for(size, request.values) for size in {*sizes, request.batch}):
+            extracted = None if graph.model_guards.violation() else extract_forward(graph)
+            if extracted is not None:
+                return replace(extracted, batch_size=next(iter(sizes)))
+    return None
 
 
 def _trace_variables(

@@ -68,6 +68,7 @@ class Compiler:
             stopwatch=self.stopwatch,
             warn=self._warn_once,
             refuses_mixed_rows=refuses_mixed_rows,
+            trained=tuple(self.cache.trained_graphs(signature.key)),
         )
         reason = self.cache.recompile_reason(signature, call, self.model, change)
         with self.stopwatch.reporting(f"compiling, {reason}"):

@@ -102,6 +102,7 @@ class TrainingGraph:
     training: bool = True
     model_guards: ModelGuards = NO_MODEL_GUARDS
     input_branches: InputBranches = NO_INPUT_BRANCHES
+    depends_on_grad_mode: bool = True
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

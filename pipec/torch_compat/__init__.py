@@ -15,6 +15,7 @@ from pipec.torch_compat.autograd_front_end import CAUSE, capture_with_autograd
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     DataDependentSize,
+    FakeTensorMode,
     JointGraph,
     argument_tensors,
     differentiate,
@@ -24,6 +25,7 @@ from pipec.torch_compat.differentiation import (
     replaced_graph,
     size_of_symbol,
     unbacked_symbols,
+    without_symbols,
 )
 from pipec.torch_compat.dynamo_branches import (
     Decision,

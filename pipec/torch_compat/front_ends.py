@@ -19,7 +19,7 @@ from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import builtin
+from torch._dynamo.variables import builtin, functions, nn_module
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import NullContextVariable
@@ -54,6 +54,27 @@ GENERATED = "GeneratedBackwardFor_"
 """Prefix of the names of the autograd functions that torch.library generates."""
 
 
+GRADIENT_ATTRIBUTES = {
+    "_backward_hooks",
+    "backward",
+    "grad",
+    "grad_fn",
+    "is_inference",
+    "is_leaf",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad",
+    "requires_grad_",
+    "retain_grad",
+    "retains_grad",
+}
+"""Attributes and methods of tensors that differ, or fail, where gradients are disabled."""
+
+
+GRADIENT_FUNCTIONS = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
+"""Functions that tell whether gradients are enabled."""
+
+
 LOST_HOOK = "the hook that forward() registers on the gradient of a parameter would be lost"
 
 
@@ -75,7 +96,8 @@ class CapturedGraph:
     ``changed_state`` names the Python objects that the forward would change, and tracing did not. Each is a
     path from the traced module, such as ``model.layers.0``; for an attribute, the path of its module.
     ``dynamo_output`` is Dynamo's record of everything that the code read, for ``Guards``; other front ends
-    have none. ``traced_backward`` is set if the graph includes its backward.
+    have none. ``traced_backward`` is set if the graph includes its backward. ``depends_on_grad_mode`` is
+    False if the trace is proved to be the same with gradients enabled and disabled.
     """
 
     module: torch.fx.GraphModule
@@ -83,6 +105,7 @@ class CapturedGraph:
     changed_state: tuple[str, ...] = ()
     dynamo_output: CaptureOutput | None = None
     traced_backward: TracedBackward | None = None
+    depends_on_grad_mode: bool = True
 
 
 SymbolicDims = Sequence[tuple[torch.Tensor, int]]
@@ -110,11 +133,81 @@ def capture_with_dynamo(
         _refuse_hooks_on_leaves(),
         _allow_requires_grad(),
         _ignore_cudnn_flags(),
+        _record_gradient_reads() as read,
     ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     changed = _changed_state([str(warning.message) for warning in caught])
-    return CapturedGraph(graph_module, args, changed, outputs[0])
+    depends = bool(read) or not all(map(_ignores_grad_mode, graph_module.graph.nodes))
+    return CapturedGraph(graph_module, args, changed, outputs[0], depends_on_grad_mode=depends)
+
+
+@contextlib.contextmanager
+def _record_gradient_reads() -> Iterator[list[str]]:
+    """Collect what Python code may ask of gradients while Dynamo traces it, or runs it for a constant."""
+    read = list[str]()
+    get, call_method = TensorVariable.var_getattr, TensorVariable.call_method
+    call, run = TorchInGraphFunctionVariable.call_function, functions.invoke_and_store_as_constant
+
+    def attribute(self: TensorVariable, tx: Any, name: str) -> Any:
+        read.extend([name] * (name in GRADIENT_ATTRIBUTES))
+        return get(self, tx, name)
+
+    def method(self: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
+        read.extend([name] * (name in GRADIENT_ATTRIBUTES))
+        return call_method(self, tx, name, *args)
+
+    def called(self: TorchInGraphFunctionVariable, *args: Any) -> Any:
+        read.extend(each.__name__ for each in GRADIENT_FUNCTIONS if self.value is each)
+        return call(self, *args)
+
+    def ran(*args: Any) -> Any:
+        read.append("assume_constant_result")
+        return run(*args)
+
+    TensorVariable.var_getattr = attribute  # type: ignore[method-assign]
+    TensorVariable.call_method = method  # type: ignore[method-assign,assignment]
+    TorchInGraphFunctionVariable.call_function = called  # type: ignore[method-assign,assignment]
+    functions.invoke_and_store_as_constant = nn_module.invoke_and_store_as_constant = ran  # type: ignore[assignment]
+    try:
+        yield read
+    finally:
+        TensorVariable.var_getattr = get  # type: ignore[method-assign]
+        TensorVariable.call_method = call_method  # type: ignore[method-assign]
+        TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
+        functions.invoke_and_store_as_constant = nn_module.invoke_and_store_as_constant = run
+
+
+def _ignores_grad_mode(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph computes the same with gradients enabled and disabled.
+
+    An operator of torch does. Code of others could ask when it runs, and so could a graph inside the graph.
+    """
+    target: Any = node.target
+    match node.op:
+        case "call_module":
+            return False
+        case "call_method":
+            return target not in GRADIENT_ATTRIBUTES
+        case "call_function" if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+            names = [getattr(packet, name).name() for name in packet.overloads()]
+            composite = "CompositeImplicitAutograd"
+            is_own = packet._qualified_op_name.startswith(("aten::", "prims::", "pipec::"))
+            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+            return is_own or not any(has_kernel(name, composite) for name in names)
+        case "call_function":
+            module = getattr(target, "__module__", None) or ""
+            return (
+                not isinstance(target, torch._ops.HigherOrderOperator)
+                and module.partition(".")[0] in _IGNORING_GRAD_MODE
+                and not any(word in module for word in ("autograd", "functorch"))
+            )
+    return True
+
+
+_IGNORING_GRAD_MODE = {"", "torch", "_operator", "math", "builtins", "pipec"}
+"""Packages whose functions in a graph do not ask whether gradients are enabled."""
 
 
 @contextlib.contextmanager
