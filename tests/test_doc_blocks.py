@@ -174,9 +174,10 @@ def test_a_command_prints_what_is_shown(
         return
     if words[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        extras = re.findall(r"[\w-]+", words[2].partition("[")[2])
-        assert words[2].startswith(project["name"])
-        assert set(extras) <= set(project["optional-dependencies"])
+        known = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
+        for name, _, extras in (each.partition("[") for each in words[2:] if not each.startswith("-")):
+            assert name in {project["name"], *known}
+            assert set(re.findall(r"[\w-]+", extras)) <= set(project["optional-dependencies"])
         return
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for each in BLOCKS[block.page]:

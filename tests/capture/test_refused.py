@@ -153,6 +153,7 @@ class CheckedInverse(nn.Module):
         return x @ torch.linalg.inv_ex(square).inverse
 
 
+@pytest.mark.slow
 def test_operators_that_check_values_are_refused_and_their_others_are_not() -> None:
     with pytest.raises(CaptureError, match="with_effects") as caught:
         step(Between(Inverse))

@@ -50,7 +50,7 @@ def distance(output: Any, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "masks"),
     [
-        ({}, {"padding": PADDING, "mask": CAUSAL}),
+        slow({}, {"padding": PADDING, "mask": CAUSAL}),
         slow({"norm_first": True, "activation": "gelu"}, {"padding": PADDING}),
         slow({}, {"mask": CAUSAL}),
         slow({"layer_norm_eps": 1e-2}, {}),

@@ -171,6 +171,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     return run, place
 
 
+@pytest.mark.slow
 @often
 @given(data=st.data())
 def test_a_checkpoint_with_new_sums_is_refused_or_as_good(

@@ -40,6 +40,7 @@ def test_a_saved_artifact_trains_on(schedule: str, tmp_path: Path) -> None:
         list(loaded.stream([{"x": torch.zeros(8, 6), "target": torch.zeros(8)}]))
 
 
+@pytest.mark.slow
 def test_an_edited_artifact_is_refused(tmp_path: Path) -> None:
     pipe = pipeline(2)
     pipe.save(tmp_path / "saved")

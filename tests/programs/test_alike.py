@@ -209,6 +209,7 @@ def pipe() -> pipec.Pipeline:
     return pipe.prepare(torch.ones(70, 16), target=torch.zeros(70, 4))
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_plan_holds_what_its_stand_in_holds(pipe: pipec.Pipeline) -> None:
     plan = pipe.plan
     orders = tuple(InstructionColumns.of(each.instructions, plan.links).computes for each in pipe.programs)

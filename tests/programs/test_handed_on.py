@@ -101,6 +101,7 @@ def handed_on(pipe: Pipeline) -> Iterator[str]:
             yield format_link(link)
 
 
+@pytest.mark.slow
 def test_a_rank_receives_a_value_once_for_all_of_its_stages() -> None:
     pipe, unsplit = interleaved()
     assert {*received(pipe.programs).values()} == {1}

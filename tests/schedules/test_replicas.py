@@ -66,6 +66,7 @@ seconds = st.integers(0, 5).map(float)
 prices = st.fixed_dictionaries({op.value: seconds for op in Op if op.traits.timed} | {"message": seconds})
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(steps(), prices, st.randoms(use_true_random=False))
 def test_the_numbers_of_ranks_change_no_time(step: Step, price: Mapping[str, float], random) -> None:

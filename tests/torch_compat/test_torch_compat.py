@@ -370,6 +370,7 @@ def joint() -> torch_compat.JointGraph:
     return torch_compat.differentiate(found, training=True)
 
 
+@pytest.mark.slow
 def test_every_argument_and_result_of_a_joint_graph_is_described(joint: torch_compat.JointGraph) -> None:
     assert sorted(joint.arguments) == [
         ("buffer", "count"),
