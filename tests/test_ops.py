@@ -150,6 +150,7 @@ def test_replicas_join_their_microbatches_to_the_loss_of_the_batch(name: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_torch_export_joins_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     export = {"torch.export": tracer.FRONT_ENDS["torch.export"]}
     monkeypatch.setattr(tracer, "FRONT_ENDS", export)
@@ -185,6 +186,7 @@ def statements(source: str) -> list[str]:
     return sorted(line for line in code.splitlines() if not line.lstrip().startswith(("#", "del ")))
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_batch_of_another_size_is_joined_by_the_same_code() -> None:
     trained, unsplit, (x, y) = model(), model(), batch()

@@ -43,6 +43,7 @@ def test_an_ending_is_read_back_as_it_was(saved: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_loading_says_that_a_program_with_updates_needs_an_optimizer(saved: Path) -> None:
     with pytest.raises(PipecError, match="optimizer"):
         pipec.load(saved).step(**next(batches(1)))

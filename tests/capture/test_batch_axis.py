@@ -355,6 +355,7 @@ def test_outputs_have_their_rows_in_order(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_outputs_are_refused_where_nothing_shows_their_rows() -> None:
     class Turned(Flat):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

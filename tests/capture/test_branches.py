@@ -103,6 +103,7 @@ def clamped(h: Tensor, mask: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.slow
 def test_a_condition_that_flips_is_an_error_and_leaves_nothing_behind() -> None:
     model, pipe = compiled(clamped)
     given = inputs()

@@ -285,6 +285,7 @@ class Densities(nn.Module):
         ).unsqueeze(-1).expand(x.shape)
 
 
+@pytest.mark.slow
 def test_distributions_are_not_validated_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
     found, expected, _ = trained(Between(Densities), batch(), 1)

@@ -154,6 +154,7 @@ class CheckedInverse(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_operators_that_check_values_are_refused_and_their_others_are_not() -> None:
     with pytest.raises(CaptureError, match="with_effects") as caught:
         step(Between(Inverse))

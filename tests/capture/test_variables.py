@@ -431,6 +431,7 @@ def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_compilation_that_takes_long_says_what_it_does_and_why(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_double_buffering_has_as_many_microbatches_as_are_fastest() -> None:
     plan = prepared(schedule="pipedream-2bw").plan
     assert plan.num_microbatches == 3

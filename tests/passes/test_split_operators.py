@@ -93,6 +93,7 @@ def test_a_transposed_weight_is_where_it_is_read() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_another_graph_is_taken_apart_where_parameters_are(
     trained: tuple[pipec.Pipeline, nn.Module, Tensor],
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_short_batch_is_trained_on_as_in_plain_torch(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_an_epoch_of_a_stream_ends_with_a_short_batch() -> None:
     x, y = data()
     batches = [(x[:8], y[:8])] * 3 + [(x[:2], y[:2]), (x[:1], y[:1])] + [(x[:8], y[:8])] * 2

@@ -172,6 +172,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @often
 @given(data=st.data())
 def test_a_checkpoint_with_new_sums_is_refused_or_as_good(

@@ -41,6 +41,7 @@ def test_a_saved_artifact_trains_on(schedule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_an_edited_artifact_is_refused(tmp_path: Path) -> None:
     pipe = pipeline(2)
     pipe.save(tmp_path / "saved")

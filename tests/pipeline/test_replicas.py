@@ -165,6 +165,7 @@ def test_microbatches_without_rows_are_not_computed(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_tied_weight_goes_between_unequal_numbers_of_replicas() -> None:
     """The case above is no empty one."""
     for name in ("2-1", "1-2", "3-2-1"):

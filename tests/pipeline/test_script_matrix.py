@@ -13,7 +13,7 @@ ROUNDING = 1e-6
 """Relative: the model is in double precision, its loss in single."""
 
 
-@pytest.fixture(scope="module", params=[1, slow(4)], ids=["one process", "4 ranks"])
+@pytest.fixture(scope="module", params=[slow(1), slow(4)], ids=["one process", "4 ranks"])
 def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What each rank prints, in its last line its losses by habit and source."""
     count = request.param

@@ -89,6 +89,7 @@ def test_a_loop_that_calls_backward_and_optimizer_step(shard: str | None) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_what_is_recorded_of_an_update_is_its_own_program() -> None:
     pipe, _ = pair(clip=0.5, shard="gradients", **DATA_PARALLEL)
     with pipe.record() as recording:
@@ -101,6 +102,7 @@ def test_what_is_recorded_of_an_update_is_its_own_program() -> None:
     assert len(recording.steps[1].timestamps[0]) == 2 * len(update)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_among_its_updates_says_so() -> None:
     class Fails(optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -151,6 +153,7 @@ class Normalised(nn.Module):
         return nn.functional.cross_entropy(logits, words.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_replicas_agree_on_buffers_as_if_a_step_that_failed_had_not_been() -> None:
     """One replica has started to average its buffers when the other one fails."""

@@ -63,12 +63,14 @@ def test_sharded_sums_overlap_too(shard: ShardingLevel | None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.sampled_from([1e-6, 1e-3, 1e-1]))
 def test_every_gradient_is_in_one_group_and_in_order(sizes: list[int], latency: float) -> None:
     found = groups(gradients(sizes), LinkModel(100 * KB, latency))
     assert list(itertools.chain(*found)) == [f"w{k}" for k in range(len(sizes))]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=6), st.sampled_from([1e-6, 1e-3, 1e-1]))
 def test_no_choice_is_slower_than_all_together(sizes: list[int], latency: float) -> None:

@@ -89,6 +89,7 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_what_if_has_no_axis_of_which_nothing_was_played() -> None:
     """Stages of which each rank has two cannot run in the orders of one, nor as one."""
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))

@@ -22,7 +22,7 @@ P = 3 * (128 * 128 + 128) * 4
 """The bytes of the model's parameters."""
 
 
-@pytest.fixture(scope="module", params=[2, slow(4)])
+@pytest.fixture(scope="module", params=[slow(2), slow(4)])
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Any]]]:

@@ -102,6 +102,7 @@ def handed_on(pipe: Pipeline) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_rank_receives_a_value_once_for_all_of_its_stages() -> None:
     pipe, unsplit = interleaved()
     assert {*received(pipe.programs).values()} == {1}

@@ -179,6 +179,7 @@ def test_a_limited_wait_lasts_while_a_rank_at_its_end_is_between_two_calls(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_what_arrives_in_a_limited_wait_begins_it_anew(three: list[HeartbeatConnections]) -> None:
     with three[0].waiting("finishing the step", limited=True):
         for _ in range(8):

@@ -67,6 +67,7 @@ prices = st.fixed_dictionaries({op.value: seconds for op in Op if op.traits.time
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(steps(), prices, st.randoms(use_true_random=False))
 def test_the_numbers_of_ranks_change_no_time(step: Step, price: Mapping[str, float], random) -> None:
@@ -78,6 +79,7 @@ def test_the_numbers_of_ranks_change_no_time(step: Step, price: Mapping[str, flo
     assert sorted(times[0].events.ends.tolist()) == sorted(times[1].events.ends.tolist())
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.sampled_from(EQUAL), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
 def test_equal_replicas_take_as_long_as_one_pipeline_with_its_share(

@@ -371,6 +371,7 @@ def joint() -> torch_compat.JointGraph:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_every_argument_and_result_of_a_joint_graph_is_described(joint: torch_compat.JointGraph) -> None:
     assert sorted(joint.arguments) == [
         ("buffer", "count"),

@@ -397,6 +397,7 @@ def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @in_browser
 def test_the_model_folds_layers_and_shows_cuts_and_tied_weights(open_page: Open) -> None:
     page = open_pipeline(open_page)
