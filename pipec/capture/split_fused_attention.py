@@ -5,6 +5,7 @@ weights. Each weight must be on the stage where training reads it, and the cut m
 operator is replaced by several, whose results differ from its own by rounding.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from pipec.capture.node_insertion import fake_value
+from pipec.capture.node_insertion import insert_part
 
 
 def split_fused_attention(captured: fx.GraphModule) -> None:
@@ -20,23 +21,19 @@ def split_fused_attention(captured: fx.GraphModule) -> None:
     for module in captured.modules():
         if isinstance(module, fx.GraphModule):
             for node in list(module.graph.nodes):
-                if node.target in _PARTS:
+                if node.target in _PARTS and _is_self_attention(node):
                     _replace(node, _PARTS[node.target])
             module.recompile()
 
 
+def _is_self_attention(node: fx.Node) -> bool:
+    """Whether query, key and value are one tensor, as in every call that torch's modules make."""
+    return _PARTS[node.target] is _encoder_layer or node.args[0] is node.args[1] is node.args[2]
+
+
 def _replace(node: fx.Node, parts: Callable[..., Any]) -> None:
-    """Replace a call by the calls that ``parts`` makes, which are traced with its arguments."""
-
-    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        with node.graph.inserting_before(node):
-            made = node.graph.create_node("call_function", function, args, kwargs, f"{node.name}_part")
-        made.meta = dict(node.meta)
-        key = "example_value" if "example_value" in made.meta else "val"
-        values = fx.map_arg((args, kwargs), fake_value)
-        made.meta[key] = function(*values[0], **values[1])
-        return made
-
+    """Replace a call by the calls that ``parts`` makes of its arguments."""
+    call = functools.partial(insert_part, node, "part")
     result = parts(call, *node.args, **node.kwargs)
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
@@ -91,45 +88,27 @@ _OF_KEYS = 1
 """The type of a mask of shape (rows, length); others broadcast to (rows, heads, length, length)."""
 
 
-def _encoder_layer(
-    call: Call,
-    x: fx.Node,
-    width: int,
-    num_heads: int,
-    in_weight: fx.Node,
-    in_bias: fx.Node,
-    out_weight: fx.Node,
-    out_bias: fx.Node,
-    is_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    *weights: Any,
-) -> fx.Node:
-    norm1_weight, norm1_bias, norm2_weight, norm2_bias, *ffn = weights[:8]
-    mask, mask_type = (*weights[8:], None, None)[:2]
+def _encoder_layer(call: Call, x: fx.Node, width: int, num_heads: int, *others: Any) -> fx.Node:
+    in_weight, in_bias, out_weight, out_bias, is_gelu, norm_first, eps = others[:7]
+    first, second, ffn = others[7:9], others[9:11], others[11:15]
+    mask, mask_type = (*others[15:], None, None)[:2]
 
     def attention(x: fx.Node) -> fx.Node:
-        projections = in_weight, in_bias, out_weight, out_bias
-        output, _ = _attention(
-            call, x, x, x, width, num_heads, *projections, mask, need_weights=False, mask_type=mask_type
-        )
-        return output
+        weights = in_weight, in_bias, out_weight, out_bias
+        return _attention(call, x, x, x, width, num_heads, *weights, mask, False, mask_type=mask_type)[0]
 
     def feed_forward(x: fx.Node) -> fx.Node:
         hidden = call(F.gelu if is_gelu else torch.relu, call(F.linear, x, *ffn[:2]))
         return call(F.linear, hidden, *ffn[2:])
 
-    def norm1(x: fx.Node) -> fx.Node:
-        return call(F.layer_norm, x, (width,), norm1_weight, norm1_bias, eps)
-
-    def norm2(x: fx.Node) -> fx.Node:
-        return call(F.layer_norm, x, (width,), norm2_weight, norm2_bias, eps)
+    def norm(x: fx.Node, weights: tuple[fx.Node, fx.Node]) -> fx.Node:
+        return call(F.layer_norm, x, (width,), *weights, eps)
 
     if norm_first:
-        x = call(torch.add, x, attention(norm1(x)))
-        return call(torch.add, x, feed_forward(norm2(x)))
-    x = norm1(call(torch.add, x, attention(x)))
-    return norm2(call(torch.add, x, feed_forward(x)))
+        x = call(torch.add, x, attention(norm(x, first)))
+        return call(torch.add, x, feed_forward(norm(x, second)))
+    x = norm(call(torch.add, x, attention(x)), first)
+    return norm(call(torch.add, x, feed_forward(x)), second)
 
 
 _PARTS: Mapping[Any, Callable[..., Any]] = {

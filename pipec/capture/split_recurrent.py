@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from pipec.capture.node_insertion import fake_value
+from pipec.capture.node_insertion import fake_value, insert_part
 from pipec.primitives import CUDNN_RNN, ONEDNN_LSTM, RECURRENCE
 from pipec.torch_compat import computes_with_cudnn, computes_with_onednn
 
@@ -121,16 +121,7 @@ class _RecurrentCall:
         return cell
 
     def _put(self, name: str, function: Callable[..., Any], *args: Any) -> fx.Node:
-        """A new node before the call, with its fake value."""
-        graph = self.node.graph
-        with graph.inserting_before(self.node):
-            made = graph.create_node(
-                "call_function", function, args, name=f"{self.node.name}_{name}".strip("_")
-            )
-        made.meta = dict(self.node.meta)
-        key = "example_value" if "example_value" in made.meta else "val"
-        made.meta[key] = (_layer_value if name else function)(*fx.map_arg(args, fake_value))
-        return made
+        return insert_part(self.node, name, function, *args, value_of=_layer_value if name else None)
 
     def _item(self, made: fx.Node, index: int) -> fx.Node:
         return self._put("", operator.getitem, made, index)

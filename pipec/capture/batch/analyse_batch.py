@@ -263,7 +263,9 @@ class _BatchAnalysis:
                 divided = self._divided_again(node)
                 result = divided if divided is not None else self._run(node)
                 if isinstance(value, tuple | list) and len(result) != len(value):
-                    result = self._stand_in(node, MixedRows("has as many results as there are rows"))
+                    result = self._stand_in(
+                        node, MixedRows("has another number of results for another number of rows")
+                    )
                 break
             except NeedsMeanError as needed:
                 if not self._replace(node, needed.tensors, self._mean_of):
