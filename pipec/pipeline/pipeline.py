@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from pipec.artifact.artifact import Artifact, write_artifact
 from pipec.checkpoint import PretrainedWeights
+from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.compiler.compiler import Compiler
 from pipec.drawn_artifacts import DrawnTimeline, DrawnTrace, add_recorded_steps, draw_artifact
 from pipec.errors import InputError
@@ -566,12 +567,16 @@ class Pipeline(PipelineBase):
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
-        rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
+        rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all, and returns once
+        the directory is complete.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         values = self._gather("save", self._owned.tensors.unique(), all_ranks=False) if tensors else None
-        if self._context.ranks.world.rank == 0:
-            write_artifact(self._artifact, Path(directory), values)
+        write = functools.partial(write_artifact, self._artifact, Path(directory), values)
+        if tensors and self._context.ranks.world.is_distributed:
+            call_on_rank_0(self._context.ranks, f"saving to {directory}", write)
+        elif self._context.ranks.world.rank == 0:
+            write()
 
     @property
     def trained_artifact(self) -> Artifact | None:
