@@ -128,7 +128,7 @@ def _agreed_weights(
 def _pipeline(
     model: nn.Module, options: Options, ranks: Ranks, weights: PretrainedWeights | None
 ) -> Pipeline:
-    if warning := untested_version(torch.__version__):
+    if ranks.world.rank == 0 and (warning := untested_version(torch.__version__)):
         warn(warning)
     if ranks.world.is_distributed:
         require_same_options(ranks, model, options)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+import warnings
 import venv
 from pathlib import Path
 
@@ -86,9 +87,13 @@ def test_the_package_asks_for_the_tested_versions_of_torch_of_any_build() -> Non
         assert f"torch {build} is none of the versions" in str(untested_version(build))
 
 
-def test_another_version_of_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_zero_warns_of_another_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "9.0.1+cpu")
     with pytest.warns(PipecWarning, match=r"torch 9\.0\.1\+cpu is none of .* 2\.11 to 2\.13"):
+        pipec.compile(torch.nn.Linear(2, 2), devices=1)
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         pipec.compile(torch.nn.Linear(2, 2), devices=1)
 
 
