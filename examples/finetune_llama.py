@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 examples/finetune_llama.py Meta-Llama-3.1-8B --data tokens.npy
 
-No process ever holds the whole model: it is made on meta, planned, given memory stage by stage, and read from
-the folder. docs/gpus.md goes through it line by line. Without --data, batches are random tokens.
+No process ever holds the whole model: each reads the weights of its own stages. docs/gpus.md goes through it
+line by line. Without --data, batches are random tokens.
 """
 
 import argparse
@@ -12,20 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from torch import Tensor
+from transformers import AutoConfig
 
 import pipec
-
-
-def model_on_meta(folder: Path) -> nn.Module:
-    """The model without memory, but for the rotary embedding, whose buffers are in no file."""
-    config = AutoConfig.from_pretrained(folder, use_cache=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    return model.train()
 
 
 def batch(data: Path | None, number: int, shape: tuple[int, int], vocabulary: int) -> Tensor:
@@ -50,21 +40,20 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, help="a folder to save to, and to go on from")
     args = parser.parse_args()
 
-    model = model_on_meta(args.folder)
-    pipe = pipec.compile(
-        model,
+    pipe = pipec.from_pretrained(
+        args.folder,
         microbatches=args.microbatches,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-5, fused=True),
         clip_grad_norm=1.0,
+        dtype="bfloat16",
+        use_cache=False,
     )
-    next_batch = functools.partial(
-        batch, args.data, shape=(args.rows, args.length), vocabulary=model.config.vocab_size
-    )
+    pipe.train()
+    vocabulary = AutoConfig.from_pretrained(args.folder).vocab_size
+    next_batch = functools.partial(batch, args.data, shape=(args.rows, args.length), vocabulary=vocabulary)
     tokens = next_batch(0)
     pipe.prepare(input_ids=tokens, labels=tokens)
     pipec.log(pipe.plan)
-    pipe.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
-    pipe.load_checkpoint(args.folder, model_only=True)
 
     checkpoints = None
     if args.checkpoints is not None:
