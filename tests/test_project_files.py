@@ -1,4 +1,4 @@
-"""The pages and files at the root, docs/stability.md, workflows and issue forms agree with the code."""
+"""Links of all pages, files at the root, docs/stability.md, workflows and issue forms agree with the code."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from doc_blocks import pages
 
 import pipec
 from pipec.artifact.artifact import FORMAT as ARTIFACT
@@ -39,6 +40,10 @@ def read(name: str) -> str:
 
 def project() -> dict[str, Any]:
     return tomllib.loads(read("pyproject.toml"))["project"]
+
+
+URLS = project()["urls"]
+SITE = URLS["Documentation"] + "/en/latest/"
 
 
 @pytest.mark.slow
@@ -110,11 +115,48 @@ def test_the_pages_name_formats_and_versions_as_the_code_has_them() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_and_files_of_the_pages_are_there(page: str) -> None:
-    text = read(page)
-    folder = (ROOT / page).parent
-    links = [each for each in re.findall(r"\]\(([^)#]+)", text) if "://" not in each]
-    paths = re.findall(r"`((?:pipec|tests|docs|benchmarks)/[\w./-]+)`", text)
-    assert links
-    assert [each for each in links if not (folder / each).exists()] == []
+def test_files_that_the_pages_name_are_there(page: str) -> None:
+    paths = re.findall(r"`((?:pipec|tests|docs|benchmarks)/[\w./-]+)`", read(page))
     assert [each for each in paths if not (ROOT / each).exists()] == []
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as the site and GitHub make them from its headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page to files or headings that do not exist, also those into the site and the repository."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        in_repository = re.match(re.escape(URLS["Homepage"]) + "/(?:blob|raw|tree)/main/(.*)", path)
+        if path.startswith(SITE):
+            target = ROOT / "docs" / path.removeprefix(SITE).replace(".html", ".md")
+        elif in_repository:
+            target = ROOT / in_repository[1]
+        elif ":" in path:
+            continue
+        else:
+            target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    return broken
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    right = ["#one-two", f"{SITE}batch.html#branches-on-values", f"{URLS['Homepage']}/blob/main/README.md"]
+    other = ["https://example.org/none.md", "mailto:nobody@example.org"]
+    broken = ["#no", "page.md#one", "none.md", f"{SITE}none.html", f"{SITE}batch.html#no"]
+    broken.append(f"{URLS['Homepage']}/blob/main/none.py")
+    page = tmp_path / "page.md"
+    links = " ".join(f"[link]({each})" for each in right + other + broken)
+    page.write_text(f"# One, `two`\n```\n# no\n```\n{links}\n")
+    assert broken_links(page) == broken
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    everything = [*ROOT.glob("*.md"), *pages()]
+    assert {str(page.relative_to(ROOT)): found for page in everything if (found := broken_links(page))} == {}
