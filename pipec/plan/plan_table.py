@@ -251,7 +251,7 @@ def _alternatives(plan: Plan) -> list[str]:
     table.add_column("instead", no_wrap=True)
     for heading in ("microbatches", "stages", "replicas", "step", "peak memory"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("refused", no_wrap=True)
+    table.add_column("result", no_wrap=True)
     for each in plan.alternatives:
         counts = str(each.num_microbatches), str(each.num_stages), format_replicas(each.replicas)
         step, peak = format_seconds(each.seconds), format_bytes(each.peak_bytes)
