@@ -8,8 +8,8 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-import warnings
 import venv
+import warnings
 from pathlib import Path
 
 import pytest
