@@ -266,8 +266,8 @@ class _Tracer:
 
     @property
     def refused_branch(self) -> str:
-        """Why a branch was not decided; empty if none was asked for in vain."""
-        return next(iter(self._branches.refused), "")
+        """Why the last branch was not decided; empty if none was asked for in vain."""
+        return self._branches.refused[-1] if self._branches.refused else ""
 
     @property
     def is_guarded(self) -> bool:

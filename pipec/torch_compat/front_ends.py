@@ -34,6 +34,9 @@ from torch.utils import _pytree as pytree
 
 from pipec.torch_compat.guards import fqn_of
 from pipec.torch_compat.module_state import silence_output
+from pipec.torch_compat.repeated_regions import RegionTracing, repeated_modules
+
+log = logging.getLogger("pipec")
 
 DYNAMO_CONFIG = {
     "allow_rnn": True,
@@ -115,10 +118,30 @@ SymbolicDims = Sequence[tuple[torch.Tensor, int]]
 def capture_with_dynamo(
     module: torch.nn.Module, args: tuple[Any, ...], symbolic: SymbolicDims
 ) -> CapturedGraph:
-    """Trace ``module(*args)`` into one graph of torch-level calls.
+    """Trace ``module(*args)`` into one graph of torch-level calls. Equal blocks are traced once if possible.
 
     Dynamo's caches are neither read nor written, so functions that the user compiled stay compiled.
     """
+    regions = RegionTracing(repeated_modules(module))
+    if regions.blocks:
+        try:
+            captured = _trace_with_dynamo(module, args, symbolic, regions)
+        except Exception as error:
+            if not regions.failed:
+                raise
+            log.debug("equal blocks are traced one by one: %s", reason_of(error))
+        else:
+            if not regions.failed:
+                return captured
+    return _trace_with_dynamo(module, args, symbolic)
+
+
+def _trace_with_dynamo(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    symbolic: SymbolicDims,
+    regions: RegionTracing | None = None,
+) -> CapturedGraph:
     for tensor, dimension in symbolic:
         torch._dynamo.mark_dynamic(tensor, dimension)
     ignored: set[Any] = torch._dynamo.config.ignore_logger_methods
@@ -134,9 +157,12 @@ def capture_with_dynamo(
         _allow_requires_grad(),
         _ignore_cudnn_flags(),
         _record_gradient_reads() as read,
+        regions.active() if regions else contextlib.nullcontext(),
     ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
+    if regions:
+        regions.inline(graph_module)
     changed = _changed_state([str(warning.message) for warning in caught])
     depends = bool(read) or not all(map(_ignores_grad_mode, graph_module.graph.nodes))
     return CapturedGraph(graph_module, args, changed, outputs[0], depends_on_grad_mode=depends)

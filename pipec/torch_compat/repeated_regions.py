@@ -1,0 +1,410 @@
+"""Lets Dynamo trace one of many equal blocks, and copies its graph for the others.
+
+Dynamo has this for functions that a model marks with ``torch.compiler.nested_compile_region``: a marked call
+becomes a node that calls a subgraph, and a later call that meets the guards of an earlier one reuses its
+subgraph. Here a module that has siblings of its class is such a region, and no model needs a mark. Afterwards
+the subgraphs are inlined, so that the graph is the one that Dynamo makes without regions.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from traceback import StackSummary
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import LocalSource
+from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable, record_nn_module_stack
+from torch._guards import Guard, Source
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, is_accessor_node
+from torch.utils import _pytree as pytree
+
+try:
+    from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
+    from torch._dynamo.variables import invoke_subgraph
+
+    regions: Any = invoke_subgraph
+except ImportError:  # before torch 2.13, Dynamo traces each call of a region
+    regions = None
+
+log = logging.getLogger("pipec")
+
+MIN_BLOCKS = 4
+"""The fewest siblings of one class that are taken for blocks. A region costs more than a plain call."""
+
+MAX_MISSES = 3
+"""Regions of a class are given up after so many more calls that could not reuse a subgraph than could."""
+
+_BLOCK = "pipec_block"
+"""Key in the metadata of a call of a region: the entry of its module in ``nn_module_stack``."""
+
+
+def repeated_modules(module: nn.Module) -> frozenset[nn.Module]:
+    """The modules below ``module`` that may be equal blocks: siblings of one class, with children."""
+    if regions is None:
+        return frozenset()
+    found = set[nn.Module]()
+    for parent in module.modules():
+        siblings = defaultdict[type, set[nn.Module]](set)
+        for child in parent.children():
+            if any(True for _ in child.children()):
+                siblings[type(child)].add(child)
+        found.update(*(each for each in siblings.values() if len(each) >= MIN_BLOCKS))
+    return frozenset(found)
+
+
+def call_block(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The function that Dynamo traces as a region."""
+    return module(*args, **kwargs)
+
+
+call_block.__marked_compile_region_max_reuse_entries__ = 1_000_000  # type: ignore[attr-defined]
+
+
+class RegionTracing:
+    """Makes regions of the calls of some modules while Dynamo traces.
+
+    ``failed`` says whether an error has left a region, even if the model caught it.
+    """
+
+    def __init__(self, blocks: Collection[nn.Module]) -> None:
+        self.failed = False
+        self.blocks = blocks
+        self._is_inside = False
+        self._misses = defaultdict[type, int](int)
+        self._num_mutations = 0
+        self._noted: dict[int, tuple[int, Sequence[tuple[Source, Source]]]] = {}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make regions within this context."""
+        replaced: dict[tuple[Any, str], Callable[..., Any]] = {
+            (UnspecializedNNModuleVariable, "call_function"): self._called,
+            (regions, "build_reuse_condition"): self._built,
+            (regions, "is_reusable"): self._reusable,
+            (SideEffects, "store_attr"): self._mutated,
+            (SideEffects, "mutation"): self._mutated,
+            (higher_order_ops, "are_same_graph_modules"): lambda *args: False,  # to it, 1 is True
+        }
+        with contextlib.ExitStack() as stack:
+            for (owner, name), method in replaced.items():
+                original = getattr(owner, name)
+                stack.callback(setattr, owner, name, original)
+                setattr(owner, name, _bound(method, original))
+            yield
+
+    def inline(self, module: fx.GraphModule) -> None:
+        """Copy the subgraphs into the graph, so that it becomes the one without regions.
+
+        A subgraph that cannot be copied counts as an error: the graph must be traced again.
+        """
+        try:
+            _inline(module)
+        except _NotInlinedError as error:
+            log.debug("%s", error)
+            self.failed = True
+
+    def _called(
+        self, original: Any, block: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        is_region = (
+            not self._is_inside
+            and block.value in self.blocks
+            and block.source is not None
+            and self._misses[type(block.value)] <= MAX_MISSES
+            and tx.output.current_tracer.parent is None
+        )
+        if not is_region:
+            return original(block, tx, args, kwargs)
+        region = regions.InvokeSubgraphHigherOrderVariable(torch.ops.higher_order.invoke_subgraph)
+        self._is_inside = True
+        self._misses[type(block.value)] += 1
+        try:
+            result = region.call_function(tx, [_function(call_block), block, *args], {**kwargs})
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            self._is_inside = False
+        node = next(node for node in reversed(tx.output.graph.nodes) if _is_call(node))
+        with record_nn_module_stack("", block.get_nn_module_stack_source(), tx, block.value):
+            node.meta[_BLOCK] = [*tx.nn_module_stack.values()][-1]
+        return result
+
+    def _mutated(self, original: Any, effects: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+        self._num_mutations += item.source is not None
+        return original(effects, item, *args, **kwargs)
+
+    def _built(self, original: Any, tx: Any, call: Any, sources: Collection[Source]) -> Any:
+        """The condition for reusing a traced subgraph; None if it must not be reused."""
+        aliases, guards = _aliases(tx, call, sources), _guards_of_block(tx, call)
+        condition = None if aliases is None or guards is None else original(tx, call, sources)
+        if condition is None:
+            return None
+        known = {guard for _, _, _, guard in condition.guards}
+        condition.guards.extend(each for each in guards or () if each[-1] not in known)
+        self._noted[id(condition)] = self._num_mutations, aliases or ()
+        return condition
+
+    def _reusable(self, original: Any, tx: Any, condition: Any, call: Any, cached: Any) -> bool:
+        """Whether a call may reuse a subgraph. Its block is guarded then as the traced one is."""
+        without_guards = dataclasses.replace(condition, guards=[])
+        num_mutations, aliases = self._noted[id(condition)]
+        if self._num_mutations != num_mutations or _is_mutated(tx, call):
+            return False
+        if _has_aliased_arguments(call) or not _has_equal_constants(condition, call):
+            return False
+        if not original(tx, without_guards, call, cached):
+            return False
+        of_call = _Renamed(regions.build_source_replacement(cached.arg_sources, call.arg_sources))
+        value_of = _Values(tx)
+        added = []
+        for one, other in aliases:
+            if value_of(of_call(one)) is not value_of(of_call(other)):
+                return False
+            guard = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=of_call(other))
+            added.append(Guard(of_call(one), guard, user_stack=StackSummary()))
+        for source, handler, expected, guard in condition.guards:
+            if (guarded := of_call(source)) is source:
+                continue
+            if not handler.eval_fn(value_of(guarded), expected):
+                return False
+            added.append(Guard(guarded, guard.create_fn, stack=guard.stack, user_stack=guard.user_stack))
+        for each in added:
+            tx.output.guards.add(each, collect_debug_stack=False)
+        block = call.flat_vts[0][1].value
+        self._misses[type(block)] -= 2
+        return True
+
+
+class _Renamed:
+    """Maps what one call reads to what another reads, given what differs. Remembers what it has mapped."""
+
+    def __init__(self, sources: Mapping[Source, Source]) -> None:
+        self._known = {**sources}
+
+    def __call__(self, source: Source) -> Source:
+        if source not in self._known:
+            fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+            sources = {name: self(each) for name, each in fields.items() if isinstance(each, Source)}
+            is_same = all(each is fields[name] for name, each in sources.items())
+            self._known[source] = source if is_same else dataclasses.replace(source, **sources)
+        return self._known[source]
+
+
+class _Values:
+    """Reads sources. Raises what reading them raises."""
+
+    def __init__(self, tx: Any) -> None:
+        self._scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, dict[str, Any]()
+        self._known = dict[Source, Any]()
+
+    def __call__(self, source: Source) -> Any:
+        return source.get_value(*self._scope, self._known)
+
+
+def _function(function: Any) -> UserFunctionVariable:
+    return UserFunctionVariable(function)
+
+
+def _bound(method: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: method(original, *args, **kwargs)
+
+
+_OTHER_BLOCK = LocalSource("other block")
+"""A source that takes the place of a block's, to find out what is read through it."""
+
+
+def _aliases(tx: Any, call: Any, sources: Collection[Source]) -> list[tuple[Source, Source]] | None:
+    """Sources that a region reads, each with an earlier source of the same object, by which Dynamo reads it.
+
+    None if another call may differ in a way that guards do not tell: if two arguments are one tensor, if an
+    argument is a module, or a tensor that the region also reads from elsewhere.
+    """
+    if _is_mutated(tx, call) or _has_aliased_arguments(call):
+        return None
+    if any(tag is regions.InputTag.MODULE for tag, _ in call.flat_vts[1:]):
+        return None
+    renamed = _Renamed({call.arg_sources[0]: _OTHER_BLOCK})
+    if any(source is not None and renamed(source) is not source for source in call.arg_sources[1:]):
+        return None
+    given, known = {*_tensor_nodes(call)}, tx.output.side_effects
+    aliases = []
+    for guard in tx.output.guards:
+        if guard.create_fn_name() == "DUPLICATE_INPUT":
+            aliases.append((guard.originating_source, guard.create_fn.keywords["source_b"]))
+    for source in sources:
+        try:
+            value = tx.output.resolve_source_value(source)
+        except Exception:
+            return None
+        if value not in known:
+            continue
+        variable = known[value]
+        if variable.source is None or (variable.is_tensor() and variable.as_proxy().node in given):
+            return None
+        aliases.append((source, variable.source))
+    return [(x, y) for x, y in dict.fromkeys(aliases) if x != y and (renamed(x), renamed(y)) != (x, y)]
+
+
+def _is_mutated(tx: Any, call: Any) -> bool:
+    """Whether the model has changed the block of a call before, which no source tells."""
+    renamed = _Renamed({call.arg_sources[0]: _OTHER_BLOCK})
+    return any(renamed(source) is not source for source in tx.output.side_effects.mutated_sources)
+
+
+def _guards_of_block(tx: Any, call: Any) -> list[tuple[Source, Any, Any, Guard]] | None:
+    """The guards on everything in the block of a call, as a condition has them.
+
+    Dynamo's own condition lacks those on what is read without a variable, such as the classes and hooks of
+    modules within. None if a guard cannot be compared.
+    """
+    renamed = _Renamed({call.arg_sources[0]: _OTHER_BLOCK})
+    found = []
+    for guard in tx.output.guards:
+        source = guard.originating_source
+        if renamed(source) is source:
+            continue
+        handler = GUARD_VALUE_DISPATCH.get(guard.create_fn_name())
+        if handler is SKIP_GUARD:
+            continue
+        if not isinstance(handler, GuardCheckSpec):
+            return None
+        try:
+            expected = handler.get_metadata_fn(guard, tx.output.resolve_source_value(source))
+        except Exception:
+            return None
+        found.append((source, handler, expected, guard))
+    return found
+
+
+def _tensor_nodes(call: Any) -> list[fx.Node]:
+    """The nodes of the tensors and sizes among the arguments of a region's call."""
+    kinds = (regions.InputTag.TENSOR, regions.InputTag.SYMNODE)
+    return [variable.as_proxy().node for tag, variable in call.flat_vts if tag in kinds]
+
+
+def _has_aliased_arguments(call: Any) -> bool:
+    nodes = _tensor_nodes(call)
+    return len({*nodes}) < len(nodes)
+
+
+def _has_equal_constants(condition: Any, call: Any) -> bool:
+    """Whether constants among the arguments are equal: 1 is not True, nor 0.0 -0.0."""
+    pairs = zip(condition.input_checks, call.flat_vts, strict=True)
+    constants = [(x, y.value) for (tag, x), (_, y) in pairs if tag is regions.InputTag.CONSTANT]
+    return all(type(x) is type(y) and repr(x) == repr(y) for x, y in constants)
+
+
+# inline
+
+
+class _NotInlinedError(Exception):
+    """A subgraph calls a graph, or has sizes that depend on values."""
+
+
+def _inline(module: fx.GraphModule) -> None:
+    graph = module.graph
+    symbols, first = dict[sympy.Symbol, fx.Node](), dict[str, fx.Node]()
+    for node in [*graph.nodes]:
+        if (symbol := _symbol(node)) is not None:
+            symbols.setdefault(symbol, node)
+        elif _is_call(node) and _BLOCK in node.meta:
+            attribute, name, *arguments = node.args
+            body: Any = module.get_submodule(attribute.target)
+            _copy(node, first.setdefault(name, node), body.graph, arguments, symbols)
+            graph.erase_node(node)
+            graph.erase_node(attribute)
+    for name in first:
+        module.delete_submodule(name)
+    _erase_unused_sizes(graph)
+    module.recompile()
+
+
+def _copy(
+    call: fx.Node,
+    first: fx.Node,
+    body: fx.Graph,
+    arguments: Sequence[fx.Node],
+    symbols: dict[sympy.Symbol, fx.Node],
+) -> None:
+    """Put the nodes of a body in place of a call. ``first`` is the call with which it was traced.
+
+    A symbol is read from the node that is it, if ``symbols`` has one, as in a graph without subgraphs.
+    """
+    copies = dict(zip(body.find_nodes(op="placeholder"), arguments, strict=True))
+    with call.graph.inserting_before(call):
+        for node in body.nodes:
+            symbol = _symbol(node)
+            if symbol in symbols:
+                copies[node] = symbols[symbol]
+            elif node.op in ("call_function", "call_method"):
+                if isinstance(node.target, torch._ops.HigherOrderOperator) or _has_unbacked_symbols(node):
+                    raise _NotInlinedError(f"{node.format_node()} is no plain operator")
+                copies[node] = call.graph.node_copy(node, copies.__getitem__)
+                copies[node].meta["nn_module_stack"] = _module_stack(node, call, first)
+                if symbol is not None:
+                    symbols[symbol] = copies[node]
+            elif node.op not in ("placeholder", "output"):
+                raise _NotInlinedError(f"{node.format_node()} is of the subgraph alone")
+    results: Any = body.output_node().args[0]
+    for user in [*call.users]:
+        item: Any = user.args[1]
+        user.replace_all_uses_with(copies[results[item]])
+        call.graph.erase_node(user)
+
+
+def _module_stack(node: fx.Node, call: fx.Node, first: fx.Node) -> dict[str, tuple[str, type]]:
+    """The modules of a copied node: those around the call, its block, and those within."""
+    stacks: Any = [each.meta.get("nn_module_stack", {}) for each in (node, call, first)]
+    stack, around, old_around = stacks
+    (new, _), (old, _) = call.meta[_BLOCK], first.meta[_BLOCK]
+    within = [*stack.items()][len(old_around) :]
+    return {**around} | {key: (re.sub(f"^{re.escape(old)}", new, path), kind) for key, (path, kind) in within}
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.target is torch.ops.higher_order.invoke_subgraph
+
+
+def _symbol(node: fx.Node) -> sympy.Symbol | None:
+    """The symbol that a node is, as an argument or as a dimension of one."""
+    value = node.meta.get("example_value")
+    is_size = node.op == "placeholder" or node.target is torch.ops.aten.sym_size.int
+    symbol = value.node.expr if is_size and isinstance(value, torch.SymInt) else None
+    return symbol if isinstance(symbol, sympy.Symbol) else None
+
+
+def _has_unbacked_symbols(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(free_unbacked_symbols(each) for each in values if isinstance(each, _SYMBOLIC))
+
+
+_SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _erase_unused_sizes(graph: fx.Graph) -> None:
+    """Erase unused sizes and items, as Dynamo does in graphs that are not subgraphs."""
+    for node in reversed([*graph.nodes]):
+        is_size = isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool)
+        is_item = node.op == "call_function" and node.target is operator.getitem
+        is_sum = node.op == "call_function" and is_size and all(map(_is_number, node.args))
+        if not node.users and (is_item or is_sum or is_accessor_node(node)):
+            graph.erase_node(node)
+
+
+def _is_number(argument: Any) -> bool:
+    if isinstance(argument, fx.Node):
+        argument = argument.meta.get("example_value")
+    return isinstance(argument, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
