@@ -47,6 +47,8 @@ def one_of_phases(*phases: Phase) -> NDArray[np.bool_]:
     return np.array([phase in phases for phase in PHASES])
 
 
+COLLECTIVES = [op for op in OPS if op.traits.kind is OpKind.COLLECTIVE]
+_COMPUTES = [op for op in OPS if op.traits.kind is OpKind.COMPUTE]
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
 _IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE))
@@ -82,7 +84,14 @@ def compact(column: Ints) -> Ints:
 
 def taken(column: Ints, numbers: Ints) -> Ints:
     """The entries of a column with these numbers."""
-    return constant(column[0], numbers.size) if is_constant(column) and column.size else column[numbers]
+    if is_constant(column) and column.size:
+        return constant(column[0], numbers.size)
+    return column.take(numbers)  # twice as fast as an index
+
+
+def entries(table: Ints, stages: Ints, microbatches: Ints) -> Ints:
+    """The entries of a table at [stage, microbatch]. As one index, four times as fast as two."""
+    return table.take(stages * table.shape[1] + microbatches)
 
 
 def concatenate(columns: Sequence[Ints]) -> Ints:
@@ -252,6 +261,28 @@ class InstructionColumns(_Columns[Instruction]):
     @property
     def ops(self) -> Ints:
         return self._column(0)
+
+    def numbers_of(self, *ops: Op) -> Ints:
+        """The numbers of the instructions with one of these ops, ascending."""
+        found = [self.numbers_by_op[op] for op in ops if op in self.numbers_by_op]
+        if len(found) == 1:
+            return found[0]
+        return np.sort(np.concatenate(found), kind="stable") if found else np.empty(0, np.int32)
+
+    @cached_property
+    def numbers_by_op(self) -> Mapping[Op, Ints]:
+        """The numbers of the instructions of each op that occurs."""
+        codes = self.ops.astype(np.int8)
+        return {
+            op: np.flatnonzero(codes == code).astype(np.int32)
+            for code, (op, count) in enumerate(zip(OPS, np.bincount(codes), strict=False))
+            if count
+        }
+
+    @cached_property
+    def compute_numbers(self) -> Ints:
+        """The numbers of the computes, ascending."""
+        return self.numbers_of(*_COMPUTES)
 
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
