@@ -89,9 +89,26 @@ def taken(column: Ints, numbers: Ints) -> Ints:
     return column.take(numbers)  # twice as fast as an index
 
 
-def entries(table: Ints, stages: Ints, microbatches: Ints) -> Ints:
-    """The entries of a table at [stage, microbatch]. As one index, four times as fast as two."""
-    return table.take(stages * table.shape[1] + microbatches)
+def entries(table: Ints, rows: Ints, columns: Ints) -> Ints:
+    """``table[rows, columns]``, several times as fast."""
+    return table.take(rows * np.int64(table.shape[1]) + columns)
+
+
+def set_entries(table: Ints, rows: Ints, columns: Ints, numbers: Ints) -> None:
+    """``table[rows, columns] = numbers``, several times as fast. Of equal places, the last number stays."""
+    table.reshape(-1)[rows * np.int64(table.shape[1]) + columns] = numbers
+
+
+def equal_groups(column: Ints, *others: Ints) -> list[Ints]:
+    """The numbers of the rows that are equal in these columns: a group for each distinct row, ascending."""
+    if not column.size:
+        return []
+    keys = column - np.int64(column.min())
+    for other in others:
+        keys = keys * (np.ptp(other) + 1) + (other - other.min())
+    keys = keys.astype(np.min_scalar_type(keys.max()))  # numpy sorts numbers of 16 bits in linear time
+    order = np.argsort(keys, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
 def concatenate(columns: Sequence[Ints]) -> Ints:

@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Link, ModelCollectives, Op, Payload, Phase, Plan, Program, SegmentCounts
-from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, ranks_by_microbatch, taken
+from pipec.ir.columns import (
+    OP_CODE,
+    InstructionColumns,
+    Ints,
+    equal_groups,
+    ranks_by_microbatch,
+    set_entries,
+    taken,
+)
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_computes import ProgramComputes
@@ -72,7 +80,7 @@ class ProgramIndex:
     @cached_property
     def _brings_gradients(self) -> NDArray[np.bool_]:
         """For each link, whether it brings gradients of tied weights."""
-        return np.array([link.payload is Payload.WEIGHT_GRADIENT for link in self.plan.links])
+        return np.array([link.payload is Payload.WEIGHT_GRADIENT for link in self.plan.links], bool)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -126,8 +134,8 @@ class ProgramIndex:
         for each in self.columns:
             for op in (*COMPUTES, Op.FREE):
                 own = each.numbers_of(op)[:: 1 if last == (op is not Op.FREE) else -1]
-                at = taken(each.stages, own) * self._shape[2] + taken(each.microbatches, own)
-                numbers[OP_CODE[op]].reshape(-1)[at] = own
+                at = taken(each.stages, own), taken(each.microbatches, own)
+                set_entries(numbers[OP_CODE[op]], *at, own)
         return numbers
 
     @cached_property
@@ -141,7 +149,7 @@ class ProgramIndex:
             for op in TRANSFERS:
                 own = each.numbers_of(op)
                 links, peers = taken(each.link_numbers, own), taken(each.peers, own)
-                for group in _groups(links, peers):
+                for group in equal_groups(links, peers):
                     link, peer = int(links[group[0]]), int(peers[group[0]])
                     ends = {Op.SEND: (rank, peer), Op.MOVE: (rank, rank)}.get(op, (peer, rank))
                     numbers = own.take(group)
@@ -205,13 +213,3 @@ def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
 def transfer_ops(route: Route) -> tuple[Op, ...]:
     """The ops that deliver a message along a route: send, receive and wait, or a move within one rank."""
     return (Op.SEND, Op.RECV, Op.WAIT_RECV) if route.crosses_ranks else (Op.MOVE,)
-
-
-def _groups(links: Ints, peers: Ints) -> list[Ints]:
-    """The places of each distinct pair of a link and a peer, ascending."""
-    if not links.size:
-        return []
-    keys = (links - links.min()) * (np.ptp(peers) + 1) + (peers - peers.min())
-    keys = keys.astype(np.min_scalar_type(keys.max()))  # numpy sorts 16 bits in linear time
-    order = np.argsort(keys, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)

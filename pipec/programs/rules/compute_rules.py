@@ -136,8 +136,9 @@ def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
             if op is Op.MOVE:
                 using_stages.append(sources[columns.link_numbers[numbers]])
             for stages in using_stages:
-                at = entries(freed, stages, microbatches)
-                wrong = np.flatnonzero((at >= 0) & (at < numbers) & (microbatches >= 0))[:1]
+                named = (stages >= 0) & (microbatches >= 0)
+                at = entries(freed, stages * named, microbatches * named)
+                wrong = np.flatnonzero(named & (at >= 0) & (at < numbers))[:1]
                 late += zip(numbers[wrong].tolist(), stages[wrong].tolist(), strict=True)
         for number, stage in sorted(late):
             microbatch = int(columns.microbatches[number])

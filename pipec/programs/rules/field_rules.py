@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipec.ir import Instruction, Op, OpKind, Payload, count_ranks, rank_of, stages_on
-from pipec.ir.columns import InstructionColumns, Ints, is_constant
+from pipec.ir.columns import InstructionColumns, Ints, constant, is_constant
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import rank_pairs
@@ -88,6 +88,9 @@ def _distinguishing_fields(
 
 def _intervals(numbers: Ints, *bounds: int) -> Ints:
     """For each number, how many of the ``bounds`` it has reached."""
+    lowest, highest = np.searchsorted(bounds, [numbers.min(initial=0), numbers.max(initial=0)], "right")
+    if lowest == highest:
+        return constant(lowest, numbers.size)
     found = np.zeros(numbers.size, np.int8)
     for bound in bounds:
         found += numbers >= bound
