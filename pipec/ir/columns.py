@@ -99,16 +99,22 @@ def set_entries(table: Ints, rows: Ints, columns: Ints, numbers: Ints) -> None:
     table.reshape(-1)[rows * np.int64(table.shape[1]) + columns] = numbers
 
 
+def stable_order(column: Ints, *others: Ints) -> tuple[Ints, Ints]:
+    """The numbers of rows in the order of these columns, and the places at which distinct rows begin."""
+    keys = column - np.int64(column.min(initial=0))
+    for other in others:
+        lowest, highest = int(other.min(initial=0)), int(other.max(initial=0))
+        keys = keys * (highest - lowest + 1) + (other - lowest)
+    keys = keys.astype(np.min_scalar_type(keys.max(initial=0)))  # numpy sorts 16 bits in linear time
+    order = np.argsort(keys, kind="stable")
+    is_first = np.append(True, np.diff(keys[order]) != 0)[: order.size]
+    return order, np.flatnonzero(is_first)
+
+
 def equal_groups(column: Ints, *others: Ints) -> list[Ints]:
     """The numbers of the rows that are equal in these columns: a group for each distinct row, ascending."""
-    if not column.size:
-        return []
-    keys = column - np.int64(column.min())
-    for other in others:
-        keys = keys * (np.ptp(other) + 1) + (other - other.min())
-    keys = keys.astype(np.min_scalar_type(keys.max()))  # numpy sorts numbers of 16 bits in linear time
-    order = np.argsort(keys, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+    order, begins = stable_order(column, *others)
+    return np.split(order, begins[1:]) if order.size else []
 
 
 def concatenate(columns: Sequence[Ints]) -> Ints:

@@ -139,21 +139,26 @@ class ProgramIndex:
         return numbers
 
     @cached_property
+    def groups(self) -> Sequence[Sequence[tuple[Op, Ints]]]:
+        """The instructions of each rank: the numbers of those with the same op, link and peer together."""
+        return [
+            [(op, own) for op, numbers in columns.numbers_by_op.items() for own in _by_peer(columns, numbers)]
+            for columns in self.columns
+        ]
+
+    @cached_property
     def transfers(self) -> Mapping[tuple[Op, int, int, int], tuple[Ints, Ints]]:
         """The microbatches and instruction numbers of each kind of transfer.
 
         Keys are the op, the number of the link, the sending rank and the receiving rank.
         """
         found = {}
-        for rank, each in enumerate(self.columns):
-            for op in TRANSFERS:
-                own = each.numbers_of(op)
-                links, peers = taken(each.link_numbers, own), taken(each.peers, own)
-                for group in equal_groups(links, peers):
-                    link, peer = int(links[group[0]]), int(peers[group[0]])
+        for rank, (columns, groups) in enumerate(zip(self.columns, self.groups, strict=True)):
+            for op, numbers in groups:
+                if op in TRANSFERS:
+                    link, peer = int(columns.link_numbers[numbers[0]]), int(columns.peers[numbers[0]])
                     ends = {Op.SEND: (rank, peer), Op.MOVE: (rank, rank)}.get(op, (peer, rank))
-                    numbers = own.take(group)
-                    found[op, link, *ends] = taken(each.microbatches, numbers), numbers
+                    found[op, link, *ends] = taken(columns.microbatches, numbers), numbers
         return found
 
     def microbatches(self, link: Link) -> Sequence[int]:
@@ -213,3 +218,11 @@ def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
 def transfer_ops(route: Route) -> tuple[Op, ...]:
     """The ops that deliver a message along a route: send, receive and wait, or a move within one rank."""
     return (Op.SEND, Op.RECV, Op.WAIT_RECV) if route.crosses_ranks else (Op.MOVE,)
+
+
+def _by_peer(columns: InstructionColumns, numbers: Ints) -> Sequence[Ints]:
+    """These instructions, with a group for each link and peer."""
+    links, peers = taken(columns.link_numbers, numbers), taken(columns.peers, numbers)
+    if links.min() == links.max() and peers.min() == peers.max():
+        return [numbers]
+    return [numbers.take(rows) for rows in equal_groups(links, peers)]

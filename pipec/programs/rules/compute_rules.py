@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir import Op, rank_of
-from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, entries, taken
+from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, constant, entries, taken
 from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex
 from pipec.programs.rank_memory import in_flight
 from pipec.programs.violation import Violation
@@ -123,23 +123,20 @@ def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
     forward stage 0 mb 0, free stage 0 mb 0, backward stage 0 mb 0
     """
     freed = step.numbers[OP_CODE[Op.FREE]]
-    sources = np.array([link.source for link in step.plan.links], np.int32)
     for rank, columns in enumerate(step.columns):
         late: list[tuple[int, int]] = []
-        for op, numbers in columns.numbers_by_op.items():
-            if op not in _USES_MICROBATCH:
+        for op, numbers in step.groups[rank]:
+            microbatches, stages = taken(columns.microbatches, numbers), taken(columns.stages, numbers)
+            if op not in _USES_MICROBATCH or microbatches[0] < 0 or stages[0] < 0:
                 continue
-            microbatches, using_stages = (
-                taken(columns.microbatches, numbers),
-                [taken(columns.stages, numbers)],
-            )
+            using = [stages]
             if op is Op.MOVE:
-                using_stages.append(sources[columns.link_numbers[numbers]])
-            for stages in using_stages:
-                named = (stages >= 0) & (microbatches >= 0)
-                at = entries(freed, stages * named, microbatches * named)
-                wrong = np.flatnonzero(named & (at >= 0) & (at < numbers))[:1]
-                late += zip(numbers[wrong].tolist(), stages[wrong].tolist(), strict=True)
+                link = columns.links[columns.link_numbers[numbers[0]]]
+                using.append(constant(link.source, numbers.size))
+            for used in using:
+                at = entries(freed, used, microbatches)
+                wrong = np.flatnonzero((at >= 0) & (at < numbers))[:1]
+                late += zip(numbers[wrong].tolist(), used[wrong].tolist(), strict=True)
         for number, stage in sorted(late):
             microbatch = int(columns.microbatches[number])
             where = f"stage {stage}, microbatch {microbatch}"

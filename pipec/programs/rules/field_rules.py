@@ -36,14 +36,15 @@ def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iter
     return collective_rules.violations(step, rank, instruction)
 
 
-def _first_of_each_kind(step: ProgramIndex, columns: InstructionColumns) -> Sequence[int]:
+def _first_of_each_kind(step: ProgramIndex, rank: int) -> Sequence[int]:
     """The first instruction of each kind. If one instruction of a kind fits the plan, all of them do.
 
     They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
     not. Only fields that differ in this program distinguish kinds.
     """
-    fields, found = _distinguishing_fields(step, columns), list[int]()
-    for own in columns.numbers_by_op.values():
+    columns, found = step.columns[rank], list[int]()
+    fields = _distinguishing_fields(step, columns)
+    for _, own in step.groups[rank]:
         kinds, count = np.zeros(own.size, np.int64), 1
         for field, low, high in fields:
             column = field.take(own)
@@ -70,11 +71,11 @@ _MOST_KINDS = 2**16
 def _distinguishing_fields(
     step: ProgramIndex, columns: InstructionColumns
 ) -> Sequence[tuple[Ints, int, int]]:
-    """The columns that distinguish kinds, and for each the bounds beyond which numbers count as equal."""
+    """The columns that distinguish kinds of one op, link and peer: each with the bounds beyond which numbers
+    count as equal.
+    """
     fields = [
         (columns.stages, -2, len(step.plan.placement)),
-        (columns.link_numbers, -2, len(columns.links)),
-        (columns.peers, -2, len(step.programs)),
         (_intervals(columns.microbatches, -1, 0, step.plan.num_microbatches), 0, 3),
         (_intervals(columns.slots, -1, 0), 0, 2),
         (columns.buckets, -2, len(step.plan.sync_spec.buckets)),
@@ -201,6 +202,6 @@ def fits_plan(step: ProgramIndex) -> Iterator[Violation]:
     ):
         yield Violation(None, misfit)
     for rank, columns in enumerate(step.columns):
-        for number in _first_of_each_kind(step, columns):
+        for number in _first_of_each_kind(step, rank):
             for misfit in _violations(step, rank, columns[number]):
                 yield Violation((rank, number), misfit)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir import Link, Op
-from pipec.ir.columns import OP_CODE, entries, taken
+from pipec.ir.columns import OP_CODE, entries, stable_order, taken
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex, transfer_ops
 from pipec.programs.routes import DeliveredMessages
@@ -103,10 +103,9 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
     for rank, columns in enumerate(step.columns):
         used = columns.numbers_of(Op.RECV, Op.MOVE)
         used = used[taken(columns.slots, used) >= 0]
-        used = used[np.lexsort((taken(columns.slots, used), taken(columns.link_numbers, used)))]
-        links, slots = columns.link_numbers.take(used), columns.slots.take(used)
-        again = np.flatnonzero((links[1:] == links[:-1]) & (slots[1:] == slots[:-1]))
-        before, after = used[again], used[again + 1]
+        order, begins = stable_order(taken(columns.link_numbers, used), taken(columns.slots, used))
+        ends = np.append(begins[1:], order.size) - 1
+        before, after = (used[np.delete(order, places)] for places in (ends[: begins.size], begins))
         until = entries(freed, columns.stages.take(before), columns.microbatches.take(before))
         for link, stages in stages_of_link.items():
             own = np.flatnonzero(columns.link_numbers[before] == link)
