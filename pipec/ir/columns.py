@@ -54,7 +54,6 @@ _IS_TIMED = _having(lambda traits: traits.timed)
 _IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE))
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)
 _IS_COPY = _having(lambda traits: traits.kind is OpKind.COPY)
-FILLS_SLOT = _having(lambda traits: traits.fills_slot)
 _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
 
