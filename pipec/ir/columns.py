@@ -103,7 +103,7 @@ def stable_order(column: Ints, *others: Ints) -> tuple[Ints, Ints]:
     keys = column - np.int64(column.min(initial=0))
     for other in others:
         lowest, highest = int(other.min(initial=0)), int(other.max(initial=0))
-        keys = keys * (highest - lowest + 1) + (other - lowest)
+        keys = keys * (highest - lowest + 1) + (other.astype(np.int64) - lowest)
     keys = keys.astype(np.min_scalar_type(keys.max(initial=0)))  # numpy sorts 16 bits in linear time
     order = np.argsort(keys, kind="stable")
     is_first = np.append(True, np.diff(keys[order]) != 0)[: order.size]
