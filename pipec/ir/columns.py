@@ -47,12 +47,13 @@ def one_of_phases(*phases: Phase) -> NDArray[np.bool_]:
     return np.array([phase in phases for phase in PHASES])
 
 
+COLLECTIVES = [op for op in OPS if op.traits.kind is OpKind.COLLECTIVE]
+_COMPUTES = [op for op in OPS if op.traits.kind is OpKind.COMPUTE]
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
 _IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE))
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)
 _IS_COPY = _having(lambda traits: traits.kind is OpKind.COPY)
-FILLS_SLOT = _having(lambda traits: traits.fills_slot)
 _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
 
@@ -82,7 +83,37 @@ def compact(column: Ints) -> Ints:
 
 def taken(column: Ints, numbers: Ints) -> Ints:
     """The entries of a column with these numbers."""
-    return constant(column[0], numbers.size) if is_constant(column) and column.size else column[numbers]
+    if is_constant(column) and column.size:
+        return constant(column[0], numbers.size)
+    return column.take(numbers)  # twice as fast as an index
+
+
+def entries(table: Ints, rows: Ints, columns: Ints) -> Ints:
+    """``table[rows, columns]``, several times as fast."""
+    return table.take(rows * np.int64(table.shape[1]) + columns)
+
+
+def set_entries(table: Ints, rows: Ints, columns: Ints, numbers: Ints) -> None:
+    """``table[rows, columns] = numbers``, several times as fast. Of equal places, the last number stays."""
+    table.reshape(-1)[rows * np.int64(table.shape[1]) + columns] = numbers
+
+
+def stable_order(column: Ints, *others: Ints) -> tuple[Ints, Ints]:
+    """The numbers of rows in the order of these columns, and the places at which distinct rows begin."""
+    keys = column - np.int64(column.min(initial=0))
+    for other in others:
+        lowest, highest = int(other.min(initial=0)), int(other.max(initial=0))
+        keys = keys * (highest - lowest + 1) + (other.astype(np.int64) - lowest)
+    keys = keys.astype(np.min_scalar_type(keys.max(initial=0)))  # numpy sorts 16 bits in linear time
+    order = np.argsort(keys, kind="stable")
+    is_first = np.append(True, np.diff(keys[order]) != 0)[: order.size]
+    return order, np.flatnonzero(is_first)
+
+
+def equal_groups(column: Ints, *others: Ints) -> list[Ints]:
+    """The numbers of the rows that are equal in these columns: a group for each distinct row, ascending."""
+    order, begins = stable_order(column, *others)
+    return np.split(order, begins[1:]) if order.size else []
 
 
 def concatenate(columns: Sequence[Ints]) -> Ints:
@@ -252,6 +283,28 @@ class InstructionColumns(_Columns[Instruction]):
     @property
     def ops(self) -> Ints:
         return self._column(0)
+
+    def numbers_of(self, *ops: Op) -> Ints:
+        """The numbers of the instructions with one of these ops, ascending."""
+        found = [self.numbers_by_op[op] for op in ops if op in self.numbers_by_op]
+        if len(found) == 1:
+            return found[0]
+        return np.sort(np.concatenate(found), kind="stable") if found else np.empty(0, np.int32)
+
+    @cached_property
+    def numbers_by_op(self) -> Mapping[Op, Ints]:
+        """The numbers of the instructions of each op that occurs."""
+        codes = self.ops.astype(np.int8)
+        return {
+            op: np.flatnonzero(codes == code).astype(np.int32)
+            for code, (op, count) in enumerate(zip(OPS, np.bincount(codes), strict=False))
+            if count
+        }
+
+    @cached_property
+    def compute_numbers(self) -> Ints:
+        """The numbers of the computes, ascending."""
+        return self.numbers_of(*_COMPUTES)
 
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:

@@ -8,9 +8,9 @@ from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, one_of, tak
 STARTED_OP = np.array([OP_CODE[op.traits.awaits or op] for op in OPS], np.int32)
 """For the code of each wait, the code of the op that it waits for; for others, their own."""
 
-IS_AWAITED = one_of(*(op for op in WAIT_OF if op is not Op.RECV))
-IS_WAIT = IS_AWAITED[STARTED_OP] & ~IS_AWAITED
-"""For each code of an op, whether it starts a collective or a copy, and whether it waits for one."""
+_AWAITED = [op for op in WAIT_OF if op is not Op.RECV]
+IS_WAIT = one_of(*(WAIT_OF[op] for op in _AWAITED))
+"""For each code of an op, whether it waits for a collective or a copy."""
 
 SAME_FIELDS = [1, 2, 6, 8]
 """The columns that a wait shares with its start: stage, microbatch, bucket and model collective."""
@@ -28,7 +28,7 @@ def awaited_starts(columns: InstructionColumns) -> tuple[Ints, Ints]:
 
 def starts_and_waits(columns: InstructionColumns) -> tuple[Ints, Ints]:
     """The numbers of starts and waits, those with the same fields together and in order, and their fields."""
-    involved = np.flatnonzero(IS_AWAITED[STARTED_OP[columns.ops]])
+    involved = columns.numbers_of(*_AWAITED, *(WAIT_OF[op] for op in _AWAITED))
     if not involved.size:
         return involved, np.empty((1 + len(SAME_FIELDS), 0), np.int32)
     named = [taken(columns.columns[k], involved) for k in SAME_FIELDS]

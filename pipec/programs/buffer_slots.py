@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Op
-from pipec.ir.columns import FILLS_SLOT, OP_CODE, InstructionColumns, Ints, compact
+from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, compact, equal_groups, taken
 
 
 def with_slots(
@@ -26,13 +26,15 @@ def with_slots(
     """
     ops, stages, microbatches, links = columns.columns[:4]
     slots = np.full(len(columns), -1, np.int32)
-    numbers = np.flatnonzero(buffered[links] & FILLS_SLOT[ops])
+    numbers = np.flatnonzero((ops == OP_CODE[Op.RECV]) | (ops == OP_CODE[Op.MOVE]))
+    numbers = numbers[buffered[taken(links, numbers)]]
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
-    by_link = numbers[np.argsort(links[numbers], kind="stable")]
-    bounds = np.flatnonzero(np.diff(links[by_link])) + 1
-    for received in np.split(by_link, bounds) if by_link.size else ():
+    for group in equal_groups(taken(links, numbers)):
+        received = numbers[group]
         reading_stages = stages_of_link.get(int(links[received[0]]), stages[received[:1]])
-        own = frees[np.isin(stages[frees], reading_stages)]
+        reads = np.zeros(int(stages.max()) + 1, bool)
+        reads[reading_stages] = True
+        own = frees[reads[stages[frees]]]
         freed = np.empty(int(microbatches.max()) + 1, np.int64)
         freed[microbatches[own]] = own
         slots[received] = _assign_slots(received, freed[microbatches[received]])
@@ -42,7 +44,7 @@ def with_slots(
 def _assign_slots(received: Ints, freed: Ints) -> Ints:
     """The slots of messages received at ``received``, ascending, and freed at ``freed``."""
     count = np.arange(received.size)
-    order_of_frees = np.argsort(freed)
+    order_of_frees = np.argsort(freed, kind="stable")
     depth = int((count + 1 - np.searchsorted(freed[order_of_frees], received)).max())
     slots_of_messages = count.copy()
     slots_of_messages[depth:] = order_of_frees[: max(received.size - depth, 0)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir.columns import InstructionColumns, Ints, concatenate_instructions
+from pipec.ir.columns import COLLECTIVES, InstructionColumns, Ints, concatenate_instructions
 from pipec.programs.deadlock import InstructionSite, WaitEdges
 from pipec.programs.program_index import ProgramIndex
 
@@ -39,7 +39,7 @@ class CollectiveWaits:
 
 def collective_waits(step: ProgramIndex) -> CollectiveWaits:
     """Each collective waits for all its ranks, and all of them wait for it."""
-    own = [np.flatnonzero(columns.is_collective) for columns in step.columns]
+    own = [columns.numbers_of(*COLLECTIVES) for columns in step.columns]
     started = concatenate_instructions(
         [columns.taken(numbers) for columns, numbers in zip(step.columns, own, strict=True)]
     )

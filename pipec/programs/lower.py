@@ -20,7 +20,7 @@ A step may have millions of instructions, so lowering works on columns of number
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -54,8 +54,8 @@ from pipec.ir.columns import (
     InstructionColumns,
     Ints,
     compact,
-    concatenate,
     constant,
+    entries,
     one_of_phases,
     taken,
 )
@@ -140,25 +140,26 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     for rank in range(schedule.num_ranks):
         copies = offload_intervals(index.computes[rank], offload)
         blocks = [
-            _receives(order, rank, arriving[rank], sums),
-            _sync_ops(collectives, rank, OpKind.COLLECTIVE),
-            _model_collective_block(index, rank, model_collectives),
-            _sync_ops(collectives, rank, OpKind.LOCAL),
-            _sync_ops(collectives, rank, OpKind.STEP_COMPUTE),
-            _model_collective_block(index, rank, model_collectives, WAIT_OF),
-            _copies(copies, Op.WAIT_PREFETCH, copies.prefetches + NUM_COMPUTES_BESIDE),
-            _recomputes(index, rank, recompute, versions),
+            [_receives(order, rank, arriving[rank], sums)],
+            [_sync_ops(collectives, rank, OpKind.COLLECTIVE)],
+            _model_collective_blocks(index, rank, model_collectives),
+            [_sync_ops(collectives, rank, OpKind.LOCAL)],
+            [_sync_ops(collectives, rank, OpKind.STEP_COMPUTE)],
+            _model_collective_blocks(index, rank, model_collectives, WAIT_OF),
+            [_copies(copies, Op.WAIT_PREFETCH, copies.prefetches + NUM_COMPUTES_BESIDE)],
+            [_recomputes(index, rank, recompute, versions)],
             _waits(arriving[rank]),
-            _computes(index, rank, versions),
+            [_computes(index, rank, versions)],
             _sends(leaving[rank]),
-            _accumulates(index, rank),
-            _copies(copies, Op.WAIT_OFFLOAD, copies.offloads + 1),
+            [_accumulates(index, rank)],
+            [_copies(copies, Op.WAIT_OFFLOAD, copies.offloads + 1)],
             _frees(index, rank),
-            _sync_ops(collectives, rank, OpKind.RELEASE),
-            _copies(copies, Op.PREFETCH, copies.prefetches),
-            _copies(copies, Op.OFFLOAD, copies.offloads),
+            [_sync_ops(collectives, rank, OpKind.RELEASE)],
+            [_copies(copies, Op.PREFETCH, copies.prefetches)],
+            [_copies(copies, Op.OFFLOAD, copies.offloads)],
         ]
-        columns = with_sync_waits(InstructionColumns(_in_order(blocks), links), sync_spec, sent_back)
+        columns = InstructionColumns(_in_order(blocks), links)
+        columns = with_sync_waits(columns, sync_spec, sent_back)
         columns = with_stream_instructions(columns, plan, schedule.num_microbatches)
         columns = with_precomputes(columns, plan)
         programs.append(Program(rank, with_slots(columns, buffered, stages_of_link)))
@@ -264,22 +265,25 @@ def _units(index: ScheduleIndex) -> Floats:
     return units
 
 
+_Field = Ints | int
+"""A column of a block: a number for each instruction, or the same number for all of them."""
+
+
 @dataclass(frozen=True)
 class _Block:
     """Instructions of one kind: the positions they belong to, and their columns."""
 
     positions: Ints
-    columns: Sequence[Ints]
+    columns: Sequence[_Field]
 
     def taken(self, order: Ints) -> "_Block":
-        """The instructions in another order, or some of them."""
-        return _Block(self.positions[order], [taken(column, order) for column in self.columns])
+        """The instructions in another order."""
+        columns = [each if isinstance(each, int) else each.take(order) for each in self.columns]
+        return _Block(self.positions.take(order), columns)
 
 
-def _block(positions: Ints, *columns: Ints | int) -> _Block:
-    filled = (*columns, *(-1,) * (NUM_COLUMNS - len(columns)))
-    size = positions.size
-    return _Block(positions, [constant(each, size) if isinstance(each, int) else each for each in filled])
+def _block(positions: Ints, *columns: _Field) -> _Block:
+    return _Block(positions, (*columns, *(-1,) * (NUM_COLUMNS - len(columns))))
 
 
 _MAKES_GRADIENTS = one_of_phases(Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
@@ -290,23 +294,40 @@ _AFTER_UNSHARD = 3
 _NOTHING = _block(np.empty(0, np.int32))
 
 
-def _concatenated_blocks(blocks: Sequence[_Block]) -> _Block:
+def _concatenated(blocks: Sequence[_Block]) -> _Block:
     filled = [each for each in blocks if each.positions.size]
     if not filled:
         return _NOTHING
-    if len(filled) == 1:
-        return filled[0]
-    return _Block(
-        np.concatenate([each.positions for each in filled]),
-        [concatenate([each.columns[k] for each in filled]) for k in range(NUM_COLUMNS)],
-    )
+    positions = np.concatenate([each.positions for each in filled])
+    return _Block(positions, [_concatenated_column(filled, k) for k in range(NUM_COLUMNS)])
 
 
-def _in_order(blocks: Sequence[_Block]) -> list[Ints]:
-    """The columns of all blocks, sorted by position and then by block. The sort is stable."""
-    keys = [block.positions * len(blocks) + number for number, block in enumerate(blocks)]
-    order = np.argsort(np.concatenate(keys), kind="stable")
-    return [taken(compact(column), order) for column in _concatenated_blocks(blocks).columns]
+def _concatenated_column(blocks: Sequence[_Block], number: int) -> _Field:
+    first = blocks[0].columns[number]
+    if isinstance(first, int) and all(each.columns[number] is first for each in blocks):
+        return first
+    column = np.empty(sum(each.positions.size for each in blocks), np.int32)
+    begin = 0
+    for each in blocks:
+        end = begin + each.positions.size
+        column[begin:end] = each.columns[number]
+        begin = end
+    return column
+
+
+def _in_order(kinds: Sequence[Iterable[_Block]]) -> list[Ints]:
+    """The columns of all blocks, sorted by position and then by kind. The sort is stable."""
+    blocks = [
+        replace(block, positions=block.positions * len(kinds) + number)
+        for number, kind in enumerate(kinds)
+        for block in kind
+    ]
+    joined = _concatenated(blocks)
+    order = np.argsort(joined.positions, kind="stable")
+    return [
+        constant(column, order.size) if isinstance(column, int) else taken(compact(column), order)
+        for column in joined.columns
+    ]
 
 
 def _receives(
@@ -327,7 +348,7 @@ def _receives(
         posted, made = _channel(unit_order, rank, list(channel))
         blocks.append(posted)
         times.append(unit_order.ends[source][made])
-    joined, order = _concatenated_blocks(blocks), np.argsort(np.concatenate(times), kind="stable")
+    joined, order = _concatenated(blocks), np.argsort(np.concatenate(times), kind="stable")
     return joined.taken(order)
 
 
@@ -344,36 +365,32 @@ def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -
         passed = np.searchsorted(ends[rank], sent, "right" if rank < route.source else "left")
         ahead = np.where(each.producers > 0, np.maximum(each.readers - ~depends, 1), 0)
         posts = np.minimum(passed, ahead).astype(np.int32)
-        columns = OP_CODE[Op.RECV], route.link.target, route.microbatches, route.number, route.source, -1
+        columns = OP_CODE[Op.RECV], route.link.target, route.microbatches, route.number, route.source
         blocks.append(_block(posts, *columns))
-    joined, made = _concatenated_blocks(blocks), np.concatenate([each.producers for each, _ in arriving])
+    joined, made = _concatenated(blocks), np.concatenate([each.producers for each, _ in arriving])
     order = np.argsort(made, kind="stable")
     positions = np.minimum.accumulate(joined.positions[order][::-1])[::-1]
     return replace(joined.taken(order), positions=positions), made[order]
 
 
-def _sends(leaving: Sequence[_Traffic]) -> _Block:
+def _sends(leaving: Sequence[_Traffic]) -> Iterator[_Block]:
     """The sends and moves of a rank, each directly after the compute that makes its values."""
-    blocks = []
     for each in leaving:
         route = each.route
         if route.crosses_ranks:
             op, stage, peer = Op.SEND, route.link.source, route.target
         else:
             op, stage, peer = Op.MOVE, route.link.target, -1
-        blocks.append(_block(each.producers, OP_CODE[op], stage, route.microbatches, route.number, peer, -1))
-    return _concatenated_blocks(blocks)
+        yield _block(each.producers, OP_CODE[op], stage, route.microbatches, route.number, peer)
 
 
-def _waits(arriving: Sequence[_Arriving]) -> _Block:
+def _waits(arriving: Sequence[_Arriving]) -> Iterator[_Block]:
     """The waits for messages, each before its reader, or at the end of the program."""
-    blocks = []
     for each, _ in arriving:
         route = each.route
         if route.link.payload not in (Payload.MICROBATCH_RESULT, Payload.WEIGHT_GRADIENT):
             columns = OP_CODE[Op.WAIT_RECV], route.link.target, route.microbatches, route.number, route.source
-            blocks.append(_block(each.readers, *columns))
-    return _concatenated_blocks(blocks)
+            yield _block(each.readers, *columns)
 
 
 def _computes(index: ScheduleIndex, rank: int, versions: Ints) -> _Block:
@@ -381,8 +398,9 @@ def _computes(index: ScheduleIndex, rank: int, versions: Ints) -> _Block:
     computes = index.computes[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[computes.phases]
     positions = np.arange(1, len(computes) + 1, dtype=np.int32)
-    segments, read = compact(index.segments[rank]), compact(versions[computes.stages, computes.microbatches])
-    return _block(positions, ops, computes.stages, computes.microbatches, -1, -1, -1, -1, segments, -1, read)
+    read = entries(versions, computes.stages, computes.microbatches)
+    same = computes.stages, computes.microbatches, -1, -1, -1, -1, index.segments[rank], -1, read
+    return _block(positions, ops, *same)
 
 
 def _recomputes(index: ScheduleIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
@@ -393,7 +411,7 @@ def _recomputes(index: ScheduleIndex, rank: int, recompute: Collection[int], ver
     replays = np.isin(computes.stages, list(recompute)) & _NEEDS_FORWARD[computes.phases]
     own = np.flatnonzero(replays & (segments <= 0))
     stages, microbatches = computes.stages[own], computes.microbatches[own]
-    op, read = OP_CODE[Op.RECOMPUTE], versions[stages, microbatches]
+    op, read = OP_CODE[Op.RECOMPUTE], entries(versions, stages, microbatches)
     positions = (own + 1).astype(np.int32)
     return _block(positions, op, stages, microbatches, -1, -1, -1, -1, -1, -1, read)
 
@@ -416,11 +434,11 @@ def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = No
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
-def _model_collective_block(
+def _model_collective_blocks(
     index: ScheduleIndex, rank: int, model_collectives: ModelCollectives, op_of: Mapping[Op, Op] | None = None
-) -> _Block:
+) -> Iterator[_Block]:
     """The model collectives of a rank, each before the segment that reads its result; or others ``op_of``."""
-    computes, segments, blocks = index.computes[rank], index.segments[rank], []
+    computes, segments = index.computes[rank], index.segments[rank]
     for stage, of_stage in model_collectives.items():
         for number, collective in enumerate(of_stage):
             of_phase = (computes.stages == stage) & (computes.phases == PHASE_CODE[collective.phase])
@@ -428,8 +446,7 @@ def _model_collective_block(
             positions = (own + 1).astype(np.int32)
             op = OP_CODE[op_of[collective.op] if op_of else collective.op]
             microbatches = computes.microbatches[own]
-            blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
-    return _concatenated_blocks(blocks)
+            yield _block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number)
 
 
 def _copies(copies: OffloadIntervals, op: Op, positions: Ints) -> _Block:
@@ -437,11 +454,9 @@ def _copies(copies: OffloadIntervals, op: Op, positions: Ints) -> _Block:
     return _block(positions, OP_CODE[op], copies.stages, copies.microbatches)
 
 
-def _frees(index: ScheduleIndex, rank: int) -> _Block:
+def _frees(index: ScheduleIndex, rank: int) -> Iterator[_Block]:
     """A free after the last compute of each stage and microbatch."""
-    blocks = []
     for stage in stages_on(index.schedule.placement, rank):
         last = index.lasts[:, stage].max(axis=0) * (index.ranks[stage] == rank)
         microbatches = np.flatnonzero(last).astype(np.int32)
-        blocks.append(_block(last[microbatches], OP_CODE[Op.FREE], stage, microbatches, -1, -1, -1))
-    return _concatenated_blocks(blocks)
+        yield _block(last[microbatches], OP_CODE[Op.FREE], stage, microbatches)

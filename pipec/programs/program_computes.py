@@ -6,8 +6,8 @@ from typing import Self
 
 import numpy as np
 
-from pipec.ir import SCHEDULED_PHASES, Op
-from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, one_of
+from pipec.ir import Op
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, taken
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.task_times import TaskInputs, TaskTimes, run_tasks
@@ -31,19 +31,18 @@ class ProgramComputes:
         cls, programs: Sequence[InstructionColumns], deliveries: Sequence[DeliveredMessages]
     ) -> Self | None:
         """The computes of programs as tasks; None if they wait for each other."""
-        computes = [columns.is_compute for columns in programs]
-        first_tasks: list[int] = np.cumsum([0, *(each.sum() for each in computes)]).tolist()
+        sizes = [columns.compute_numbers.size for columns in programs]
+        first_tasks: list[int] = np.cumsum([0, *sizes]).tolist()
         next_computes_by_rank = [
-            np.cumsum(each, dtype=np.int32) - each + np.int32(first)
-            for first, each in zip(first_tasks[:-1], computes, strict=True)
+            _next_computes(columns, first) for first, columns in zip(first_tasks[:-1], programs, strict=True)
         ]
         reads = _waits(deliveries, first_tasks, next_computes_by_rank)
-        ops = [columns.ops[own] for columns, own in zip(programs, computes, strict=True)]
+        ops = [taken(columns.ops, columns.compute_numbers) for columns in programs]
         units = np.where(np.concatenate(ops) == OP_CODE[Op.BACKWARD], 2.0, 1.0)
         run = run_tasks(units, reads, first_tasks)
         if not isinstance(run, TaskTimes):
             return None
-        waits_last = not any(map(_posts_after_wait, programs))
+        waits_last = not any(map(_posts_after_wait, programs, next_computes_by_rank))
         return cls(first_tasks, next_computes_by_rank, Dependence(first_tasks, run), waits_last)
 
     def receives_precede_sends(self, deliveries: Sequence[DeliveredMessages]) -> bool:
@@ -67,7 +66,7 @@ class ProgramComputes:
 
     def _reached(self, rank: int, numbers: Ints) -> Floats:
         """The ends of the computes before these instructions, which are not computes themselves."""
-        before = self.next_computes_by_rank[rank][numbers] - 1
+        before = self.next_computes_by_rank[rank].take(numbers) - 1
         return np.where(before < self.first_tasks[rank], 0.0, self.dependence.run.ends[before])
 
     def depend_on_next_compute(self, deliveries: Sequence[DeliveredMessages]) -> Sequence[Bools]:
@@ -76,7 +75,7 @@ class ProgramComputes:
         by_route, candidates = list[Bools](), list[Ints]()
         for each in deliveries:
             made = _made(each, self.next_computes_by_rank)
-            following = self.next_computes_by_rank[each.route.target][each.receives]
+            following = self.next_computes_by_rank[each.route.target].take(each.receives)
             made_here = made >= self.first_tasks[each.route.source]
             is_own = following < self.first_tasks[each.route.target + 1]
             candidates.append(np.flatnonzero(made_here & is_own))
@@ -89,14 +88,24 @@ class ProgramComputes:
         return by_route
 
 
-def _posts_after_wait(columns: InstructionColumns) -> bool:
+def _next_computes(columns: InstructionColumns, first_task: int) -> Ints:
+    """The task of each instruction: itself, or else the next compute. The first compute is ``first_task``."""
+    ended = np.zeros(len(columns) + 1, np.int32)
+    ended[columns.compute_numbers + 1] = 1
+    ended[0] = first_task
+    return np.cumsum(ended[:-1], dtype=np.int32)
+
+
+def _posts_after_wait(columns: InstructionColumns, next_computes: Ints) -> bool:
     """Whether a rank sends or receives something between a wait for a message and its next compute."""
-    ops = columns.ops[_INVOLVED[columns.ops]]
-    return bool(((ops == OP_CODE[Op.WAIT_RECV])[:-1] & _POSTS[ops][1:]).any())
-
-
-_POSTS = one_of(Op.SEND, Op.RECV)
-_INVOLVED = _POSTS | one_of(Op.WAIT_RECV, *map(Op, SCHEDULED_PHASES))
+    first_waits = np.full(columns.compute_numbers.size + 1, len(columns), np.int32)
+    waits = columns.numbers_of(Op.WAIT_RECV)[::-1]
+    first_waits[next_computes.take(waits) - next_computes[:1]] = waits
+    for op in (Op.SEND, Op.RECV):
+        posts = columns.numbers_of(op)
+        if (posts > first_waits.take(next_computes.take(posts) - next_computes[:1])).any():
+            return True
+    return False
 
 
 def _waits(
@@ -108,7 +117,7 @@ def _waits(
     readers, producers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for each in deliveries:
         made = _made(each, next_computes_by_rank)
-        waiting = next_computes_by_rank[each.route.target][each.waits]
+        waiting = next_computes_by_rank[each.route.target].take(each.waits)
         found = (made >= first_tasks[each.route.source]) & (waiting < first_tasks[each.route.target + 1])
         readers.append(waiting[found])
         producers.append(made[found])
@@ -117,4 +126,4 @@ def _waits(
 
 def _made(each: DeliveredMessages, next_computes_by_rank: Sequence[Ints]) -> Ints:
     """The last compute before each message is sent."""
-    return next_computes_by_rank[each.route.source][each.sends] - 1
+    return next_computes_by_rank[each.route.source].take(each.sends) - 1

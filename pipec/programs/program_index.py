@@ -1,6 +1,6 @@
 """The programs of one step, indexed for verification: where each value is computed, moved and read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Link, ModelCollectives, Op, Payload, Phase, Plan, Program, SegmentCounts
-from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, one_of, ranks_by_microbatch
+from pipec.ir.columns import (
+    OP_CODE,
+    InstructionColumns,
+    Ints,
+    equal_groups,
+    ranks_by_microbatch,
+    set_entries,
+    taken,
+)
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_computes import ProgramComputes
@@ -17,6 +25,8 @@ from pipec.programs.routes import DeliveredMessages, Route, routes
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 """In the order in which a microbatch runs them."""
+
+TRANSFERS = (Op.SEND, Op.RECV, Op.WAIT_RECV, Op.MOVE)
 
 _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
 
@@ -61,10 +71,16 @@ class ProgramIndex:
     def link_set(self) -> frozenset[Link]:
         return frozenset(self.plan.links)
 
+    def tied_transfers(self, rank: int, *ops: Op) -> Ints:
+        """The instructions of a rank that carry gradients of tied weights: of these ops, or of any."""
+        columns, brings = self.columns[rank], self._brings_gradients
+        numbers = columns.numbers_of(*(ops or TRANSFERS)) if brings.any() else np.empty(0, np.int32)
+        return numbers[brings[columns.link_numbers[numbers]]]
+
     @cached_property
-    def brings_gradients(self) -> NDArray[np.bool_]:
-        """For each link, and for none, whether it brings gradients of tied weights."""
-        return np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in self.plan.links), False])
+    def _brings_gradients(self) -> NDArray[np.bool_]:
+        """For each link, whether it brings gradients of tied weights."""
+        return np.array([link.payload is Payload.WEIGHT_GRADIENT for link in self.plan.links], bool)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -78,20 +94,17 @@ class ProgramIndex:
 
     @cached_property
     def trains(self) -> bool:
-        is_backward = one_of(*BACKWARDS)
-        return any(bool(is_backward[each.ops].any()) for each in self.columns)
+        return any(each.numbers_of(*BACKWARDS).size > 0 for each in self.columns)
 
     @cached_property
     def numbers(self) -> Ints:
         """At [op, stage, microbatch], the number of the last compute, or of the first free, or -1."""
-        return self._table(lambda each: _computes_and_frees(each, each.is_compute))
+        return self._table(last=True)
 
     @cached_property
     def begins(self) -> Ints:
         """At [op, stage, microbatch], the number of the first compute or free, or -1."""
-        if self._are_unique:
-            return self.numbers
-        return self._table(lambda each: _computes_and_frees(each, each.is_compute)[::-1])
+        return self.numbers if self._are_unique else self._table(last=False)
 
     @cached_property
     def counts(self) -> Ints:
@@ -100,27 +113,38 @@ class ProgramIndex:
             return (self.numbers >= 0).astype(np.int8)
         counts = np.zeros(self._shape, np.int32)
         for each in self.columns:
-            own = _computes_and_frees(each, each.is_compute & (each.segments <= 0))
+            own = each.numbers_of(*COMPUTES, Op.FREE)
+            own = own[each.segments[own] <= 0]
             np.add.at(counts, (each.ops[own], each.stages[own], each.microbatches[own]), 1)
         return counts
 
     @cached_property
     def _are_unique(self) -> bool:
         """Whether no compute or free is repeated or in segments, so that ``numbers`` has all of them."""
-        own = sum(_computes_and_frees(each, each.is_compute).size for each in self.columns)
+        own = sum(each.numbers_of(op).size for each in self.columns for op in (*COMPUTES, Op.FREE))
         return own == np.count_nonzero(self.numbers >= 0)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
         return _NUM_MICROBATCH_OPS, len(self.plan.placement), self.plan.num_microbatches
 
-    def _table(self, own_of: Callable[[InstructionColumns], Ints]) -> Ints:
-        """The numbers of the instructions that ``own_of`` lists of each rank; of equal ones, the last."""
+    def _table(self, *, last: bool) -> Ints:
+        """Of equal computes the last or the first; of equal frees the other one."""
         numbers = np.full(self._shape, -1, np.int32)
         for each in self.columns:
-            own = own_of(each)
-            numbers[each.ops[own], each.stages[own], each.microbatches[own]] = own
+            for op in (*COMPUTES, Op.FREE):
+                own = each.numbers_of(op)[:: 1 if last == (op is not Op.FREE) else -1]
+                at = taken(each.stages, own), taken(each.microbatches, own)
+                set_entries(numbers[OP_CODE[op]], *at, own)
         return numbers
+
+    @cached_property
+    def groups(self) -> Sequence[Sequence[tuple[Op, Ints]]]:
+        """The instructions of each rank: the numbers of those with the same op, link and peer together."""
+        return [
+            [(op, own) for op, numbers in columns.numbers_by_op.items() for own in _by_peer(columns, numbers)]
+            for columns in self.columns
+        ]
 
     @cached_property
     def transfers(self) -> Mapping[tuple[Op, int, int, int], tuple[Ints, Ints]]:
@@ -129,14 +153,12 @@ class ProgramIndex:
         Keys are the op, the number of the link, the sending rank and the receiving rank.
         """
         found = {}
-        for rank, each in enumerate(self.columns):
-            for op in (Op.SEND, Op.RECV, Op.WAIT_RECV, Op.MOVE):
-                own = np.flatnonzero(each.ops == OP_CODE[op])
-                links, peers = each.link_numbers[own], each.peers[own]
-                for group in _groups(links * (len(self.programs) + 1) + peers):
-                    link, peer = int(links[group[0]]), int(peers[group[0]])
+        for rank, (columns, groups) in enumerate(zip(self.columns, self.groups, strict=True)):
+            for op, numbers in groups:
+                if op in TRANSFERS:
+                    link, peer = int(columns.link_numbers[numbers[0]]), int(columns.peers[numbers[0]])
                     ends = {Op.SEND: (rank, peer), Op.MOVE: (rank, rank)}.get(op, (peer, rank))
-                    found[op, link, *ends] = (each.microbatches[own[group]], own[group].astype(np.int32))
+                    found[op, link, *ends] = taken(columns.microbatches, numbers), numbers
         return found
 
     def microbatches(self, link: Link) -> Sequence[int]:
@@ -160,7 +182,7 @@ class ProgramIndex:
         link, found = route.link, []
         for op in transfer_ops(route):
             carried, at = self.transfers[op, route.number, route.source, route.target]
-            found.append(at[np.argsort(carried)])
+            found.append(at.take(np.argsort(carried, kind="stable")))
         made = _of(self.numbers, link.payload.producers, link.source).max(axis=0, initial=-1)
         unread = np.iinfo(np.int32).max
         reads = _of(self.begins, link.payload.readers, link.target)
@@ -188,12 +210,6 @@ class ProgramIndex:
         return (rank, number) if number >= 0 else None
 
 
-def _computes_and_frees(columns: InstructionColumns, computes: NDArray[np.bool_]) -> Ints:
-    """These computes of a rank from first to last, and its frees from last to first."""
-    frees = np.flatnonzero(columns.ops == OP_CODE[Op.FREE])[::-1]
-    return np.concatenate([np.flatnonzero(computes), frees])
-
-
 def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
     """The rows of a table at [op, stage, microbatch] for some phases of a stage."""
     return numbers[[OP_CODE[Op(phase)] for phase in phases], stage]
@@ -204,8 +220,9 @@ def transfer_ops(route: Route) -> tuple[Op, ...]:
     return (Op.SEND, Op.RECV, Op.WAIT_RECV) if route.crosses_ranks else (Op.MOVE,)
 
 
-def _groups(keys: Ints) -> list[Ints]:
-    """The places of each distinct key, ascending."""
-    order = np.argsort(keys, kind="stable")
-    bounds = np.flatnonzero(np.diff(keys[order])) + 1
-    return np.split(order, bounds) if order.size else []
+def _by_peer(columns: InstructionColumns, numbers: Ints) -> Sequence[Ints]:
+    """These instructions, with a group for each link and peer."""
+    links, peers = taken(columns.link_numbers, numbers), taken(columns.peers, numbers)
+    if links.min() == links.max() and peers.min() == peers.max():
+        return [numbers]
+    return [numbers.take(rows) for rows in equal_groups(links, peers)]

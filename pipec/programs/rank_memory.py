@@ -39,7 +39,6 @@ _FREES = {
 }
 """The instruction that frees the values saved by the phase that made a message."""
 
-_NOWHERE = np.empty(0, np.int64)
 NUM_SENDS_IN_TRANSIT = 2
 """Sent messages that a rank keeps of each link and peer: one that the peer may still read, and the next."""
 

@@ -9,7 +9,16 @@ import numpy as np
 
 from pipec.errors import VerifyError
 from pipec.ir import Link, Phase, Plan, Schedule
-from pipec.ir.columns import PHASES, ComputeColumns, Ints, ranks_by_microbatch
+from pipec.ir.columns import (
+    PHASES,
+    ComputeColumns,
+    Ints,
+    constant,
+    entries,
+    is_constant,
+    ranks_by_microbatch,
+    set_entries,
+)
 from pipec.programs.compute_segments import segment_counts
 from pipec.programs.counterexample import counterexample
 
@@ -37,21 +46,21 @@ class ScheduleIndex:
         self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
         for rank, computes in enumerate(self.computes):
             self._check_place(rank, computes)
-        self._check_once()
-        segments, model_collectives = plan.segments, plan.model_collectives
-        counts = [
-            segment_counts(computes, plan.sync_spec, segments, model_collectives)
-            for computes in self.computes
-        ]
-        self.computes = [
-            computes.repeated(each) for computes, each in zip(self.computes, counts, strict=True)
-        ]
-        self.counts = [each.repeat(each) for each in counts]
-        self.segments = [np.where(each.repeat(each) > 1, _places(each), -1) for each in counts]
+        self.counts, self.segments = list[Ints](), list[Ints]()
+        for rank, computes in enumerate(self.computes):
+            counts = segment_counts(computes, plan.sync_spec, plan.segments, plan.model_collectives)
+            segments = constant(-1, counts.size)
+            if (counts > 1).any():
+                self.computes[rank] = computes.repeated(counts)
+                segments = np.where(counts.repeat(counts) > 1, _places(counts), -1)
+                counts = counts.repeat(counts)
+            self.counts.append(counts)
+            self.segments.append(segments)
         self.first_tasks: list[int] = [0, *np.cumsum([len(computes) for computes in self.computes]).tolist()]
         self.lasts = self._positions(first=False)
-        in_parts = any((each > 1).any() for each in counts)
-        self.firsts = self._positions(first=True) if in_parts else self.lasts
+        self._check_once()
+        is_segmented = any(not is_constant(each) for each in self.segments)
+        self.firsts = self._positions(first=True) if is_segmented else self.lasts
 
     def length(self, rank: int) -> int:
         return len(self.computes[rank])
@@ -100,19 +109,27 @@ class ScheduleIndex:
     def _positions(self, *, first: bool) -> Ints:
         shape = (len(PHASES), self.schedule.num_stages, self.schedule.num_microbatches)
         found = np.zeros(shape, np.int32)
-        for computes, segments, counts in zip(self.computes, self.segments, self.counts, strict=True):
-            own = np.flatnonzero((segments <= 0) if first else (segments < 0) | (segments == counts - 1))
-            found[computes.phases[own], computes.stages[own], computes.microbatches[own]] = own + 1
+        for rank, computes in enumerate(self.computes):
+            own = self._first_segments(rank) if first else self._last_segments(rank)
+            rows = computes.phases[own] * shape[1] + computes.stages[own]
+            set_entries(found.reshape(-1, shape[2]), rows, computes.microbatches[own], own + 1)
         return found
 
+    def _first_segments(self, rank: int) -> Ints:
+        return np.flatnonzero(self.segments[rank] <= 0)
+
+    def _last_segments(self, rank: int) -> Ints:
+        segments = self.segments[rank]
+        return np.flatnonzero((segments < 0) | (segments == self.counts[rank] - 1))
+
     def _check_once(self) -> None:
-        """Reject a repeated compute: in a table of places, a later one overwrites the earlier one."""
-        schedule = self.schedule
-        places = np.empty((len(PHASES), schedule.num_stages, schedule.num_microbatches), np.int32)
+        """Reject a repeated compute: in the table of positions, the later one has overwritten the earlier."""
+        if np.count_nonzero(self.lasts) == sum(map(len, self.schedule.orders)):
+            return
         for rank, computes in enumerate(self.computes):
-            own, at = np.arange(len(computes)), (computes.phases, computes.stages, computes.microbatches)
-            places[at] = own
-            for again in places[at][places[at] != own].tolist()[:1]:
+            own = self._last_segments(rank)
+            at = computes.phases[own], computes.stages[own], computes.microbatches[own]
+            for again in own[self.lasts[at] != own + 1].tolist()[:1]:
                 raise VerifyError(self._complaint(rank, again, "and once more; expected it once"))
 
     def _check_place(self, rank: int, computes: ComputeColumns) -> None:
@@ -120,7 +137,7 @@ class ScheduleIndex:
         valid = (computes.stages >= 0) & (computes.stages < schedule.num_stages)
         valid &= (computes.microbatches >= 0) & (computes.microbatches < schedule.num_microbatches)
         at = np.where(valid, computes.stages, 0), np.where(valid, computes.microbatches, 0)
-        here = self.ranks[at] == rank
+        here = entries(self.ranks, *at) == rank
         for place in np.flatnonzero(~(valid & here)).tolist()[:1]:
             compute = computes[place]
             if not valid[place]:

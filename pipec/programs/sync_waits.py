@@ -32,7 +32,9 @@ def with_sync_waits(
     What nothing reads is awaited at the end of the program. ``sent_back[number]`` says whether a link carries
     gradients of tied weights; its last entry stands for no link.
     """
-    starts = _IS_AWAITED[columns.ops] | ((columns.ops == OP_CODE[Op.RECV]) & sent_back[columns.link_numbers])
+    starts = _IS_AWAITED.take(columns.ops)
+    if sent_back.any():
+        starts |= (columns.ops == OP_CODE[Op.RECV]) & sent_back[columns.link_numbers]
     if not starts.any():
         return columns
     reads = starts | columns.is_compute | _READS[columns.ops]

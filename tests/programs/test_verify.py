@@ -125,6 +125,10 @@ FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
     [
         (change(Op.FORWARD, 1, microbatch=9), "8: forward names microbatch 9; expected 0 to 3"),
         (change(Op.FORWARD, 1, slot=3), "8: forward carries a link, peer, slot or bucket; expected none"),
+        (
+            change(Op.FREE, 1, peer=2**31 - 1),
+            "24: free carries a link, peer, slot or bucket; expected none",
+        ),
         (change(Op.FREE, 1, stage=-1), "24: free names stage -1; expected a stage of this rank: [1]"),
         (change(Op.SEND, 1, "hidden_2", link=None), "9: send carries no link; expected a link of the plan"),
         (

@@ -7,12 +7,11 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipec.ir import WAIT_OF, Instruction, Link, Op, Payload, stages_on
-from pipec.ir.columns import OP_CODE, OPS, one_of
+from pipec.ir.columns import COLLECTIVES, OP_CODE, OPS
 from pipec.programs.deadlock import InstructionSite
-from pipec.programs.program_index import ProgramIndex
+from pipec.programs.program_index import COMPUTES, ProgramIndex
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.rules import weight_version_rules
 from pipec.programs.violation import Violation
@@ -28,8 +27,7 @@ _AFTER = {
 }
 """The ops that must end before an op of the same stage starts."""
 
-_ALL = one_of(*OPS)
-_BACKWARDS = one_of(Op.BACKWARD, Op.BACKWARD_INPUT)
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 class CollectiveKey(NamedTuple):
@@ -51,11 +49,11 @@ class CollectiveKey(NamedTuple):
 def sync_instruction_numbers(step: ProgramIndex) -> Sequence[Mapping[CollectiveKey, list[int]]]:
     """For each rank, the numbers of its instructions that do not belong to a microbatch or a link."""
     of_stream = weight_version_rules.OPS if step.plan.sync_spec.stream else ()
-    is_sync = one_of(*(op for op in _SYNC_OPS if op not in of_stream))
+    sync_ops = [op for op in _SYNC_OPS if op not in of_stream]
     found = []
     for columns in step.columns:
         own: dict[CollectiveKey, list[int]] = defaultdict(list)
-        for number in np.flatnonzero(is_sync[columns.ops]).tolist():
+        for number in columns.numbers_of(*sync_ops).tolist():
             op, stage, bucket = columns.ops[number], columns.stages[number], columns.buckets[number]
             own[CollectiveKey(OPS[op], int(stage), int(bucket))].append(number)
         found.append(own)
@@ -211,10 +209,11 @@ def _last_gradient(step: ProgramIndex, rank: int, stage: int, key: CollectiveKey
     Segments after the one that completes a bucket make no gradients of that bucket.
     """
     columns = step.columns[rank]
-    added = (columns.ops == OP_CODE[Op.ACCUMULATE]) & (columns.stages == stage) & (columns.microbatches >= 0)
+    numbers = columns.numbers_of(Op.ACCUMULATE)
+    added = (columns.stages[numbers] == stage) & (columns.microbatches[numbers] >= 0)
     if key.op is Op.REDUCE_GRAD and not (bucket := step.plan.sync_spec.buckets[key.bucket]).is_tied:
-        added &= columns.segments <= bucket.segment
-    return int(np.flatnonzero(added).max(initial=-1))
+        added &= columns.segments[numbers] <= bucket.segment
+    return int(numbers[added].max(initial=-1))
 
 
 def _added(step: ProgramIndex, message: DeliveredMessages) -> int:
@@ -222,8 +221,9 @@ def _added(step: ProgramIndex, message: DeliveredMessages) -> int:
     route, columns = message.route, step.columns[message.route.target]
     if not route.crosses_ranks:
         return int(message.sends[0])
-    added = (columns.ops == OP_CODE[Op.ACCUMULATE]) & (columns.link_numbers == route.number)
-    return int(np.flatnonzero(added & (columns.peers == route.source)).max(initial=-1))
+    numbers = columns.numbers_of(Op.ACCUMULATE)
+    added = (columns.link_numbers[numbers] == route.number) & (columns.peers[numbers] == route.source)
+    return int(numbers[added].max(initial=-1))
 
 
 def _has_gradients(step: ProgramIndex, stage: int) -> bool:
@@ -233,11 +233,12 @@ def _has_gradients(step: ProgramIndex, stage: int) -> bool:
 
 
 def _computes_after(
-    step: ProgramIndex, rank: int, wait: int, key: CollectiveKey, ops: NDArray[np.bool_] = _ALL
+    step: ProgramIndex, rank: int, wait: int, key: CollectiveKey, ops: Sequence[Op] = COMPUTES
 ) -> Iterator[Violation]:
     """The first of the stage's computes with one of ``ops``, if it runs before ``wait``."""
     columns = step.columns[rank]
-    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage) & ops[columns.ops])
+    computes = columns.numbers_of(*ops)
+    computes = computes[columns.stages[computes] == key.stage]
     if computes.size and computes[0] < wait:
         number = int(computes[0])
         yield Violation((rank, number), f"{columns[number].op} of stage {key.stage} runs before {key}")
@@ -247,8 +248,8 @@ def _computes_while_gathered(
     step: ProgramIndex, rank: int, own: Mapping[CollectiveKey, list[int]], key: CollectiveKey
 ) -> Iterator[Violation]:
     columns, tail = step.columns[rank], step.plan.stages[key.stage].tail
-    reads = columns.is_compute | ((columns.ops == OP_CODE[Op.TAIL]) & bool(tail and tail.parameters))
-    computes = np.flatnonzero(reads & (columns.stages == key.stage))
+    computes = columns.numbers_of(*COMPUTES, *([Op.TAIL] if tail and tail.parameters else []))
+    computes = computes[columns.stages[computes] == key.stage]
     gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.WAIT_UNSHARD, Op.RESHARD))
     available = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
     for number in computes[~available].tolist()[:1]:
@@ -286,7 +287,7 @@ def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
 def collectives(step: ProgramIndex, rank: int) -> Sequence[tuple[CollectiveKey, int]]:
     """The collectives of a rank in order, each with its number."""
     columns = step.columns[rank]
-    numbers = np.flatnonzero(columns.is_collective)
+    numbers = columns.numbers_of(*COLLECTIVES)
     if not numbers.size:
         return []
     replicas = np.array([len(ranks) for ranks in step.plan.placement])[columns.stages[numbers]]

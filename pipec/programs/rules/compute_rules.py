@@ -5,13 +5,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir import Op, rank_of
-from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, one_of, taken
+from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, constant, entries, taken
 from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex
 from pipec.programs.rank_memory import in_flight
-from pipec.programs.rules import weight_version_rules
 from pipec.programs.violation import Violation
-
-_IS_VERSION_OP = one_of(*weight_version_rules.OPS)
 
 
 def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -33,8 +30,10 @@ def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 def _split_computes(columns: InstructionColumns) -> list[Ints]:
     """The instruction numbers of each compute that runs segment by segment."""
-    own = np.flatnonzero(columns.is_compute & (columns.segments >= 0))
-    computes = np.stack([columns.microbatches, columns.stages, columns.ops])[:, own]
+    own = columns.compute_numbers
+    own = own[taken(columns.segments, own) >= 0]
+    fields = (columns.microbatches, columns.stages, columns.ops)
+    computes = np.stack([taken(column, own) for column in fields])
     order = np.lexsort(computes)
     bounds = np.flatnonzero(np.diff(computes[:, order], axis=1).any(axis=0)) + 1
     return np.split(own[order], bounds) if own.size else []
@@ -47,7 +46,7 @@ def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Viol
 
         forward mb 0 segment 0, forward mb 1 segment 0, forward mb 0 segment 1, forward mb 1 segment 1
     """
-    forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
+    forwards = columns.numbers_of(Op.FORWARD)
     for stage in np.unique(columns.stages[forwards[columns.segments[forwards] > 0]]).tolist():
         own = forwards[columns.stages[forwards] == stage]
         later = np.flatnonzero(columns.segments[own] > 0)
@@ -114,23 +113,30 @@ def computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
         latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
 
 
+_USES_MICROBATCH = {op for op in OPS if op.traits.per_microbatch or op.traits.carries_link} | {Op.PRECOMPUTE}
+"""The ops that use what a stage keeps for a microbatch."""
+
+
 def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
     """Each stage and microbatch is freed exactly once, and not used afterwards. Refused::
 
     forward stage 0 mb 0, free stage 0 mb 0, backward stage 0 mb 0
     """
     freed = step.numbers[OP_CODE[Op.FREE]]
-    sources = np.array([*(link.source for link in step.plan.links), -1])
     for rank, columns in enumerate(step.columns):
         late: list[tuple[int, int]] = []
-        named = np.flatnonzero((columns.microbatches >= 0) & ~_IS_VERSION_OP[columns.ops])
-        used = named[taken(columns.stages, named) >= 0]
-        moved = named[columns.ops[named] == OP_CODE[Op.MOVE]]
-        places = (used, taken(columns.stages, used)), (moved, sources[columns.link_numbers[moved]])
-        for numbers, stages in places:
-            at = freed[stages, columns.microbatches[numbers]]
-            wrong = np.flatnonzero((at >= 0) & (at < numbers))[:1]
-            late += zip(numbers[wrong].tolist(), stages[wrong].tolist(), strict=True)
+        for op, numbers in step.groups[rank]:
+            microbatches, stages = taken(columns.microbatches, numbers), taken(columns.stages, numbers)
+            if op not in _USES_MICROBATCH or microbatches[0] < 0 or stages[0] < 0:
+                continue
+            using = [stages]
+            if op is Op.MOVE:
+                link = columns.links[columns.link_numbers[numbers[0]]]
+                using.append(constant(link.source, numbers.size))
+            for used in using:
+                at = entries(freed, used, microbatches)
+                wrong = np.flatnonzero((at >= 0) & (at < numbers))[:1]
+                late += zip(numbers[wrong].tolist(), used[wrong].tolist(), strict=True)
         for number, stage in sorted(late):
             microbatch = int(columns.microbatches[number])
             where = f"stage {stage}, microbatch {microbatch}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipec.ir import Instruction, Op, OpKind, Payload, count_ranks, rank_of, stages_on
-from pipec.ir.columns import OPS, InstructionColumns, Ints, is_constant
+from pipec.ir.columns import InstructionColumns, Ints, constant, is_constant
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import rank_pairs
@@ -36,50 +36,66 @@ def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iter
     return collective_rules.violations(step, rank, instruction)
 
 
-def _first_of_each_kind(step: ProgramIndex, columns: InstructionColumns) -> Sequence[int]:
+def _first_of_each_kind(step: ProgramIndex, rank: int) -> Sequence[int]:
     """The first instruction of each kind. If one instruction of a kind fits the plan, all of them do.
 
     They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
     not. Only fields that differ in this program distinguish kinds.
     """
-    kinds, count = np.zeros(len(columns), np.int64), 1
-    for column, low, high in _distinguished(step, columns):
-        if is_constant(column):
+    columns, found = step.columns[rank], list[int]()
+    fields = _distinguishing_fields(step, columns)
+    for _, own in step.groups[rank]:
+        kinds, count = np.zeros(own.size, np.int64), 1
+        for field, low, high in fields:
+            column = field.take(own)
+            lowest, highest = max(int(column.min()), low), min(int(column.max()), high)
+            if lowest < highest:
+                kinds = kinds * (highest - lowest + 1) + (np.clip(column, lowest, highest) - lowest)
+                count *= highest - lowest + 1
+            if count > _MOST_KINDS:
+                kinds = np.unique(kinds, return_inverse=True)[1]
+                count = int(kinds.max()) + 1
+        if count == 1:
+            found.append(int(own[0]))
             continue
-        within = np.clip(column, low, high)
-        lowest, highest = int(within.min(initial=high)), int(within.max(initial=low))
-        if lowest < highest:
-            kinds = kinds * (highest - lowest + 1) + (within - lowest)
-            count *= highest - lowest + 1
-        if count > _MOST_KINDS:
-            kinds = np.unique(kinds, return_inverse=True)[1]
-            count = int(kinds.max()) + 1
-    firsts = np.full(count, len(columns), np.int64)
-    firsts[kinds[::-1]] = np.arange(len(columns))[::-1]
-    numbers: list[int] = np.sort(firsts[firsts < len(columns)]).tolist()
-    return numbers
+        firsts = np.full(count, -1)
+        firsts[kinds[::-1]] = own[::-1]
+        found += firsts[firsts >= 0].tolist()
+    return sorted(found)
 
 
 _MOST_KINDS = 2**16
 """The size of a table that distinguishes kinds. If there might be more kinds, they are renumbered."""
 
 
-def _distinguished(step: ProgramIndex, columns: InstructionColumns) -> Iterator[tuple[Ints, int, int]]:
-    """The columns that distinguish kinds, and for each the bounds beyond which numbers count as equal."""
-    microbatch = np.zeros(len(columns), np.int8)
-    for bound in (-1, 0, step.plan.num_microbatches):
-        microbatch += columns.microbatches >= bound
-    yield columns.ops, 0, len(OPS)
-    yield columns.stages, -2, len(step.plan.placement)
-    yield columns.link_numbers, -2, len(columns.links)
-    yield columns.peers, -2, len(step.programs)
-    yield microbatch, 0, 3
-    yield (columns.slots >= 0).view(np.int8), 0, 1
-    yield (columns.slots == -1).view(np.int8), 0, 1
-    yield columns.buckets, -2, len(step.plan.sync_spec.buckets)
-    yield columns.segments, -2, max(step.segments.values(), default=0)
-    yield columns.model_collectives, -2, max(map(len, step.model_collectives.values()), default=0)
-    yield _own_rank(step, columns), -1, len(step.programs)
+def _distinguishing_fields(
+    step: ProgramIndex, columns: InstructionColumns
+) -> Sequence[tuple[Ints, int, int]]:
+    """The columns that distinguish kinds of one op, link and peer: each with the bounds beyond which numbers
+    count as equal.
+    """
+    fields = [
+        (columns.stages, -2, len(step.plan.placement)),
+        (_intervals(columns.microbatches, -1, 0, step.plan.num_microbatches), 0, 3),
+        (_intervals(columns.slots, -1, 0), 0, 2),
+        (columns.buckets, -2, len(step.plan.sync_spec.buckets)),
+        (columns.segments, -2, max(step.segments.values(), default=0)),
+        (columns.model_collectives, -2, max(map(len, step.model_collectives.values()), default=0)),
+    ]
+    if max(map(len, step.plan.placement)) > 1:
+        fields.append((_own_rank(step, columns), -1, len(step.programs)))
+    return [each for each in fields if not is_constant(each[0])]
+
+
+def _intervals(numbers: Ints, *bounds: int) -> Ints:
+    """For each number, how many of the ``bounds`` it has reached."""
+    lowest, highest = np.searchsorted(bounds, [numbers.min(initial=0), numbers.max(initial=0)], "right")
+    if lowest == highest:
+        return constant(lowest, numbers.size)
+    found = np.zeros(numbers.size, np.int8)
+    for bound in bounds:
+        found += numbers >= bound
+    return found
 
 
 def _own_rank(step: ProgramIndex, columns: InstructionColumns) -> Ints:
@@ -186,6 +202,6 @@ def fits_plan(step: ProgramIndex) -> Iterator[Violation]:
     ):
         yield Violation(None, misfit)
     for rank, columns in enumerate(step.columns):
-        for number in _first_of_each_kind(step, columns):
+        for number in _first_of_each_kind(step, rank):
             for misfit in _violations(step, rank, columns[number]):
                 yield Violation((rank, number), misfit)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir import Link, Op
-from pipec.ir.columns import OP_CODE
+from pipec.ir.columns import OP_CODE, entries, stable_order, taken
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex, transfer_ops
 from pipec.programs.routes import DeliveredMessages
@@ -101,12 +101,12 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
     """
     freed, stages_of_link = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.plan.links)
     for rank, columns in enumerate(step.columns):
-        used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
-        used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]
-        links, slots = columns.link_numbers[used], columns.slots[used]
-        again = np.flatnonzero((links[1:] == links[:-1]) & (slots[1:] == slots[:-1]))
-        before, after = used[again], used[again + 1]
-        until = freed[columns.stages[before], columns.microbatches[before]]
+        used = columns.numbers_of(Op.RECV, Op.MOVE)
+        used = used[taken(columns.slots, used) >= 0]
+        order, begins = stable_order(taken(columns.link_numbers, used), taken(columns.slots, used))
+        ends = np.append(begins[1:], order.size) - 1
+        before, after = (used[np.delete(order, places)] for places in (ends[: begins.size], begins))
+        until = entries(freed, columns.stages.take(before), columns.microbatches.take(before))
         for link, stages in stages_of_link.items():
             own = np.flatnonzero(columns.link_numbers[before] == link)
             held = np.array(stages)[:, None], columns.microbatches[before[own]]

@@ -75,8 +75,8 @@ def _of_collective(step: ProgramIndex, stage: int, number: int, op: Op) -> tuple
     numbers = np.full(step.plan.num_microbatches, -1, np.int32)
     counts = np.zeros(step.plan.num_microbatches, np.int32)
     for columns in step.columns:
-        of_op = (columns.ops == OP_CODE[op]) & (columns.stages == stage)
-        own = np.flatnonzero(of_op & (columns.model_collectives == number))
+        own = columns.numbers_of(op)
+        own = own[(columns.stages[own] == stage) & (columns.model_collectives[own] == number)]
         numbers[columns.microbatches[own]] = own
         np.add.at(counts, columns.microbatches[own], 1)
     return numbers, counts
@@ -86,7 +86,7 @@ def _of_segment(step: ProgramIndex, stage: int, phase: Phase, segment: int) -> I
     """By microbatch, the number of the instruction for a segment of a phase, or -1."""
     numbers = np.full(step.plan.num_microbatches, -1, np.int32)
     for columns in step.columns:
-        of_phase = (columns.ops == OP_CODE[Op(phase)]) & (columns.stages == stage)
-        own = np.flatnonzero(of_phase & (columns.segments == segment))
+        own = columns.numbers_of(Op(phase))
+        own = own[(columns.stages[own] == stage) & (columns.segments[own] == segment)]
         numbers[columns.microbatches[own]] = own
     return numbers

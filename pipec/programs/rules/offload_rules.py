@@ -21,14 +21,14 @@ def offloads_in_order(step: ProgramIndex) -> Iterator[Violation]:
         offload stage 0 mb 0, wait_offload stage 0 mb 0, prefetch stage 0 mb 0, backward stage 0 mb 0, ...
     """
     for rank, columns in enumerate(step.columns):
-        if columns.is_copy.any():
+        if columns.numbers_of(Op.OFFLOAD, Op.PREFETCH).size:
             yield from _only_once(step, rank, columns, Op.OFFLOAD)
             yield from _only_once(step, rank, columns, Op.PREFETCH)
             yield from _in_order(step, rank, columns)
 
 
 def _only_once(step: ProgramIndex, rank: int, columns: InstructionColumns, op: Op) -> Iterator[Violation]:
-    own = _those(columns, op)
+    own = columns.numbers_of(op)
     for number in own[~np.isin(columns.stages[own], list(step.offload))].tolist()[:1]:
         where = f"stage {columns.stages[number]}"
         yield Violation((rank, number), f"{op} of {where}, which keeps what it saves; expected none")
@@ -39,7 +39,7 @@ def _only_once(step: ProgramIndex, rank: int, columns: InstructionColumns, op: O
 
 
 def _in_order(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Iterator[Violation]:
-    offloads = _those(columns, Op.OFFLOAD)
+    offloads = columns.numbers_of(Op.OFFLOAD)
     back = _by_key(step, columns, Op.PREFETCH)
     over, there = _by_key(step, columns, Op.WAIT_OFFLOAD), _by_key(step, columns, Op.WAIT_PREFETCH)
     made = step.numbers[OP_CODE[Op.FORWARD], columns.stages[offloads], columns.microbatches[offloads]]
@@ -77,12 +77,8 @@ def _reads_what_is_there(
 
 def _by_key(step: ProgramIndex, columns: InstructionColumns, op: Op) -> dict[int, int]:
     """The number of each instruction of an op, by its stage and microbatch."""
-    own = _those(columns, op)
+    own = columns.numbers_of(op)
     return dict(zip(_keys(step, columns, own).tolist(), own.tolist(), strict=True))
-
-
-def _those(columns: InstructionColumns, op: Op) -> Ints:
-    return np.flatnonzero(columns.ops == OP_CODE[op])
 
 
 def _keys(step: ProgramIndex, columns: InstructionColumns, numbers: Ints) -> Ints:

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipec.ir import WAIT_OF, Instruction, Op
-from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, one_of
+from pipec.ir.columns import OPS, InstructionColumns, Ints, one_of, taken
 from pipec.programs.awaited_starts import IS_WAIT, STARTED_OP, starts_and_waits
 from pipec.programs.program_index import BACKWARDS, ProgramIndex
 from pipec.programs.violation import Violation
 
 _MAKES_GRADIENTS = one_of(*BACKWARDS)
-_READS_SUMS = one_of(Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
+_READ_SUMS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 
 
 def awaited_once(step: ProgramIndex) -> Iterator[Violation]:
@@ -59,17 +59,17 @@ def accumulated_once(step: ProgramIndex) -> Iterator[Violation]:
     backward stage 0 mb 0, forward stage 0 mb 1, accumulate stage 0 mb 0
     """
     for rank, columns in enumerate(step.columns):
-        is_accumulate = columns.ops == OP_CODE[Op.ACCUMULATE]
-        reads_sums = _READS_SUMS[columns.ops]
-        reads_sums |= step.brings_gradients[columns.link_numbers] & ~is_accumulate
-        readers = np.flatnonzero(columns.is_compute | reads_sums)
-        made = np.flatnonzero(_MAKES_GRADIENTS[columns.ops])
-        added = np.flatnonzero(is_accumulate & (columns.link_numbers < 0))
+        made, added = columns.numbers_of(*BACKWARDS), columns.numbers_of(Op.ACCUMULATE)
+        added = added[taken(columns.link_numbers, added) < 0]
+        readers = np.concatenate(
+            [columns.compute_numbers, columns.numbers_of(*_READ_SUMS), step.tied_transfers(rank)]
+        )
+        readers = np.sort(readers, kind="stable")
         place = np.searchsorted(readers, added) - 1
         before = np.where(place >= 0, np.append(readers, -1)[place], -1)
-        right = (before >= 0) & _MAKES_GRADIENTS[columns.ops[before]]
+        right = (before >= 0) & _MAKES_GRADIENTS[taken(columns.ops, before)]
         for column in (columns.stages, columns.microbatches, columns.segments):
-            right &= column[before] == column[added]
+            right &= taken(column, before) == taken(column, added)
         right &= np.append(True, before[1:] != before[:-1])[: added.size]
         for number in added[~right].tolist()[:1]:
             message = "accumulates what the compute before it did not make, or what is accumulated already"
@@ -84,10 +84,9 @@ def accumulated_once(step: ProgramIndex) -> Iterator[Violation]:
 
 def _tied_not_accumulated(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Iterator[Violation]:
     """Gradients of tied weights that are not accumulated once, after they have come."""
-    waits = np.flatnonzero(
-        (columns.ops == OP_CODE[Op.WAIT_RECV]) & step.brings_gradients[columns.link_numbers]
-    )
-    added = np.flatnonzero((columns.ops == OP_CODE[Op.ACCUMULATE]) & (columns.link_numbers >= 0))
+    waits = step.tied_transfers(rank, Op.WAIT_RECV)
+    added = columns.numbers_of(Op.ACCUMULATE)
+    added = added[taken(columns.link_numbers, added) >= 0]
     came = {(columns.link_numbers[k], columns.peers[k]): k for k in waits.tolist()}
     for number in added.tolist():
         before = came.pop((columns.link_numbers[number], columns.peers[number]), len(columns))

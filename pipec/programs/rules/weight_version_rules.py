@@ -20,11 +20,11 @@ from pipec.ir import (
     replica_counts,
     stages_on,
 )
-from pipec.ir.columns import OP_CODE, Ints, one_of
-from pipec.programs.program_index import COMPUTES, ProgramIndex
+from pipec.ir.columns import OP_CODE, Ints, constant, taken
+from pipec.programs.program_index import ProgramIndex
 from pipec.programs.violation import Violation
 
-_NAMES_VERSION = one_of(Op.PRECOMPUTE, Op.STASH, Op.UPDATE)
+_NAME_VERSIONS = (Op.PRECOMPUTE, Op.STASH, Op.UPDATE)
 _PREPARING = (Op.CHECK, Op.STAGE_NORM, Op.STASH)
 OPS = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, *_PREPARING, Op.UPDATE, Op.PAUSE)
 """The ops at the end of each round."""
@@ -60,21 +60,22 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
     """
     stream = step.plan.sync_spec.stream
     for rank, columns in enumerate(step.columns):
-        naming = _NAMES_VERSION[columns.ops] & (stream is not None)
-        others = ~columns.is_compute & ~naming
-        for number in np.flatnonzero(others & (columns.versions != -1)).tolist()[:1]:
+        computes = columns.compute_numbers
+        others = columns.versions != -1
+        others[computes] = False
+        others[columns.numbers_of(*_NAME_VERSIONS) if stream else []] = False
+        for number in np.flatnonzero(others).tolist()[:1]:
             op, version = columns[number].op, columns.versions[number]
             yield Violation((rank, number), f"{op} names version {version}; expected none")
-        computes = np.flatnonzero(columns.is_compute)
         if stream is None:
-            expected = np.full(computes.size, -1)
+            expected = constant(-1, computes.size)
         else:
             replicas = replica_counts(step.plan.placement)
             pairs = zip(
                 columns.microbatches[computes].tolist(), columns.stages[computes].tolist(), strict=True
             )
             expected = np.array([stream.version(*pair, replicas) for pair in pairs], np.int64)
-        wrong = computes[columns.versions[computes] != expected]
+        wrong = computes[taken(columns.versions, computes) != expected]
         for number in wrong.tolist()[:1]:
             right = int(expected[computes == number][0])
             found = f"reads version {columns.versions[number]}; expected {right}"
@@ -189,8 +190,8 @@ def _uses_others(
 def _numbers(step: ProgramIndex, rank: int, stage: int, op: Op, bucket: int = -1) -> list[int]:
     """The numbers of the instructions of a stage with this op and bucket."""
     columns = step.columns[rank]
-    own = (columns.ops == OP_CODE[op]) & (columns.stages == stage) & (columns.buckets == bucket)
-    found: list[int] = np.flatnonzero(own).tolist()
+    own = columns.numbers_of(op)
+    found: list[int] = own[(columns.stages[own] == stage) & (columns.buckets[own] == bucket)].tolist()
     return found
 
 
@@ -205,7 +206,7 @@ def versions_available(step: ProgramIndex) -> Iterator[Violation]:
     replicas = replica_counts(step.plan.placement)
     for rank, stage in [(rank, stage) for stage, ranks in enumerate(step.plan.placement) for rank in ranks]:
         columns, numbers = step.columns[rank], _numbers(step, rank, stage, Op.UPDATE)
-        own = np.flatnonzero(_IS_COMPUTE[columns.ops] & (columns.stages == stage))
+        own = columns.compute_numbers[columns.stages[columns.compute_numbers] == stage]
         read = columns.versions[own]
         made = np.searchsorted(numbers, own)
         yield from _not_stashed(step, rank, stage, numbers, own[read < made])
@@ -251,9 +252,6 @@ def _not_stashed(
             message = f"reads version {version} of stage {stage}, which is not stashed before the update"
             yield Violation((rank, number), f"{message} at {updates[version]}")
             return
-
-
-_IS_COMPUTE = one_of(*COMPUTES)
 
 
 def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
