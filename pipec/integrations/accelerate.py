@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import is_torch_tensor

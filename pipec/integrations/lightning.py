@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 import pipec
 from pipec.errors import InputError
@@ -29,7 +30,6 @@ from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.runtime.processes.launch import world
-from torchmetrics import Metric
 
 __all__ = ["PipecMetrics", "PipecStrategy"]
 

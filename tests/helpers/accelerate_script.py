@@ -67,9 +67,12 @@ class Loop:
         for batch in self.evaluated:
             with torch.no_grad():
                 logits = self.model(**batch).logits
+            rows = self.accelerator.reduce(torch.tensor(len(batch["labels"])))
             logits, labels = self.accelerator.gather_for_metrics((logits, batch["labels"]))
             sum_of_logits = logits[labels != -100].sum().item()
-            found.append([len(labels), sum_of_logits, (logits.argmax(-1) == labels).sum().item()])
+            found.append(
+                [rows.item(), len(labels), sum_of_logits, (logits.argmax(-1) == labels).sum().item()]
+            )
         self.model.train()
         return found
 

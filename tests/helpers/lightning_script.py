@@ -15,6 +15,7 @@ from typing import Any
 import classified_rows
 import lightning.pytorch as lightning
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -31,6 +32,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.automatic_optimization = not is_manual
         self.kind, self.accumulation = classified_rows.MODELS[name], accumulation
+        self.rows = torchmetrics.SumMetric()
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.rates: list[float] = []
@@ -64,6 +66,8 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         right = (output["logits"].argmax(-1) == batch["labels"]).double().mean()
         rows = len(batch["labels"])
         self.log("validated", output["loss"], sync_dist=True, batch_size=rows)
+        self.rows.update(rows)
+        self.log("rows", self.rows)
         self.log("right", right, sync_dist=True, batch_size=rows)
 
     def configure_optimizers(self) -> Any:
