@@ -1,7 +1,7 @@
 """NEFTune's noise on embeddings (https://huggingface.co/papers/2310.05914).
 
-The hook of transformers makes a tensor of the size of the noise, and reads it. This one computes with numbers,
-so that each row is proved to have its own noise.
+The hook of transformers makes a tensor of the size of the noise, and reads it. This one computes with
+numbers, so that each row is proved to have its own noise.
 """
 
 from typing import Any
