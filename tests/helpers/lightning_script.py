@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import warnings
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,16 @@ def fitted(name: str, is_manual: bool, accumulation: int) -> dict[str, Any]:
     found = {"fitted": result(first, made, run, 1)}
     if accumulation == 3 and not is_manual:
         again, other = module(), trainer(f"{run} again", max_epochs=3, **clip)
-        other.fit(again, *loaders(name), ckpt_path=PLACE / run / "epoch=0.ckpt", weights_only=False)
+        other.fit(again, *loaders(name), ckpt_path=PLACE / run / "epoch=0.ckpt", **LOADED)
         found["resumed"] = result(again, other, f"{run} again", 2)
         found["validated"] = trainer(f"{run} alone").validate(
-            module(), loaders(name)[1], ckpt_path=PLACE / run / "epoch=1.ckpt", weights_only=False
+            module(), loaders(name)[1], ckpt_path=PLACE / run / "epoch=1.ckpt", **LOADED
         )
     return found
 
+
+LOADED = {"weights_only": False} if "weights_only" in signature(lightning.Trainer.fit).parameters else {}
+"""Lightning asks for it from version 2.6 on."""
 
 RUNS = [("bert", False, 3), ("llama", False, 1), ("llama", True, 3), ("bert", True, 1)]
 """Models, whether the module makes the updates itself, and how many batches accumulate."""
