@@ -77,7 +77,12 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
 
 
 def from_pretrained(
-    name: str | Path, devices: Devices | None = None, *, model_class: Any = None, **given: Any
+    name: str | Path,
+    devices: Devices | None = None,
+    *,
+    model_class: Any = None,
+    peft_config: Any = None,
+    **given: Any,
 ) -> Pipeline:
     """A pipeline of a model of transformers, of which each rank reads the weights of its own stages alone.
 
@@ -90,18 +95,25 @@ def from_pretrained(
         devices: as for ``compile``.
         model_class: which ``from_pretrained`` to call, such as ``AutoModelForSequenceClassification``. None:
             that of the class that was saved.
+        peft_config: of an adapter of PEFT, such as ``LoraConfig``. The pipeline is then of
+            ``peft.get_peft_model(model, peft_config)``.
         given: the options of ``compile``, and the arguments of the model's ``from_pretrained``, such as
             ``dtype`` and ``num_labels``.
 
     Raises:
         CheckpointError: files are damaged, or do not fit the model, or differ from rank to rank.
         InputError: an argument does not fit, or the weights cannot be read in parts: they are quantized, an
-            adapter, or not safetensors.
+            adapter, or not safetensors; or an adapter begins with values of the weights.
     """
     own = {option: given.pop(option) for option in [*given] if option in OPTIONS}
     options = Options.of({"devices": devices, **own})
     ranks = _ranks(options)
-    model, weights = _agreed_weights(ranks, name, lambda: read_pretrained(name, model_class, given))
+
+    def read() -> tuple[nn.Module, PretrainedWeights]:
+        model, weights = read_pretrained(name, model_class, given)
+        return (model if peft_config is None else weights.with_adapter(model, peft_config)), weights
+
+    model, weights = _agreed_weights(ranks, name, read)
     return _pipeline(model, options, ranks, weights)
 
 

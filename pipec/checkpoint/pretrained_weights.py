@@ -124,6 +124,7 @@ class PretrainedWeights:
             for key, tensor in _headers(file).items():
                 self._files[key], self._on_meta[key] = file, tensor
         self._sources: dict[str, list[str]] = {}
+        self._names: dict[str, str] = {}  # of tensors whose names in the model have changed
 
     @property
     def digest(self) -> str:
@@ -150,12 +151,50 @@ class PretrainedWeights:
                     model.all_tied_weights_keys.pop(target)
         return info
 
+    def with_adapter(self, model: nn.Module, peft_config: Any) -> nn.Module:
+        """``get_peft_model(model, peft_config)`` for a model on meta. The adapter has its values.
+
+        Raises:
+            InputError: it begins with values of the model.
+        """
+        import peft
+
+        to = nn.Module.to
+
+        def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            """``module.to``, but an adapter does not follow its layer to meta."""
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            return (
+                to(module, dtype=dtype)
+                if device is not None and device.type == "meta"
+                else to(module, *args, **kwargs)
+            )
+
+        refusal = (
+            f"{type(peft_config).__name__}: an adapter of this kind begins with values of the weights of "
+            f"{self.name}, which are read once the stages are cut; load the model by from_pretrained(...) of "
+            "transformers, and pass get_peft_model(model, peft_config) to pipec.compile"
+        )
+        named = sorted(_named_tensors(model), key=lambda each: each[0] in self._sources)  # for tied ones
+        before = {id(tensor): name for name, tensor in named}
+        try:
+            with _replaced(nn.Module, "to", stay):
+                adapted: nn.Module = peft.get_peft_model(model, peft_config)
+        except (NotImplementedError, RuntimeError) as error:
+            raise InputError(f"{refusal} ({error})") from error
+        self._names = {name: before[id(x)] for name, x in _named_tensors(adapted) if id(x) in before}
+        if any(tensor.is_meta and name not in self._names for name, tensor in _named_tensors(adapted)):
+            raise InputError(refusal)
+        return adapted.train(model.training)
+
     def read(self, devices: Mapping[str, torch.device]) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of these tensors, each on its device, one after the other.
 
         Raises:
             CheckpointError: a file has changed or is damaged.
         """
+        names = {self._names.get(name, name): name for name in devices}
+        devices = {name: devices[names[name]] for name in names}
         for targets, sources in self._groups(devices):
             with self._opened(sources) as weights:
                 info = self._converted(self._model, weights, str(devices[targets[0]]))
@@ -167,12 +206,12 @@ class PretrainedWeights:
                             "writes to it"
                         )
                     device = devices[target]
-                    yield target, found.to(device, copy=found.device == device)
+                    yield names[target], found.to(device, copy=found.device == device)
                     self._forget(target)
 
     def has(self, target: str) -> bool:
         """Whether the files have the tensor of this name."""
-        return target in self._sources
+        return self._names.get(target, target) in self._sources
 
     def _find_sources(self, targets: set[str]) -> None:
         """Find the weights of which each of these tensors is made."""
@@ -241,6 +280,12 @@ class PretrainedWeights:
         cpu = torch.device("cpu")
         first, other = (dict(self.read({target: cpu}))[target] for target in targets)
         return torch.equal(first, other)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

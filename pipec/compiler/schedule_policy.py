@@ -360,6 +360,8 @@ def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
         policy = one.with_replicas(replicas)
         with suppress(InputError):
             found[len(policy.placements(policy.microbatch_counts(_ROWS_FOR_ANY * replicas))[0])] = policy
+    if not found:
+        one.placements(one.microbatch_counts(_ROWS_FOR_ANY))  # raises: it is no schedule of these ranks
     if stages not in found:
         raise InputError(
             f"stages is {stages!r}; schedule {one.source!r} on {one.num_ranks} ranks can have pipelines of "

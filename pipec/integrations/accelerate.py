@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import is_torch_tensor
@@ -18,7 +19,7 @@ from torch import nn
 
 import pipec
 from pipec.errors import InputError
-from pipec.integrations.replica_rows import joined, of_replicas, shared_loader
+from pipec.integrations.replica_rows import REDUCTIONS, joined, of_replicas, shared_loader
 from pipec.options import OPTIONS
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
@@ -123,6 +124,35 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         if self._num_replicas == 1 or not (use_gather_object or not all(map(is_torch_tensor, leaves))):
             return self.gather(input_data)
         return [each for own in of_replicas(self._pipes[0], input_data) for each in own]
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, mean or maximum of what replicas have; the same everywhere as it is."""
+        if self._num_replicas == 1 or reduction == "none":
+            return super().reduce(tensor, reduction, scale)
+        if reduction not in REDUCTIONS:
+            raise InputError(f"reduction is {reduction!r}; there are {', '.join(REDUCTIONS)}, and none")
+        leaves, structure = pytree.tree_flatten(tensor)
+        parts = zip(*of_replicas(self._pipes[0], [each.cpu() for each in leaves]), strict=True)
+        reduced = [REDUCTIONS[reduction](torch.stack(each)).to(self.device) for each in parts]
+        return pytree.tree_unflatten(reduced, structure)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors, each filled along a dimension to the size of the largest of the replicas'."""
+        if self._num_replicas == 1:
+            return tensor
+        leaves, structure = pytree.tree_flatten(tensor)
+        shapes = zip(*of_replicas(self._pipes[0], [each.shape for each in leaves]), strict=True)
+        padded = []
+        for own, all_shapes in zip(leaves, shapes, strict=True):
+            if -own.dim() <= dim < own.dim():
+                missing = [*own.shape]
+                missing[dim] = max(shape[dim] for shape in all_shapes) - own.shape[dim]
+                filling = own.new_full(missing, pad_index)
+                own = torch.cat([filling, own] if pad_first else [own, filling], dim)
+            padded.append(own)
+        return pytree.tree_unflatten(padded, structure)
 
     @property
     def _num_replicas(self) -> int:

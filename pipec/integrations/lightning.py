@@ -20,11 +20,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 import pipec
 from pipec.errors import InputError
 from pipec.integrations.logged_page import write_page
-from pipec.integrations.replica_rows import of_replicas, shared_loader
+from pipec.integrations.replica_rows import REDUCTIONS, of_replicas, shared_loader
 from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
@@ -111,6 +112,7 @@ class PipecStrategy(SingleDeviceStrategy):
         if not isinstance(child, PipelineModule):
             pipe = child if isinstance(child, Pipeline) else pipec.compile(child, **self._options)
             setattr(model, name, pipe.as_module())
+        _sync_metrics(model, *_pipes_of(model).values())
         return model
 
     @property
@@ -142,17 +144,25 @@ class PipecStrategy(SingleDeviceStrategy):
             return tensor
         name = str(getattr(reduce_op, "name", reduce_op)).lower()
         stacked = torch.stack([each.cpu().double() for each in of_replicas(pipe, tensor)])
-        if name not in _REDUCTIONS:
-            raise InputError(f"reduce_op is {reduce_op!r}; expected one of {', '.join(_REDUCTIONS)}")
-        reduced = _REDUCTIONS[name](stacked).to(tensor.device)
+        if name not in REDUCTIONS:
+            raise InputError(f"reduce_op is {reduce_op!r}; expected one of {', '.join(REDUCTIONS)}")
+        reduced = REDUCTIONS[name](stacked).to(tensor.device)
         return reduced.to(tensor.dtype) if tensor.is_floating_point() else reduced
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all replicas decide so, or any."""
+        (pipe,) = self._pipes.values()
+        if pipe.num_replicas == 1:
+            return decision
+        decisions = of_replicas(pipe, decision)
+        return sum(decisions) == len(decisions) if all else any(decisions)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The values of all replicas, stacked; the same everywhere as it is."""
         (pipe,) = self._pipes.values()
         if pipe.num_replicas == 1:
             return tensor
-        return torch.stack([each.to(tensor.device) for each in of_replicas(pipe, tensor)])
+        return torch.stack(_of_replicas(pipe, tensor))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
@@ -227,12 +237,16 @@ def _pipes_of(module: Any) -> dict[str, Pipeline]:
     return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
 
 
-_REDUCTIONS = {
-    "mean": lambda values: values.mean(0),
-    "avg": lambda values: values.mean(0),
-    "sum": lambda values: values.sum(0),
-    "max": lambda values: values.amax(0),
-    "min": lambda values: values.amin(0),
-}
+def _of_replicas(pipe: Pipeline, tensor: Tensor) -> list[Tensor]:
+    return [each.to(tensor.device) for each in of_replicas(pipe, tensor.cpu())]
+
+
+def _sync_metrics(module: nn.Module, pipe: Pipeline) -> None:
+    """Let metrics of torchmetrics take the values of replicas, where they would take those of all ranks."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = lambda: pipe.num_replicas > 1
+            metric.dist_sync_fn = lambda tensor, group=None: _of_replicas(pipe, tensor)
+
 
 StrategyRegistry.register("pipec", PipecStrategy, description="stages of one model on several devices")

@@ -84,3 +84,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all replicas; of numbers, a vector."""
     host = [part.cpu() for part in parts]
     return torch.cat(host) if host[0].dim() else torch.stack(host)
+
+
+REDUCTIONS = {
+    "mean": lambda values: values.mean(0),
+    "avg": lambda values: values.mean(0),
+    "sum": lambda values: values.sum(0),
+    "max": lambda values: values.amax(0),
+    "min": lambda values: values.amin(0),
+}
+"""Of the values of replicas, stacked, by name."""

@@ -1,4 +1,4 @@
-"""A BERT classifier in float64, and rows of ragged lengths, for the loops of libraries."""
+"""A BERT classifier and a Llama in float64, and rows of ragged lengths, for the loops of libraries."""
 
 from typing import Any
 
@@ -26,6 +26,15 @@ def model() -> nn.Module:
     return BertForSequenceClassification(config).double().train()
 
 
+def llama() -> nn.Module:
+    import huggingface_models
+
+    return huggingface_models.llama()[0].double()
+
+
+MODELS = {"bert": model, "llama": llama}
+
+
 def rows(count: int = NUM_ROWS) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, 11, (count,), generator=draw).tolist()
@@ -33,11 +42,13 @@ def rows(count: int = NUM_ROWS) -> list[dict[str, Tensor]]:
     return [{"input_ids": each, "labels": each.sum() % 3} for each in ids]
 
 
-def collated(batch: list[dict[str, Tensor]], length: int = 0) -> dict[str, Tensor]:
-    """Padded to the longest row of the batch, or to ``length``."""
+def collated(batch: list[dict[str, Tensor]], length: int = 0, of_tokens: bool = False) -> dict[str, Tensor]:
+    """Padded to the longest row of the batch, or to ``length``. Labels are of rows, or tokens."""
     ids = nn.utils.rnn.pad_sequence([each["input_ids"] for each in batch], batch_first=True)
     ids = nn.functional.pad(ids, (0, max(length - ids.shape[1], 0)))
     labels = torch.stack([each["labels"] for each in batch])
+    if of_tokens:
+        labels = ids.masked_fill(ids == 0, -100)
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 

@@ -9,12 +9,14 @@ import json
 import logging
 import sys
 import warnings
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import classified_rows
 import lightning.pytorch as lightning
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -27,16 +29,18 @@ PLACE = Path(FOLDER) / KIND
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc]
-    def __init__(self, is_manual: bool) -> None:
+    def __init__(self, name: str, is_manual: bool, accumulation: int) -> None:
         super().__init__()
         self.automatic_optimization = not is_manual
+        self.kind, self.accumulation = classified_rows.MODELS[name], accumulation
+        self.rows = torchmetrics.SumMetric()
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.rates: list[float] = []
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = classified_rows.model()
+            self.model = self.kind()
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss: Tensor = self.model(**batch)["loss"]
@@ -45,8 +49,8 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         if self.automatic_optimization:
             return loss
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        self.manual_backward(loss / 3)
-        if (index + 1) % 3 == 0 or self.trainer.is_last_batch:
+        self.manual_backward(loss / self.accumulation)
+        if (index + 1) % self.accumulation == 0 or self.trainer.is_last_batch:
             self.clip_gradients(optimizer, gradient_clip_val=0.3)
             optimizer.step()
             optimizer.zero_grad()
@@ -63,6 +67,8 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         right = (output["logits"].argmax(-1) == batch["labels"]).double().mean()
         rows = len(batch["labels"])
         self.log("validated", output["loss"], sync_dist=True, batch_size=rows)
+        self.rows.update(rows)
+        self.log("rows", self.rows)
         self.log("right", right, sync_dist=True, batch_size=rows)
 
     def configure_optimizers(self) -> Any:
@@ -71,10 +77,10 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         return [optimizer], [{"scheduler": step, "interval": "step"}]
 
 
-def loaders() -> list[Any]:
+def loaders(name: str) -> list[Any]:
     torch.manual_seed(5)
     data = classified_rows.rows()
-    collate: Any = functools.partial(classified_rows.collated, length=10)
+    collate: Any = functools.partial(classified_rows.collated, length=10, of_tokens=name == "llama")
     return [DataLoader(data, classified_rows.BATCH, shuffle=x, collate_fn=collate) for x in (True, False)]
 
 
@@ -112,25 +118,31 @@ def result(module: Classifier, trained: Any, name: str, epoch: int) -> dict[str,
 
 
 def fitted(name: str, is_manual: bool, accumulation: int) -> dict[str, Any]:
+    def module() -> Classifier:
+        return Classifier(name, is_manual, accumulation)
+
     clip = {} if is_manual else {"gradient_clip_val": 0.3, "accumulate_grad_batches": accumulation}
-    module, made = Classifier(is_manual), trainer(name, max_epochs=2, **clip)
-    made.fit(module, *loaders())
-    found = {"fitted": result(module, made, name, 1)}
+    run = f"{name} {is_manual} {accumulation}"
+    first, made = module(), trainer(run, max_epochs=2, **clip)
+    made.fit(first, *loaders(name))
+    found = {"fitted": result(first, made, run, 1)}
     if accumulation == 3 and not is_manual:
-        again, other = Classifier(is_manual), trainer(f"{name} again", max_epochs=3, **clip)
-        other.fit(again, *loaders(), ckpt_path=PLACE / name / "epoch=0.ckpt", weights_only=False)
-        found["resumed"] = result(again, other, f"{name} again", 2)
-        alone = Classifier(is_manual)
-        found["validated"] = trainer(f"{name} alone").validate(
-            alone, loaders()[1], ckpt_path=PLACE / name / "epoch=1.ckpt", weights_only=False
+        again, other = module(), trainer(f"{run} again", max_epochs=3, **clip)
+        other.fit(again, *loaders(name), ckpt_path=PLACE / run / "epoch=0.ckpt", **LOADED)
+        found["resumed"] = result(again, other, f"{run} again", 2)
+        found["validated"] = trainer(f"{run} alone").validate(
+            module(), loaders(name)[1], ckpt_path=PLACE / run / "epoch=1.ckpt", **LOADED
         )
     return found
 
 
+LOADED = {"weights_only": False} if "weights_only" in signature(lightning.Trainer.fit).parameters else {}
+"""Lightning asks for it from version 2.6 on."""
+
+RUNS = [("bert", False, 3), ("llama", False, 1), ("llama", True, 3), ("bert", True, 1)]
+"""Models, whether the module makes the updates itself, and how many batches accumulate."""
+
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    runs = {"automatic 3": (False, 3), "automatic 1": (False, 1), "manual 3": (True, 3)}
-    if "local" in "".join(OPTIONS):
-        runs = {"automatic 3": (False, 3)}
-    print(json.dumps({name: fitted(name, *run) for name, run in runs.items()}))
+    print(json.dumps({f"{run}": fitted(*run) for run in RUNS}))

@@ -139,5 +139,35 @@ def with_lightning() -> dict[str, Any]:
     }
 
 
+def with_fabric() -> dict[str, Any]:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    module = prepared(huggingface_models.gpt2()[0])
+    optimizer = optim.AdamW(module.parameters(), 0.02)
+    module, optimizer = fabric.setup(module, optimizer)
+    loader, losses, norms = fabric.setup_dataloaders(DataLoader(ROWS, 4)), [], []
+
+    def epoch() -> None:
+        for number, batch in enumerate(loader, 1):
+            with fabric.no_backward_sync(module, enabled=number % 2 == 1):
+                loss = module(**batch)["loss"]
+                fabric.backward(loss / 2)
+            losses.append(loss.item())
+            if number % 2 == 0:
+                norms.append(fabric.clip_gradients(module, optimizer, max_norm=0.3).item())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    epoch()
+    state = {"model": module, "optimizer": optimizer}
+    fabric.save(FOLDER / "saved.ckpt", state)
+    epoch()
+    fabric.load(FOLDER / "saved.ckpt", state)
+    epoch()
+    return {"losses": losses, "norms": norms, "saved": sums(torch.load(FOLDER / "saved.ckpt")["model"])}
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[f"with_{LIBRARY}"]()))

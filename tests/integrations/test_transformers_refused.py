@@ -126,10 +126,24 @@ def test_a_loss_that_a_subclass_computes_of_outputs(tmp_path: Path) -> None:
         trainer(tmp_path, Outside).train()
 
 
-def test_a_loss_whose_sum_over_microbatches_is_unproven(tmp_path: Path) -> None:
-    """NEFTune's noise has a size that is a tensor."""
-    with pytest.raises(InputError, match=r"neftune\.py.*microbatch_weight=\"sum\" if they add up"):
-        trainer(tmp_path, options={"neftune_noise_alpha": 5.0, "microbatches": 2}).train()
+def test_noise_on_embeddings(tmp_path: Path) -> None:
+    """NEFTune is proved to draw for each row, and is off outside of the training."""
+    noisy = trainer(tmp_path, options={"neftune_noise_alpha": 50.0, "microbatches": 2}, eval_dataset=ROWS)
+    plain = trainer(tmp_path, options={"microbatches": 2}, eval_dataset=ROWS)
+    assert noisy.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    losses = [each.train().training_loss for each in (noisy, plain)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.3)
+    assert not noisy.model.get_input_embeddings()._forward_hooks
+
+
+def test_size_of_noise() -> None:
+    from pipec.integrations.transformers.noise import add_noise
+
+    embedding, output = torch.nn.Embedding(3, 16), torch.ones(8, 4, 16)
+    noise = (add_noise(2.0, embedding, None, output) - output).abs()
+    assert 0.9 * 2 / 8 < noise.max() <= 2 / 8
+    assert add_noise(2.0, embedding.eval(), None, output) is output
 
 
 @pytest.mark.parametrize("name", ["padding_free", "activation_offloading"])

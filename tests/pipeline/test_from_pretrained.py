@@ -111,6 +111,61 @@ def test_folders_that_do_not_fit_are_refused_or_completed_as_by_transformers(tmp
         pipec.from_pretrained(tmp_path / "adapter", 2, model_class=transformers.AutoModelForCausalLM)
 
 
+ADAPTER_SCRIPT = """
+import sys
+from pathlib import Path
+import peft, pipec, torch, transformers
+folder = Path(sys.argv[1])
+config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+torch.manual_seed(3)
+if sys.argv[2] == "plain":
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "tied", dtype=torch.float64)
+    module = peft.get_peft_model(model, config)
+else:
+    pipe = pipec.from_pretrained(
+        folder / "tied", 4, microbatches=2, timeout=60.0, dtype=torch.float64, peft_config=config
+    )
+    module = pipe.as_module()
+module.train()
+optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.5)
+ids = torch.arange(32).view(4, 8)
+for _ in range(3):
+    loss = module(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+module.save_pretrained(str(folder / sys.argv[2]))
+"""
+
+
+def test_an_adapter_trains_on_a_model_that_no_rank_holds(tmp_path: Path) -> None:
+    pretrained_script.write(tmp_path, "tied")
+    script = tmp_path / "script.py"
+    script.write_text(ADAPTER_SCRIPT)
+
+    def losses(kind: str, ranks: int) -> list[list[float]]:
+        printed = run_ranks(script, ranks, tmp_path, [str(tmp_path), kind])
+        return [[*map(float, each.splitlines()[-3:])] for each in printed]
+
+    (expected,) = losses("plain", 0)
+    for found in losses("pipec", 4):
+        assert found == pytest.approx(expected, rel=1e-6)
+    adapters = [load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("pipec", "plain")]
+    assert any(key.endswith("lora_B.weight") and value.any() for key, value in adapters[1].items())
+    torch.testing.assert_close(*adapters, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}]
+)
+def test_adapters_that_begin_with_values_of_the_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    pretrained_script.write(tmp_path, "llama")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], **options)
+    with pytest.raises(InputError, match=r"pass get_peft_model\(model, peft_config\) to pipec\.compile"):
+        pipec.from_pretrained(tmp_path / "llama", 2, peft_config=config)
+
+
 def test_values_are_refused_until_they_are_read(tmp_path: Path) -> None:
     pretrained_script.write(tmp_path, "llama")
     with torch.device("meta"):

@@ -10,7 +10,7 @@ from worker_processes import run_ranks
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "trainers_script.py"
-LIBRARIES = {"accelerate": "accelerate", "lightning": "lightning"}
+LIBRARIES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning"}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
@@ -24,6 +25,7 @@ from pipec.errors import InputError
 from pipec.integrations.transformers.adapters import is_peft_model, load_adapter
 from pipec.integrations.transformers.arguments import PipelineArguments
 from pipec.integrations.transformers.losses import given_loss, smoothed_loss, target_of
+from pipec.integrations.transformers.noise import add_noise
 from pipec.pipeline.pipeline_module import PipelineModule
 
 
@@ -48,7 +50,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def take_model(self) -> None:
         """Put a pipeline in place of the model."""
         self._grad_norm, self._num_skipped = torch.zeros((), dtype=torch.float64), 0
-        self.add_callback(_AfterUpdate(self))
+        self.add_callback(_DuringTraining(self))
+        self.neftune_noise_alpha = None  # so that the Trainer adds no noise of its own
         self._set_signature_columns_if_needed()  # while the model is there to tell them
         self.model = self.model_wrapped = self._as_pipeline(self.model)
 
@@ -59,6 +62,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             self._num_skipped = self.pipe.num_skipped
             if self.pipe.grad_norm is not None:
                 self._grad_norm.copy_(self.pipe.grad_norm)
+
+    def add_noise(self) -> RemovableHandle | None:
+        """Let embeddings have NEFTune's noise, if the arguments ask for it."""
+        if self.args.neftune_noise_alpha is None:
+            return None
+        model = self._whole_model
+        base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+        noise = functools.partial(add_noise, self.args.neftune_noise_alpha)
+        hook: RemovableHandle = base.get_input_embeddings().register_forward_hook(noise)
+        return hook
 
     def _as_pipeline(self, model: nn.Module) -> nn.Module:
         """Compile the model. Returns the module that the Trainer takes for it."""
@@ -270,11 +283,19 @@ class PipecTrainer(PipelineTrainer):
     """
 
 
-class _AfterUpdate(TrainerCallback):  # type: ignore[misc]
-    """Calls ``after_update`` of a Trainer."""
+class _DuringTraining(TrainerCallback):  # type: ignore[misc]
+    """Calls ``after_update`` of a Trainer, and lets it add noise while it trains."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         self._trainer = trainer
+        self._noise: RemovableHandle | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._noise = self._trainer.add_noise()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._noise is not None:
+            self._noise.remove()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.after_update()
