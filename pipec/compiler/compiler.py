@@ -10,8 +10,8 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature
-from pipec.compiler.compile import CompileRequest, CompileSettings, compile_call
 from pipec.compiler.compile_cache import CompileCache
+from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.console import warn
@@ -59,6 +59,8 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
+        from pipec.compiler.compile import CompileRequest, compile_call  # loads torch._dynamo
+
         request = CompileRequest(
             settings=self.settings,
             model=self.model,
