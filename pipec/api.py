@@ -27,7 +27,7 @@ from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy, resolve_num_microbatches
-from pipec.console import warn
+from pipec.console import delayed_status, warn
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, resolve_device
@@ -188,7 +188,8 @@ def _pipeline(
     if (
         ranks.world.rank == 0
     ):  # the others load no torch._dynamo, which takes seconds: rank 0 compiles for all
-        importlib.import_module("pipec.compiler.compile")
+        with delayed_status("loading torch._dynamo"):
+            importlib.import_module("pipec.compiler.compile")
     return Pipeline(compiler, tensors, ranks, updates, options, weights)
 
 

@@ -73,7 +73,7 @@ class Compiler:
             trained=tuple(self.cache.trained_graphs(signature.key)),
         )
         reason = self.cache.recompile_reason(signature, call, self.model, change)
-        with self.stopwatch.reporting(f"compiling, {reason}"):
+        with self.stopwatch.reporting(f"compiling, {reason}", len([*self.model.modules()])):
             compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided
         self.cache.put(signature, compiled.cached)
