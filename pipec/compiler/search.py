@@ -5,8 +5,9 @@ The score of an asynchronous schedule is the time from one mini-batch to the nex
 A candidate is tried on the stages of a cut graph: each of its schedules is lowered, verified and simulated
 once. The result is the best plan, with its programs.
 
-A search takes at most about a tenth of the capture (``search_budget``): the usual number of microbatches is
-tried on all placements first, then others, the nearest first. While nothing fits into memory, all are tried.
+First the usual number of microbatches is tried: on all placements of the schedules that are allowed, and with
+all numbers of replicas if these are open. What else is tried takes about a tenth of the capture at most
+(``search_budget``). While nothing fits into memory, all is tried.
 """
 
 import functools
@@ -175,32 +176,36 @@ def _with_best_replicas(step: CapturedStep, candidate: Candidate) -> SearchResul
     is_open = candidate.tunes_replicas or not candidate.num_microbatches
     if candidate.dynamic and is_open and not has_model_collectives(step.graph):
         for replicas in candidate.policy.other_replica_counts():
-            if step.may_cut([each.best for each in [*found, *others]]):
+            if candidate.tunes_replicas or step.may_cut([each.best for each in [*found, *others]]):
                 with suppress(InputError, PlanError):
-                    others.append(_best_arranged(step, candidate.with_replicas(replicas)))
+                    others.append(_best_arranged(step, candidate.with_replicas(replicas), False))
         for policy in candidate.policy.with_unequal_replicas():
             others += _with_unequal_replicas(step, replace(candidate, policy=policy), [*found, *others])
     if first_error and not others:
         raise first_error
     chosen = fastest_result([*found, *others]) if candidate.tunes_replicas else found[0]
-    tried = [alternative for other in others for alternative in other.alternatives]
-    return replace(chosen, alternatives=(*chosen.alternatives, *tried))
+    every = [chosen, *(each for each in [*found, *others] if each is not chosen)]
+    return replace(chosen, alternatives=tuple(other for each in every for other in each.alternatives))
 
 
-def _best_arranged(step: CapturedStep, candidate: Candidate) -> SearchResult:
-    """The best of all arrangements of replicas on ranks."""
-    return fastest_result([evaluate_cuts(step, each) for each in candidate.replica_arrangements()])
+def _best_arranged(step: CapturedStep, candidate: Candidate, every_placement: bool = True) -> SearchResult:
+    """The best of all arrangements of replicas on ranks; ``every_placement`` as for ``evaluate_cuts``."""
+    arrangements = candidate.replica_arrangements()
+    return fastest_result([evaluate_cuts(step, each, every_placement) for each in arrangements])
 
 
-def evaluate_cuts(step: CapturedStep, candidate: Candidate) -> SearchResult:
+def evaluate_cuts(step: CapturedStep, candidate: Candidate, every_placement: bool = True) -> SearchResult:
     """The best schedule of a candidate, on the best of the cuts that the planner makes for it.
+
+    Without ``every_placement``, placements after the first are tried only if work for them is left.
 
     Raises:
         InputError, InfeasibleError, PlanError: nothing could be tried, and why.
     """
     tried, cuts = _Search(candidate, step.batch, candidate.counts(step.batch), step.budget), []
     for placement in candidate.policy.placements(tried.counts):
-        if staged := tried.fastest_cut(step, placement):
+        is_tried = every_placement or step.may_cut([evaluated for evaluated, _ in tried.evaluated])
+        if is_tried and (staged := tried.fastest_cut(step, placement)):
             cuts.append((placement, staged))
             tried.try_schedules(staged, placement, tried.counts[:1])
     for placement, staged in cuts:
@@ -238,7 +243,8 @@ def _with_unequal_replicas(
     for count, planned_for, model in product(candidate.counts(step.batch), topologies, models):
         size = split_sizes(step.batch, count)[0]
         how = ChooseReplicas(planned_for, count, size, candidate.updates(count), model)
-        if step.may_cut([each.best for each in [*before, *found]]):
+        is_first = candidate.tunes_replicas and not found
+        if is_first or step.may_cut([each.best for each in [*before, *found]]):
             with suppress(InputError, PlanError):
                 found += _planned(step, candidate, how)
     return found
@@ -308,9 +314,7 @@ class _Search:
         return SearchResult(self.candidate, best if fastest.is_close(best) else fastest, base, tried)
 
     def fastest_cut(self, step: CapturedStep, placement: Placement) -> StagedGraph | None:
-        """The fastest cut for the usual number of microbatches; None if it fails, or without work left."""
-        if not step.may_cut([evaluated for evaluated, _ in self.evaluated]):
-            return None
+        """The fastest cut for the usual number of microbatches; None if the planner fails."""
         count = self.counts[0]
         try:
             return step.cut(
@@ -397,7 +401,7 @@ class _Search:
                         self.evaluated.append((_evaluate_within_memory(staged, schedule, sizes[0]), staged))
 
     def _may_evaluate(self, staged: StagedGraph, schedule: Schedule) -> bool:
-        """Whether to evaluate a schedule: always, until a plan fits into memory."""
+        """Whether to evaluate a schedule: always for the usual number of microbatches, or until one fits."""
         if self.budget is None:
             return True
         num_computes = sum(map(len, schedule.orders))
@@ -405,8 +409,9 @@ class _Search:
             on is staged and known.plan.num_microbatches == schedule.num_microbatches
             for known, on in self.evaluated
         )
+        is_usual = schedule.num_microbatches == self.counts[0]
         fits = any(_fits(evaluated) for evaluated, _ in self.evaluated)
-        if fits and not self.budget.affords_plan(num_computes, is_new):
+        if fits and not is_usual and not self.budget.affords_plan(num_computes, is_new):
             return False
         self.budget.spend_plan(num_computes, is_new)
         return True

@@ -24,7 +24,8 @@ _LEAST = 7000.0
 class SearchBudget:
     """The work that a search may still do on a graph of ``num_nodes`` nodes.
 
-    What must be tried is tried whatever is left; ``num_skipped`` counts the plans and cuts that were not.
+    What must be tried spends from it whatever is left. ``num_skipped`` counts the plans and cuts that are not
+    tried.
     """
 
     num_nodes: int

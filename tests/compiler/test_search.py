@@ -132,13 +132,16 @@ def no_work_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_work_left")
-@pytest.mark.parametrize("options", [{}, {"schedule": "auto", "replicas": "auto"}])
-def test_a_search_without_work_left_takes_the_first_plan_and_says_so(
-    options: dict[str, str], said: list[str]
+@pytest.mark.parametrize(
+    ("options", "replicas"), [({}, {1}), ({"schedule": "auto", "replicas": "auto"}, {1, 2, 4})]
+)
+def test_a_search_without_work_left_tries_the_usual_plans_and_says_so(
+    options: dict[str, str], replicas: set[int], said: list[str]
 ) -> None:
     plan = prepared(**options).plan
-    assert plan.num_microbatches == default_num_microbatches(ROWS, 4)
-    assert plan.alternatives == ()
+    tried = {(each.replicas[0], each.num_microbatches) for each in plan.alternatives}
+    tried.add((len(plan.placement[0]), plan.num_microbatches))
+    assert tried == {(n, n * default_num_microbatches(ROWS // n, 4 // n)) for n in replicas}
     (ended,) = (each for each in said if each.startswith("the search ended"))
     assert int(re.search(r"with (\d+) plans left to try", ended)[1]) > 1
 
