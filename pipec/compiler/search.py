@@ -116,7 +116,7 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     if budget.num_skipped:
         log.info(
             "the search ended after about a tenth of the time of the capture, with %d plans left to try; "
-            "fix microbatches=..., schedule=... or replicas=..., and fewer are",
+            "to leave fewer, fix microbatches=..., schedule=... or replicas=...",
             budget.num_skipped,
         )
     return min(found, key=lambda result: result.best.score)
