@@ -1,6 +1,5 @@
 """The front door: compile a model, and profile one."""
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy, resolve_num_microbatches
-from pipec.console import delayed_status, warn
+from pipec.console import warn
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, resolve_device
@@ -185,11 +184,6 @@ def _pipeline(
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
-    if (
-        ranks.world.rank == 0
-    ):  # the others load no torch._dynamo, which takes seconds: rank 0 compiles for all
-        with delayed_status("loading torch._dynamo"):
-            importlib.import_module("pipec.compiler.compile")
     return Pipeline(compiler, tensors, ranks, updates, options, weights)
 
 
