@@ -6,8 +6,8 @@ A candidate is tried on the stages of a cut graph: each of its schedules is lowe
 once. The result is the best plan, with its programs.
 
 First the usual number of microbatches is tried: on all placements of the schedules that are allowed, and with
-all numbers of replicas if these are open. What else is tried takes about a tenth of the capture at most
-(``search_budget``). While nothing fits into memory, all is tried.
+all numbers of replicas if these are open. For what else there is, on the best placement first, there is a
+budget: ``search_budget``. While nothing fits into memory, all is tried.
 """
 
 import functools
@@ -62,13 +62,11 @@ class CapturedStep:
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
         """The graph after all passes; ``how`` is the pass that assigns stages."""
-        if self.budget:
-            self.budget.spend_cut()
         return StagedGraph(self.graph, how, options, observers=self.observers, uncut=self._uncut)
 
     def may_cut(self, found: Sequence[EvaluatedPlan]) -> bool:
         """Whether to try another cut, after these plans."""
-        return self.budget is None or not any(map(_fits, found)) or self.budget.affords_cut()
+        return self.budget is None or not any(map(_fits, found)) or self.budget.takes_cut()
 
     @functools.cached_property
     def _uncut(self) -> UncutGraph:
@@ -208,7 +206,7 @@ def evaluate_cuts(step: CapturedStep, candidate: Candidate, every_placement: boo
         if is_tried and (staged := tried.fastest_cut(step, placement)):
             cuts.append((placement, staged))
             tried.try_schedules(staged, placement, tried.counts[:1])
-    for placement, staged in cuts:
+    for placement, staged in sorted(cuts, key=lambda cut: tried.best_score(cut[1])):
         tried.try_schedules(staged, placement, tried.counts[1:])
         tried.try_cuts_within_memory(step, placement, staged)
     return tried.result()
@@ -324,6 +322,11 @@ class _Search:
             self.first_error = self.first_error or error
             return None
 
+    def best_score(self, staged: StagedGraph) -> tuple[float, float]:
+        """The score of the best plan that was evaluated on these stages."""
+        scores = (evaluated.score for evaluated, on in self.evaluated if on is staged)
+        return min(scores, default=(math.inf, math.inf))
+
     def try_cuts_within_memory(self, step: CapturedStep, placement: Placement, staged: StagedGraph) -> None:
         """Unless the best schedule fits on the fastest cut, ``staged``, try cuts that need less memory."""
         first, replicas = self.sizes[self.counts[0]], self.candidate.policy.replicas
@@ -411,10 +414,7 @@ class _Search:
         )
         is_usual = schedule.num_microbatches == self.counts[0]
         fits = any(_fits(evaluated) for evaluated, _ in self.evaluated)
-        if fits and not is_usual and not self.budget.affords_plan(num_computes, is_new):
-            return False
-        self.budget.spend_plan(num_computes, is_new)
-        return True
+        return is_usual or not fits or self.budget.takes_plan(num_computes, is_new)
 
     def _schedules(
         self, staged: StagedGraph, placement: Placement, count: int, size: int

@@ -22,10 +22,9 @@ _LEAST = 7000.0
 
 @dataclass
 class SearchBudget:
-    """The work that a search may still do on a graph of ``num_nodes`` nodes.
+    """The work that a search may still do on a graph of ``num_nodes`` nodes, besides what it must try.
 
-    What must be tried spends from it whatever is left. ``num_skipped`` counts the plans and cuts that are not
-    tried.
+    ``num_skipped`` counts the plans and cuts that are not tried.
     """
 
     num_nodes: int
@@ -38,25 +37,19 @@ class SearchBudget:
         num_nodes = len(graph.module.graph.nodes)
         return cls(num_nodes, max(_SHARE * _CAPTURE * num_nodes, _LEAST))
 
-    def affords_cut(self) -> bool:
-        """Whether the work for a cut and one plan on it is left. Nothing is spent."""
-        return self._affords((_CUT + _PLAN) * self.num_nodes)
+    def takes_cut(self) -> bool:
+        """Whether the work for a cut and a plan on it is left, which is spent then."""
+        return self._takes((_CUT + _PLAN) * self.num_nodes)
 
-    def spend_cut(self) -> None:
-        """Note that the graph is cut."""
-        self.left -= _CUT * self.num_nodes
+    def takes_plan(self, num_computes: int, is_new: bool) -> bool:
+        """Whether the work for a step of so many computes is left, which is spent then.
 
-    def affords_plan(self, num_computes: int, is_new: bool) -> bool:
-        """Whether the work for a step of so many computes is left. ``is_new``: as for ``spend_plan``."""
-        return self._affords(self._plan_work(num_computes, is_new))
+        ``is_new``: its stages were not planned for this size before.
+        """
+        return self._takes(_COMPUTE * num_computes + _PLAN * self.num_nodes * is_new)
 
-    def spend_plan(self, num_computes: int, is_new: bool) -> None:
-        """Note that a step is evaluated. ``is_new``: its stages were not planned for this size before."""
-        self.left -= self._plan_work(num_computes, is_new)
-
-    def _plan_work(self, num_computes: int, is_new: bool) -> float:
-        return _COMPUTE * num_computes + _PLAN * self.num_nodes * is_new
-
-    def _affords(self, work: float) -> bool:
-        self.num_skipped += work > self.left
-        return work <= self.left
+    def _takes(self, work: float) -> bool:
+        is_left = work <= self.left
+        self.left -= work * is_left
+        self.num_skipped += not is_left
+        return is_left
