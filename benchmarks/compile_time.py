@@ -3,13 +3,20 @@
 ``capture`` and ``differentiate`` are torch's own work; everything else is pipec's. ``--first-step`` compares
 a narrow GPT-2 of as many layers with ``torch.compile(backend="aot_eager")``, in seconds of the processor.
 ``--calls`` has those of the first call of each kind, for this model and for Llamas of 4 and 32 equal layers.
+``--ranks`` starts these models under ``torchrun`` on 1, 2 and 4 ranks. Rank 0 compiles for all: its processor
+seconds are the critical path, and the first step's on 4 ranks over one rank's is what waiting costs.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -160,15 +167,68 @@ def first_calls(num_rounds: int) -> str:
     return "\n".join([*header, *rows])
 
 
+RANKS = (1, 2, 4)
+
+
+def step_on_rank(name: str, folder: Path) -> None:
+    """Write how long this rank's first step takes, and its processor seconds: in it, and since its start."""
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    pipe = pipec.compile(MODELS[name](), microbatches=4)
+    begun, used = time.perf_counter(), time.process_time()
+    pipe.step(input_ids=tokens, labels=tokens)
+    found = time.perf_counter() - begun, time.process_time() - used, time.process_time()
+    (folder / os.environ["RANK"]).write_text(json.dumps(found))
+
+
+def steps_on_ranks(name: str, num_ranks: int) -> list[list[float]]:
+    """What each rank has written."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with tempfile.TemporaryDirectory() as folder:
+        given = [*torchrun, f"--nproc-per-node={num_ranks}", __file__, "--model", name, "--folder", folder]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(given, env=environment, stderr=subprocess.DEVNULL, check=True)
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(num_ranks)]
+
+
+def ranks_table(num_rounds: int) -> str:
+    """A table of medians, the numbers of ranks taking turns."""
+    rows = []
+    for name in MODELS:
+        taken = [[steps_on_ranks(name, count) for count in RANKS] for _ in range(num_rounds)]
+        for place, count in enumerate(RANKS):
+            every = [each[place] for each in taken]
+            one = statistics.median(each[0][0][1] for each in taken)
+            wall, own, total = (statistics.median(ranks[0][k] for ranks in every) for k in range(3))
+            other = statistics.median(max((rank[2] for rank in ranks[1:]), default=0.0) for ranks in every)
+            rows.append(
+                f"| {name} | {count} | {wall:.1f} | {own:.1f} | {own / one:.2f} | {total:.1f} | {other:.1f} |"
+            )
+    header = [
+        "| model | ranks | first step, s | processor s of rank 0 | / one rank's | since start | another's |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    return "\n".join([*header, *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-step", action="store_true", help="print the comparison with aot_eager alone")
     parser.add_argument("--calls", action="store_true", help="print the first call of each kind alone")
+    parser.add_argument("--ranks", action="store_true", help="print the first step on several ranks alone")
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead of JSON")
     args = parser.parse_args()
 
+    if args.folder:
+        step_on_rank(args.model, args.folder)
+        return
+    if args.ranks:
+        print(ranks_table(args.rounds))
+        return
     if args.first_step:
         pipec.log(first_steps(args.rounds))
         return

@@ -19,11 +19,10 @@ from pipec.api_arguments import (
 from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
 from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.compile import CompileSettings
+from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy, resolve_num_microbatches
@@ -274,6 +273,8 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
+    from pipec.capture.tracer import capture  # loads torch._dynamo, as no other function here does
+
     check_arguments(PROFILE_ARGUMENTS, locals())
     given = ModelCall(example.args, dict(example.kwargs), example.target)
     call = with_batch_axes(given, example.batched, positional_names(example.model))

@@ -12,6 +12,7 @@ import operator
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
@@ -135,43 +136,38 @@ STATUS_DELAY_SECONDS = 2.0
 class delayed_status:
     """Says what a ``with`` block does, and why, if it takes more than ``STATUS_DELAY_SECONDS``.
 
-    In a terminal, a line shows the current activity and disappears at the end; of several blocks, nested or
-    on several threads, it shows the last one. Elsewhere, and beside a progress bar, an activity is logged
-    once.
-
-    >>> with delayed_status("compiling, for the first time") as status:
-    ...     status.now("search")
+    In a terminal, a line shows the activity and its ``progress``, whose text changes, and disappears at the
+    end; of several blocks, nested or on several threads, it shows the last one. Elsewhere, and beside a
+    progress bar, both are logged once, and the seconds that the block took when it ends.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._now = ""
-        self._has_ended = False
+    def __init__(self, what: str, progress: object = "") -> None:
+        self._what, self._progress = what, progress
+        self._started = time.perf_counter()
+        self._is_logged = self._has_ended = False
         self._timer = threading.Timer(STATUS_DELAY_SECONDS, self._appear)
         self._timer.daemon = True
-
-    def now(self, activity: str) -> None:
-        """Show ``activity`` from now on, if anything is shown."""
-        self._now = activity
-        _STATUS_LINE.draw()
 
     def __enter__(self) -> Self:
         self._timer.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._timer.cancel()
         with _STATUS_LINE.changes:
             self._has_ended = True
             _STATUS_LINE.remove(self)
+        if self._is_logged and kind is None:
+            notice("%s: done in %.0f s", self._what, time.perf_counter() - self._started)
 
     def _appear(self) -> None:
         with _STATUS_LINE.changes:
             if logger.isEnabledFor(logging.INFO) and not self._has_ended and not _STATUS_LINE.add(self):
+                self._is_logged = True
                 notice("%s", self)
 
     def __str__(self) -> str:
-        return f"{self._what}: {self._now}" if self._now else self._what
+        return f"{self._what}: {progress}" if (progress := str(self._progress)) else self._what
 
 
 class status:
@@ -241,10 +237,20 @@ class _StatusLine:
                     self._line.stop()
                 self._line = None
             elif self._line is not None:
-                self._line.update(Text(f"pipec: {self._activities[-1]}"))
+                self._line.update(_Current(self._activities[-1]))
             else:
-                self._line = Status(Text(f"pipec: {self._activities[-1]}"), console=terminal())
+                self._line = Status(_Current(self._activities[-1]), console=terminal())
                 self._line.start()
+
+
+class _Current:
+    """The text of an activity whenever the line is drawn, some times a second."""
+
+    def __init__(self, activity: object) -> None:
+        self._activity = activity
+
+    def __rich__(self) -> Text:
+        return Text(f"pipec: {self._activity}", overflow="ellipsis", no_wrap=True)
 
 
 _STATUS_LINE = _StatusLine()

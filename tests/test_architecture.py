@@ -280,6 +280,12 @@ def test_the_runtime_loads_without_the_compiler() -> None:
     assert not [name for name in imported_by("pipec.runtime") if within(name, others)]
 
 
+def test_a_rank_that_captures_nothing_loads_no_dynamo() -> None:
+    """Rank 0 alone compiles, and loads it then: it takes seconds, and tens of MB."""
+    loaded = imported_by("pipec.api", "pipec.pipeline")
+    assert not [name for name in loaded if within(name, ("torch._dynamo", "torch._functorch.aot_autograd"))]
+
+
 @pytest.mark.parametrize(
     ("module", "source", "offence"),
     [

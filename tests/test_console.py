@@ -130,6 +130,16 @@ def test_a_process_started_alone_is_rank_zero(monkeypatch: pytest.MonkeyPatch) -
     assert console.is_rank_zero()
 
 
+@dataclass
+class Latest:
+    """Its text is the last of ``texts``."""
+
+    texts: list[str]
+
+    def __str__(self) -> str:
+        return self.texts[-1]
+
+
 @pytest.mark.parametrize("in_terminal", [False, True])
 def test_a_notice_appears_once_patience_is_over(
     in_terminal: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]
@@ -147,15 +157,16 @@ def test_a_notice_appears_once_patience_is_over(
     time.sleep(0.1)
     assert not out.getvalue()
     assert not said
-    with console.delayed_status("compiles, for a reason") as told:
-        told.now("search")
+    progress = ["search"]
+    with console.delayed_status("compiles, for a reason", Latest(progress)):
         deadline = time.monotonic() + 20
         while not told_of("search") and time.monotonic() < deadline:
             time.sleep(0.01)
-        told.now("generate code")
-        time.sleep(0.2)
+        progress.append("generate code")
+        time.sleep(0.3)
     assert told_of("compiles, for a reason: search")
     assert told_of("generate code") == in_terminal
+    assert told_of("compiles, for a reason: done in 0 s") != in_terminal
 
 
 def test_an_activity_beside_a_bar_is_logged(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
@@ -165,7 +176,7 @@ def test_an_activity_beside_a_bar_is_logged(monkeypatch: pytest.MonkeyPatch, sai
     for _ in console.progress(["a"], "training"):
         with console.delayed_status("compiles, for a reason"):
             time.sleep(0.1)
-    assert said == ["compiles, for a reason"]
+    assert said == ["compiles, for a reason", "compiles, for a reason: done in 0 s"]
 
 
 class CountedConsole(Console):
@@ -249,7 +260,7 @@ def test_beside_a_bar_of_the_script_an_activity_is_logged(
             time.sleep(0.1)
     finally:
         bar.close() if library == "tqdm" else bar.stop()
-    assert said == ["compiling, for a reason"]
+    assert said == ["compiling, for a reason", "compiling, for a reason: done in 0 s"]
     assert screen.most_live == 0
 
 

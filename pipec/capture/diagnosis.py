@@ -25,7 +25,7 @@ ADVICE = (
         "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
     ),
     (
-        torch_compat.LOST_HOOK,
+        "registers on the gradient of a parameter would be lost",
         "Change the gradient between step() and the optimizer's step, or register the hook on a tensor that\n"
         "is computed from the parameter: there it is captured.",
     ),
@@ -107,7 +107,7 @@ def is_library_file(file: str) -> bool:
 
 
 def capture_error(
-    failures: Sequence[Exception], dry_run: torch_compat.DryRun, refused_branch: str = ""
+    failures: Sequence[Exception], dry_run: "torch_compat.DryRun", refused_branch: str = ""
 ) -> PipecError:
     """The error to raise when every attempt to capture has failed, with ``failures`` in order.
 

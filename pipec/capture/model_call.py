@@ -195,6 +195,16 @@ _SHAPE_PROPERTIES = ("paths", "batch_size", "axes", "batched", "_structure", "ca
 """What is the same of calls that differ in the values of tensors alone."""
 
 
+def refuse_input_gradients(call: ModelCall) -> None:
+    """Raise InputError if an argument requires a gradient, which no step computes."""
+    for path, leaf in zip(call.paths, call.leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise InputError(
+                f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
+                f"pass it detached, or make it a parameter of the model"
+            )
+
+
 def plain_name(path: str) -> str:
     """``kwargs['input_ids']`` as ``kwargs_input_ids``, which is also what a front end makes of it."""
     return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")

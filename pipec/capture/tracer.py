@@ -30,7 +30,7 @@ from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
 from pipec.capture.microbatch_checks import require_full_scatter
-from pipec.capture.model_call import ModelCall
+from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import number_operators
 from pipec.capture.python_randomness import NonTorchGenerators
@@ -198,16 +198,6 @@ def _first_success(
                 errors.clear()
     assert dry_run is not None
     raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
-
-
-def refuse_input_gradients(call: ModelCall) -> None:
-    """Raise InputError if an argument requires a gradient, which no step computes."""
-    for path, leaf in zip(call.paths, call.leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise InputError(
-                f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
-                f"pass it detached, or make it a parameter of the model"
-            )
 
 
 def _refuse_gradient_hooks(model: nn.Module) -> None:

@@ -7,11 +7,9 @@ arguments, and those of this call are returned.
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
-from typing import Any
 
-import torch
 from torch import nn
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
@@ -34,6 +32,8 @@ from pipec.compiler.batch_equivalence import (
 from pipec.compiler.calibration_cache import cached_calibration
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.capture_key import CaptureKey
+from pipec.compiler.compile_cache import CompiledGraphs
+from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
 from pipec.compiler.microbatch_groups import (
     CompiledArtifact,
@@ -45,28 +45,10 @@ from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, f
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.graph import BatchFindings, TrainingGraph
-from pipec.ir import Mode, Precision, Sizes, Variable
+from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
 
 log = logging.getLogger("pipec")
-
-
-@dataclass(frozen=True)
-class CompileSettings:
-    """The settings that all calls of a pipeline share.
-
-    ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
-    if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
-    ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
-    refused. With ``calibrates_cpu``, costs are measured on this CPU.
-    """
-
-    loss_fn: Callable[..., Any] | None
-    device: torch.device
-    precision: Precision | None = None
-    microbatch_weight: str = ""
-    requires_proof: bool = False
-    calibrates_cpu: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,24 +83,6 @@ class CompileRequest:
         """A step of the call's rows on ``graph``, with the cut that ``known`` has of it, if any."""
         staged = next((each for each in known if each.captured is graph), None)
         return CapturedStep(graph, self.batch, (self.stopwatch.observe,), staged)
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledGraphs:
-    """The cut graphs of one signature, and the artifacts generated from them.
-
-    There are several graphs if the model specialises on a number of rows, or on a variable. The key of an
-    artifact is its graph, its number of microbatches, and the rows of its first microbatch.
-    """
-
-    graphs: tuple[StagedGraph, ...] = ()
-    artifacts: Mapping[tuple[StagedGraph, int, int], CompiledArtifact] = field(default_factory=dict)
-
-    def only(self, numbers: Collection[int]) -> "CompiledGraphs":
-        """The artifacts with these numbers, and the graphs that they were generated from."""
-        artifacts = {key: compiled for key, compiled in self.artifacts.items() if compiled.number in numbers}
-        used = {staged for staged, _, _ in artifacts}
-        return CompiledGraphs(tuple(staged for staged in self.graphs if staged in used), artifacts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ other ranks hold programs and no graphs.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -14,7 +14,6 @@ from torch import nn
 
 from pipec.capture.model_call import ModelCall
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature
-from pipec.compiler.compile import CompiledGraphs
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
@@ -33,6 +32,24 @@ MAX_PROGRAMS = 32
 """Most programs cached for one signature: one for each number of rows, or size that the model depends on."""
 
 _MAX_VALID_SIZES = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraphs:
+    """The cut graphs of one signature, and the artifacts generated from them.
+
+    There are several graphs if the model specialises on a number of rows, or on a variable. The key of an
+    artifact is its graph, its number of microbatches, and the rows of its first microbatch.
+    """
+
+    graphs: tuple[StagedGraph, ...] = ()
+    artifacts: Mapping[tuple[StagedGraph, int, int], CompiledArtifact] = field(default_factory=dict)
+
+    def only(self, numbers: Collection[int]) -> "CompiledGraphs":
+        """The artifacts with these numbers, and the graphs that they were generated from."""
+        artifacts = {key: compiled for key, compiled in self.artifacts.items() if compiled.number in numbers}
+        used = {staged for staged, _, _ in artifacts}
+        return CompiledGraphs(tuple(staged for staged in self.graphs if staged in used), artifacts)
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature
-from pipec.compiler.compile import CompileRequest, CompileSettings, compile_call
 from pipec.compiler.compile_cache import CompileCache
+from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.console import warn
@@ -59,19 +59,22 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        request = CompileRequest(
-            settings=self.settings,
-            model=self.model,
-            canonical=self.canonical,
-            key=signature.key,
-            call=call,
-            stopwatch=self.stopwatch,
-            warn=self._warn_once,
-            refuses_mixed_rows=refuses_mixed_rows,
-            trained=tuple(self.cache.trained_graphs(signature.key)),
-        )
         reason = self.cache.recompile_reason(signature, call, self.model, change)
-        with self.stopwatch.reporting(f"compiling, {reason}"):
+        with self.stopwatch.reporting(f"compiling, {reason}", len([*self.model.modules()])):
+            # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
+            from pipec.compiler.compile import CompileRequest, compile_call
+
+            request = CompileRequest(
+                settings=self.settings,
+                model=self.model,
+                canonical=self.canonical,
+                key=signature.key,
+                call=call,
+                stopwatch=self.stopwatch,
+                warn=self._warn_once,
+                refuses_mixed_rows=refuses_mixed_rows,
+                trained=tuple(self.cache.trained_graphs(signature.key)),
+            )
             compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided
         self.cache.put(signature, compiled.cached)

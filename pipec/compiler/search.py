@@ -4,9 +4,15 @@ The score of an asynchronous schedule is the time from one mini-batch to the nex
 
 A candidate is tried on the stages of a cut graph: each of its schedules is lowered, verified and simulated
 once. The result is the best plan, with its programs.
+
+First the usual number of microbatches is tried: on all placements of the schedules that are allowed, and with
+all numbers of replicas if these are open. For what else there is, on the best placement first, there is a
+budget: ``search_budget``. While nothing fits into memory, all is tried.
 """
 
 import functools
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +23,7 @@ from pipec.compiler.batch_equivalence import has_model_collectives
 from pipec.compiler.candidate import Candidate, is_straight, sharding_levels
 from pipec.compiler.memory_budget import fit_into_memory
 from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.search_budget import SearchBudget
 from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph, UncutGraph
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
@@ -30,6 +37,8 @@ from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
 from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
 
+log = logging.getLogger("pipec")
+
 _MEMORY_ATTEMPTS = 4
 """How many cuts are tried until one fits into memory. Each attempt reserves what the last one lacked."""
 
@@ -41,17 +50,23 @@ _OF_REPLAYING = frozenset({"received", "sent", "running"})
 class CapturedStep:
     """A step of ``batch`` rows on a captured graph. ``observers`` are called after every pass.
 
-    ``known`` is the graph cut as decided, if an earlier call was compiled on it.
+    ``known`` is the graph cut as decided, if an earlier call was compiled on it. Without ``budget``, all that
+    may be tried is tried.
     """
 
     graph: TrainingGraph
     batch: int
     observers: Sequence[Observer] = ()
     known: StagedGraph | None = None
+    budget: SearchBudget | None = None
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
         """The graph after all passes; ``how`` is the pass that assigns stages."""
         return StagedGraph(self.graph, how, options, observers=self.observers, uncut=self._uncut)
+
+    def may_cut(self, found: Sequence[EvaluatedPlan]) -> bool:
+        """Whether to try another cut, after these plans."""
+        return self.budget is None or not any(map(_fits, found)) or self.budget.takes_cut()
 
     @functools.cached_property
     def _uncut(self) -> UncutGraph:
@@ -87,7 +102,8 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     Raises:
         InputError, InfeasibleError, PlanError: nothing could be tried, and why.
     """
-    found = []
+    found, budget = [], SearchBudget.of(step.graph)
+    step = replace(step, budget=budget)
     for each in sharding_levels(candidate):
         shard = each.options.sync_spec.shard if candidate.tunes_shard else None
         with suppress(InputError) if shard else nullcontext():  # a level that the plan cannot have
@@ -95,6 +111,12 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
                 found.append(_gathering_by_layers(step, _with_best_replicas(step, each)))
             else:
                 found.append(_on_decided_stages(step, each))
+    if budget.num_skipped:
+        log.info(
+            "the search ended after about a tenth of the time of the capture, with %d plans left to try; "
+            "to leave fewer, fix microbatches=..., schedule=... or replicas=...",
+            budget.num_skipped,
+        )
     return min(found, key=lambda result: result.best.score)
 
 
@@ -152,31 +174,41 @@ def _with_best_replicas(step: CapturedStep, candidate: Candidate) -> SearchResul
     is_open = candidate.tunes_replicas or not candidate.num_microbatches
     if candidate.dynamic and is_open and not has_model_collectives(step.graph):
         for replicas in candidate.policy.other_replica_counts():
-            with suppress(InputError, PlanError):
-                others.append(_best_arranged(step, candidate.with_replicas(replicas)))
+            if candidate.tunes_replicas or step.may_cut([each.best for each in [*found, *others]]):
+                with suppress(InputError, PlanError):
+                    others.append(_best_arranged(step, candidate.with_replicas(replicas), False))
         for policy in candidate.policy.with_unequal_replicas():
-            others += _with_unequal_replicas(step, replace(candidate, policy=policy))
+            others += _with_unequal_replicas(step, replace(candidate, policy=policy), [*found, *others])
     if first_error and not others:
         raise first_error
     chosen = fastest_result([*found, *others]) if candidate.tunes_replicas else found[0]
-    tried = [alternative for other in others for alternative in other.alternatives]
-    return replace(chosen, alternatives=(*chosen.alternatives, *tried))
+    every = [chosen, *(each for each in [*found, *others] if each is not chosen)]
+    return replace(chosen, alternatives=tuple(other for each in every for other in each.alternatives))
 
 
-def _best_arranged(step: CapturedStep, candidate: Candidate) -> SearchResult:
-    """The best of all arrangements of replicas on ranks."""
-    return fastest_result([evaluate_cuts(step, each) for each in candidate.replica_arrangements()])
+def _best_arranged(step: CapturedStep, candidate: Candidate, every_placement: bool = True) -> SearchResult:
+    """The best of all arrangements of replicas on ranks; ``every_placement`` as for ``evaluate_cuts``."""
+    arrangements = candidate.replica_arrangements()
+    return fastest_result([evaluate_cuts(step, each, every_placement) for each in arrangements])
 
 
-def evaluate_cuts(step: CapturedStep, candidate: Candidate) -> SearchResult:
+def evaluate_cuts(step: CapturedStep, candidate: Candidate, every_placement: bool = True) -> SearchResult:
     """The best schedule of a candidate, on the best of the cuts that the planner makes for it.
+
+    Without ``every_placement``, placements after the first are tried only if work for them is left.
 
     Raises:
         InputError, InfeasibleError, PlanError: nothing could be tried, and why.
     """
-    tried = _Search(candidate, step.batch, candidate.counts(step.batch))
+    tried, cuts = _Search(candidate, step.batch, candidate.counts(step.batch), step.budget), []
     for placement in candidate.policy.placements(tried.counts):
-        tried.try_cuts(step, placement)
+        is_tried = every_placement or step.may_cut([evaluated for evaluated, _ in tried.evaluated])
+        if is_tried and (staged := tried.fastest_cut(step, placement)):
+            cuts.append((placement, staged))
+            tried.try_schedules(staged, placement, tried.counts[:1])
+    for placement, staged in sorted(cuts, key=lambda cut: tried.best_score(cut[1])):
+        tried.try_schedules(staged, placement, tried.counts[1:])
+        tried.try_cuts_within_memory(step, placement, staged)
     return tried.result()
 
 
@@ -186,11 +218,13 @@ def evaluate_stages(
     """The best schedule of a candidate on stages that are cut. Raises as ``evaluate_cuts``."""
     placement = candidate.placement or candidate.policy.placements(counts)[0]
     tried = _Search(candidate, batch, counts)
-    tried.try_schedules(staged, placement)
+    tried.try_schedules(staged, placement, counts)
     return tried.result()
 
 
-def _with_unequal_replicas(step: CapturedStep, candidate: Candidate) -> list[SearchResult]:
+def _with_unequal_replicas(
+    step: CapturedStep, candidate: Candidate, before: Sequence[SearchResult]
+) -> list[SearchResult]:
     """The best schedule for each number of microbatches, with the replicas that the planner gives stages.
 
     For asynchronous schedules the planner makes several plans, because its predictions are less accurate: few
@@ -203,12 +237,14 @@ def _with_unequal_replicas(step: CapturedStep, candidate: Candidate) -> list[Sea
     topologies, models = [topology], [PIPEC]
     if candidate.policy.is_asynchronous:
         topologies, models = list(dict.fromkeys([topology, topology.single_level()])), [PIPEC, MAX_LOAD]
-    found = []
+    found = list[SearchResult]()
     for count, planned_for, model in product(candidate.counts(step.batch), topologies, models):
         size = split_sizes(step.batch, count)[0]
         how = ChooseReplicas(planned_for, count, size, candidate.updates(count), model)
-        with suppress(InputError, PlanError):
-            found += _planned(step, candidate, how)
+        is_first = candidate.tunes_replicas and not found
+        if is_first or step.may_cut([each.best for each in [*before, *found]]):
+            with suppress(InputError, PlanError):
+                found += _planned(step, candidate, how)
     return found
 
 
@@ -245,12 +281,14 @@ def fastest_result(found: Sequence[SearchResult]) -> SearchResult:
 class _Search:
     """The plans tried for steps of ``batch`` rows, each with its cut graph before recompute is marked.
 
-    ``first_error`` is the first reason why a plan could not be tried.
+    ``counts`` are numbers of microbatches, the usual one first. ``first_error`` is the first reason why a
+    plan could not be tried.
     """
 
     candidate: Candidate
     batch: int
     counts: Sequence[int]
+    budget: SearchBudget | None = None
     evaluated: list[tuple[EvaluatedPlan, StagedGraph]] = field(default_factory=list)
     first_error: InputError | PlanError | None = None
 
@@ -273,21 +311,31 @@ class _Search:
         fastest = min(evaluated, key=lambda evaluated: evaluated.score)
         return SearchResult(self.candidate, best if fastest.is_close(best) else fastest, base, tried)
 
-    def try_cuts(self, step: CapturedStep, placement: Placement) -> None:
-        """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
-        first = self.sizes[self.counts[0]]
+    def fastest_cut(self, step: CapturedStep, placement: Placement) -> StagedGraph | None:
+        """The fastest cut for the usual number of microbatches; None if the planner fails."""
+        count = self.counts[0]
         try:
-            fastest = self.candidate.fastest_cut(placement, self.counts[0], first)
-            nearest = self._nearest(step.cut(fastest, self.candidate.options), placement)
+            return step.cut(
+                self.candidate.fastest_cut(placement, count, self.sizes[count]), self.candidate.options
+            )
         except PlanError as error:
             self.first_error = self.first_error or error
-            return
-        replicas = self.candidate.policy.replicas
+            return None
+
+    def best_score(self, staged: StagedGraph) -> tuple[float, float]:
+        """The score of the best plan that was evaluated on these stages."""
+        scores = (evaluated.score for evaluated, on in self.evaluated if on is staged)
+        return min(scores, default=(math.inf, math.inf))
+
+    def try_cuts_within_memory(self, step: CapturedStep, placement: Placement, staged: StagedGraph) -> None:
+        """Unless the best schedule fits on the fastest cut, ``staged``, try cuts that need less memory."""
+        first, replicas = self.sizes[self.counts[0]], self.candidate.policy.replicas
+        nearest = self._nearest(staged)
         if nearest and any(nearest.excess_bytes) and isinstance(replicas, int) and is_straight(placement):
             for size in dict.fromkeys([first, min(self.sizes.values())]):
-                self._try_cuts_within_memory(step, placement, size, nearest)
+                self._try_cuts_of_size_within_memory(step, placement, size, nearest)
 
-    def _try_cuts_within_memory(
+    def _try_cuts_of_size_within_memory(
         self, step: CapturedStep, placement: Placement, size: int, nearest: EvaluatedPlan
     ) -> None:
         """Try cuts that fit into memory by the planner's account.
@@ -315,7 +363,9 @@ class _Search:
                     else CutStages(within, size, in_flight, updates)
                 )
                 shared = candidate.for_replicas(cut)
-                found = self._nearest(step.cut(shared, candidate.options), placement, replays)
+                staged = step.cut(shared, candidate.options)
+                self.try_schedules(staged, placement, self.counts)
+                found = self._nearest(staged, replays)
             except PlanError as error:
                 self.first_error = self.first_error or error
                 return
@@ -327,34 +377,44 @@ class _Search:
                 for group, old in zip(members, reserved, strict=True)
             ]
 
-    def _nearest(
-        self, staged: StagedGraph, placement: Placement, replays: bool = False
-    ) -> EvaluatedPlan | None:
-        """Try schedules; returns the evaluated plan that lacks least memory, if any.
+    def _nearest(self, staged: StagedGraph, replays: bool = False) -> EvaluatedPlan | None:
+        """The plan that was evaluated on these stages and lacks least memory, if any.
 
         It is a plan without recompute, unless the graph is cut for stages that recompute.
         """
-        tried = self.try_schedules(staged, placement)
+        tried = [evaluated for evaluated, on in self.evaluated if on is staged]
         if not replays:
             tried = [
                 staged.evaluate(evaluated.schedule, evaluated.plan.microbatch_size) for evaluated in tried
             ]
         return min(tried, key=lambda evaluated: evaluated.score, default=None)
 
-    def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[EvaluatedPlan]:
-        """Try every allowed schedule with each number of microbatches; returns the evaluated plans.
+    def try_schedules(self, staged: StagedGraph, placement: Placement, counts: Sequence[int]) -> None:
+        """Try every allowed schedule with each of these numbers of microbatches.
 
         A graph may be valid for some sizes of microbatch alone. A number of microbatches with other sizes is
         then skipped or, if it is the only one, tried with the leading microbatches of valid sizes.
         """
-        before = len(self.evaluated)
-        for count in self.counts:
+        for count in sorted(counts, key=lambda count: abs(math.log(count / self.counts[0]))):
             sizes = split_sizes(self.batch, count)
             num_valid = len(list(takewhile(staged.graph.is_valid_for, sizes)))
             if num_valid == count or (num_valid and len(self.counts) == 1):
                 for schedule in self._schedules(staged, placement, num_valid, sizes[0]):
-                    self.evaluated.append((_evaluate_within_memory(staged, schedule, sizes[0]), staged))
-        return [evaluated for evaluated, _ in self.evaluated[before:]]
+                    if self._may_evaluate(staged, schedule):
+                        self.evaluated.append((_evaluate_within_memory(staged, schedule, sizes[0]), staged))
+
+    def _may_evaluate(self, staged: StagedGraph, schedule: Schedule) -> bool:
+        """Whether to evaluate a schedule: always for the usual number of microbatches, or until one fits."""
+        if self.budget is None:
+            return True
+        num_computes = sum(map(len, schedule.orders))
+        is_new = not any(
+            on is staged and known.plan.num_microbatches == schedule.num_microbatches
+            for known, on in self.evaluated
+        )
+        is_usual = schedule.num_microbatches == self.counts[0]
+        fits = any(_fits(evaluated) for evaluated, _ in self.evaluated)
+        return is_usual or not fits or self.budget.takes_plan(num_computes, is_new)
 
     def _schedules(
         self, staged: StagedGraph, placement: Placement, count: int, size: int
@@ -365,6 +425,10 @@ class _Search:
         except (InputError, PlanError) as error:
             self.first_error = self.first_error or error
             return []
+
+
+def _fits(evaluated: EvaluatedPlan) -> bool:
+    return not any(evaluated.excess_bytes)
 
 
 def _evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:

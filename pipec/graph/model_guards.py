@@ -5,11 +5,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipec.torch_compat import Guards, ValueGuard, ValuePath, constant_guard
+from pipec.torch_compat import ValueGuard, ValuePath, constant_guard
+
+if TYPE_CHECKING:  # a rank that captures nothing has none
+    from pipec.torch_compat import Guards
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +25,7 @@ class ModelGuards:
     """
 
     traced: nn.Module
-    guards: Guards | None
+    guards: "Guards | None"
     constant_guards: Sequence[ValueGuard]
     take_snapshot: Callable[[nn.Module], Mapping[str, Any]]
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -31,7 +34,7 @@ class ModelGuards:
     def of(
         cls,
         traced: nn.Module,
-        guards: Guards | None,
+        guards: "Guards | None",
         constants: Iterable[str],
         take_snapshot: Callable[[nn.Module], Mapping[str, Any]],
     ) -> "ModelGuards":

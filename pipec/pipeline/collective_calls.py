@@ -16,10 +16,9 @@ from torch import Generator, Tensor
 from pipec.capture.autocast import autocast, check_autocast
 from pipec.capture.batch_inputs import BatchedOption, positional_names, refuse_nested_batches, with_batch_axes
 from pipec.capture.call_cache import CallCache, CallKey
-from pipec.capture.model_call import ModelCall
+from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.model_snapshot import ModelSnapshot, same_objects
 from pipec.capture.model_state import ModelState, torch_modes
-from pipec.capture.tracer import refuse_input_gradients
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature, CollectiveCall
 from pipec.compiler.compiler import Compiler

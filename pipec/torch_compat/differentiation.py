@@ -36,11 +36,6 @@ ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 """What ``torch._check`` becomes in a captured graph."""
 
 
-def has_gradient_hook(tensor: torch.Tensor) -> bool:
-    """Whether the leaf ``tensor`` has a hook that autograd calls with its gradient."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
 def is_data_dependent(value: object, numbers: Collection[sympy.Symbol] = ()) -> bool:
     """Whether the shape of a fake tensor, or a symbolic number, depends on values of tensors.
 

@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipec.torch_compat.differentiation import has_gradient_hook
-from pipec.torch_compat.module_state import module_hooks
-
 _MODULE_FIELDS = operator.attrgetter(
     "training",
     "_modules",
@@ -74,6 +71,33 @@ def tensor_metadata(tensors: Sequence[Tensor]) -> TensorMetadata:
         are_hooked = _any_in(map(_HOOKS, tensors))
         hooked = [*map(has_gradient_hook, tensors)] if are_hooked else [False] * len(tensors)
         return TensorMetadata([*map(_TENSOR_FIELDS, tensors)], hooked)
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
+    """The numbers that torch gave the forward and backward hooks of a module."""
+    hooks: tuple[dict[int, Any], ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return tuple([number for registry in hooks for number in registry]) if any(hooks) else ()
+
+
+def global_hooks() -> list[int]:
+    """The numbers of the hooks that torch calls for every module."""
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return [number for kind in kinds for number in getattr(torch.nn.modules.module, f"_global_{kind}")]
+
+
+def has_gradient_hook(tensor: torch.Tensor) -> bool:
+    """Whether the leaf ``tensor`` has a hook that autograd calls with its gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def num_changes(tensor: torch.Tensor) -> int:
+    """How often the tensor has been changed in place."""
+    return tensor._version
 
 
 def _any_in(collections: Iterable[Iterable[object]]) -> bool:

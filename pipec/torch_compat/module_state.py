@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -151,31 +150,9 @@ def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> t
     return torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake
 
 
-def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers that torch gave the forward and backward hooks of a module."""
-    hooks: tuple[dict[int, Any], ...] = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return tuple([number for registry in hooks for number in registry]) if any(hooks) else ()
-
-
 def has_partial_backward_hook(module: torch.nn.Module) -> bool:
     """Whether the module has a hook of ``register_backward_hook``, which capture silently drops."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
-
-
-def global_hooks() -> list[int]:
-    """The numbers of the hooks that torch calls for every module."""
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return [number for kind in kinds for number in getattr(torch.nn.modules.module, f"_global_{kind}")]
-
-
-def num_changes(tensor: torch.Tensor) -> int:
-    """How often the tensor has been changed in place."""
-    return tensor._version
 
 
 @dataclass(frozen=True)

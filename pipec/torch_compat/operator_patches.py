@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch._decomp.decompositions import upsample_compute_output_size

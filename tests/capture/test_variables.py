@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -442,9 +443,10 @@ def test_a_compilation_that_takes_long_says_what_it_does_and_why(
     monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
     pair.step(**sequences(6))
     reason = "dimension 1 of kwargs['x'] is 6, compiled for 4: it becomes symbolic"
-    recompiling, compiling = said
+    recompiling, compiling, done = said
     assert recompiling == f"recompiling: {reason}"
-    assert compiling.startswith(f"compiling, {reason}")
+    assert re.fullmatch(rf"compiling, {re.escape(reason)}: [a-z ]+, \d+%, about \d+ s left", compiling)
+    assert re.fullmatch(rf"compiling, {re.escape(reason)}: done in \d+ s", done)
 
 
 # artifacts

@@ -1,6 +1,7 @@
 """The search for a way to run a step: what it tries, what it takes, and how the plan explains it."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipec
+from pipec.compiler import search_budget
 from pipec.compiler.schedule_policy import (
     default_num_microbatches,
     microbatch_counts_to_try,
@@ -120,6 +122,37 @@ def test_a_memory_limit_rules_ways_out() -> None:
 def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
     with pytest.raises(InfeasibleError, match=r"rank 3, stage 3: .* \(1 in flight\)"):
         prepared(memory_limit="10kB", microbatches=8, schedule="1f1b", replicas=1)
+
+
+@pytest.fixture
+def no_work_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search do nothing but what it must."""
+    monkeypatch.setattr(search_budget, "_LEAST", 0.0)
+    monkeypatch.setattr(search_budget, "_SHARE", 0.0)
+
+
+@pytest.mark.usefixtures("no_work_left")
+@pytest.mark.parametrize(
+    ("options", "replicas"), [({}, {1}), ({"schedule": "auto", "replicas": "auto"}, {1, 2, 4})]
+)
+def test_a_search_without_work_left_tries_the_usual_plans_and_says_so(
+    options: dict[str, str], replicas: set[int], said: list[str]
+) -> None:
+    plan = prepared(**options).plan
+    tried = {(each.replicas[0], each.num_microbatches) for each in plan.alternatives}
+    tried.add((len(plan.placement[0]), plan.num_microbatches))
+    assert tried == {(n, n * default_num_microbatches(ROWS // n, 4 // n)) for n in replicas}
+    (ended,) = (each for each in said if each.startswith("the search ended"))
+    assert int(re.search(r"with (\d+) plans left to try", ended)[1]) > 1
+
+
+@pytest.mark.usefixtures("no_work_left")
+def test_a_search_goes_on_until_something_fits(searched: Pipeline) -> None:
+    """The usual 16 microbatches do not fit; what an unlimited search then finds is found."""
+    tight = 1 + alternative(searched.plan, num_microbatches=32, replicas=(1,) * 4).peak_bytes
+    pipe = prepared(memory_limit=int(tight), recompute="none")
+    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= tight
+    assert pipe.plan.num_microbatches == 32
 
 
 @dataclass(frozen=True)

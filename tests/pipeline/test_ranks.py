@@ -600,3 +600,22 @@ def test_where_every_rank_holds_the_model_none_waits_for_others(tmp_path: Path) 
     print("right", float(pipe.step(x, target=y)) > 0)
     """
     assert [each.splitlines()[-1] for each in told(tmp_path, body)] == ["right True"] * 2
+
+
+def test_other_ranks_load_nothing_that_captures(tmp_path: Path) -> None:
+    """Nor does what rank 0 sends: programs, the structure of outputs, and values that code has read."""
+    first, second = told(
+        tmp_path,
+        """
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+        pipe = compiled(net)
+        pipe.step(x, target=y)
+        net[1].p = 0.2
+        pipe.step(x, target=y)
+        pipe.eval()(x)
+        capturing = "pipec.torch_compat.tracing", "pipec.compiler.compile"
+        print([name for name in capturing if name in sys.modules])
+        """,
+    )
+    assert first.splitlines()[-1] == "['pipec.torch_compat.tracing', 'pipec.compiler.compile']"
+    assert second.splitlines()[-1] == "[]"
