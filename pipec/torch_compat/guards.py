@@ -232,6 +232,8 @@ def _is_on_arguments(guard: Guard) -> bool:
 @functools.lru_cache(maxsize=100_000)
 def _roots(source: str) -> frozenset[str]:
     """The locals of the traced function with which sources in an expression of Dynamo's begin."""
+    if source.startswith("L['self']") and source.count("L[") == 1:  # nearly all, so they are not parsed
+        return frozenset({"self"})
     return frozenset(
         str(ast.literal_eval(node.slice))
         for node in ast.walk(parsed(source))

@@ -84,7 +84,7 @@ class RegionTracing:
         self._is_inside = False
         self._misses = defaultdict[type, int](int)
         self._num_mutations = 0
-        self._noted: dict[int, tuple[int, Sequence[tuple[Source, Source]]]] = {}
+        self._noted: dict[int, tuple[int, Mapping[tuple[Source, Source], bool]]] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class RegionTracing:
             return None
         known = {guard for _, _, _, guard in condition.guards}
         condition.guards.extend(each for each in guards or () if each[-1] not in known)
-        self._noted[id(condition)] = self._num_mutations, aliases or ()
+        self._noted[id(condition)] = self._num_mutations, aliases or {}
         return condition
 
     def _reusable(self, original: Any, tx: Any, condition: Any, call: Any, cached: Any) -> bool:
@@ -170,17 +170,19 @@ class RegionTracing:
         of_call = _Renamed(regions.build_source_replacement(cached.arg_sources, call.arg_sources))
         value_of = _Values(tx)
         added = []
-        for one, other in aliases:
+        for (one, other), is_guarded in aliases.items():
             if value_of(of_call(one)) is not value_of(of_call(other)):
                 return False
-            guard = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=of_call(other))
-            added.append(Guard(of_call(one), guard, user_stack=StackSummary()))
+            if is_guarded:
+                guard = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=of_call(other))
+                added.append(Guard(of_call(one), guard, user_stack=StackSummary()))
         for source, handler, expected, guard in condition.guards:
             if (guarded := of_call(source)) is source:
                 continue
             if not handler.eval_fn(value_of(guarded), expected):
                 return False
-            added.append(Guard(guarded, guard.create_fn, stack=guard.stack, user_stack=guard.user_stack))
+            if guard.create_fn_name() != "TENSOR_MATCH":  # which comes with the argument of the graph
+                added.append(Guard(guarded, guard.create_fn, stack=guard.stack, user_stack=guard.user_stack))
         for each in added:
             tx.output.guards.add(each, collect_debug_stack=False)
         block = call.flat_vts[0][1].value
@@ -226,8 +228,10 @@ _OTHER_BLOCK = LocalSource("other block")
 """A source that takes the place of a block's, to find out what is read through it."""
 
 
-def _aliases(tx: Any, call: Any, sources: Collection[Source]) -> list[tuple[Source, Source]] | None:
+def _aliases(tx: Any, call: Any, sources: Collection[Source]) -> dict[tuple[Source, Source], bool] | None:
     """Sources that a region reads, each with an earlier source of the same object, by which Dynamo reads it.
+
+    The value says whether Dynamo guards that they are one object.
 
     None if another call may differ in a way that guards do not tell: if two arguments are one tensor, if an
     argument is a module, or a tensor that the region also reads from elsewhere.
@@ -240,10 +244,10 @@ def _aliases(tx: Any, call: Any, sources: Collection[Source]) -> list[tuple[Sour
     if any(source is not None and renamed(source) is not source for source in call.arg_sources[1:]):
         return None
     given, known = {*_tensor_nodes(call)}, tx.output.side_effects
-    aliases = []
+    aliases = dict[tuple[Source, Source], bool]()
     for guard in tx.output.guards:
         if guard.create_fn_name() == "DUPLICATE_INPUT":
-            aliases.append((guard.originating_source, guard.create_fn.keywords["source_b"]))
+            aliases[guard.originating_source, guard.create_fn.keywords["source_b"]] = True
     for source in sources:
         try:
             value = tx.output.resolve_source_value(source)
@@ -254,8 +258,9 @@ def _aliases(tx: Any, call: Any, sources: Collection[Source]) -> list[tuple[Sour
         variable = known[value]
         if variable.source is None or (variable.is_tensor() and variable.as_proxy().node in given):
             return None
-        aliases.append((source, variable.source))
-    return [(x, y) for x, y in dict.fromkeys(aliases) if x != y and (renamed(x), renamed(y)) != (x, y)]
+        if variable.source != source:
+            aliases.setdefault((source, variable.source), False)
+    return {(x, y): each for (x, y), each in aliases.items() if (renamed(x), renamed(y)) != (x, y)}
 
 
 def _is_mutated(tx: Any, call: Any) -> bool:
@@ -311,7 +316,7 @@ def _has_equal_constants(condition: Any, call: Any) -> bool:
 
 
 class _NotInlinedError(Exception):
-    """A subgraph calls a graph, or has sizes that depend on values."""
+    """A subgraph calls a graph, has sizes that depend on values, or reads what Dynamo moved out of it."""
 
 
 def _inline(module: fx.GraphModule) -> None:
@@ -322,6 +327,9 @@ def _inline(module: fx.GraphModule) -> None:
             symbols.setdefault(symbol, node)
         elif _is_call(node) and _BLOCK in node.meta:
             attribute, name, *arguments = node.args
+            for argument in arguments:
+                if node.meta[_BLOCK] in argument.meta.get("nn_module_stack", {}).values():
+                    raise _NotInlinedError(f"{argument.format_node()} is computed before the block")
             body: Any = module.get_submodule(attribute.target)
             _copy(node, first.setdefault(name, node), body.graph, arguments, symbols)
             graph.erase_node(node)
@@ -379,10 +387,9 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _symbol(node: fx.Node) -> sympy.Symbol | None:
-    """The symbol that a node is, as an argument or as a dimension of one."""
+    """The symbol that a node is, for example as a dimension of an argument."""
     value = node.meta.get("example_value")
-    is_size = node.op == "placeholder" or node.target is torch.ops.aten.sym_size.int
-    symbol = value.node.expr if is_size and isinstance(value, torch.SymInt) else None
+    symbol = value.node.expr if isinstance(value, torch.SymInt) else None
     return symbol if isinstance(symbol, sympy.Symbol) else None
 
 
