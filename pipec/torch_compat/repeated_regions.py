@@ -43,8 +43,8 @@ log = logging.getLogger("pipec")
 MIN_BLOCKS = 4
 """The fewest siblings of one class that are taken for blocks. A region costs more than a plain call."""
 
-MAX_MISSES = 3
-"""Regions of a class are given up after so many more calls that could not reuse a subgraph than could."""
+MAX_MISSES = 2
+"""A class has no more regions when so many more calls could not reuse a subgraph than could."""
 
 _BLOCK = "pipec_block"
 """Key in the metadata of a call of a region: the entry of its module in ``nn_module_stack``."""
@@ -82,6 +82,7 @@ class RegionTracing:
         self.failed = False
         self.blocks = blocks
         self._is_inside = False
+        self._num_reused = 0
         self._misses = defaultdict[type, int](int)
         self._num_mutations = 0
         self._noted: dict[int, tuple[int, Mapping[tuple[Source, Source], bool]]] = {}
@@ -107,8 +108,10 @@ class RegionTracing:
     def inline(self, module: fx.GraphModule) -> None:
         """Copy the subgraphs into the graph, so that it becomes the one without regions.
 
-        A subgraph that cannot be copied counts as an error: the graph must be traced again.
+        A subgraph that cannot be copied counts as an error: the graph must be traced again. So must one
+        without reused subgraphs, for Dynamo moves some nodes of a subgraph out of it.
         """
+        self.failed |= not self._num_reused
         try:
             _inline(module)
         except _NotInlinedError as error:
@@ -126,6 +129,9 @@ class RegionTracing:
             and tx.output.current_tracer.parent is None
         )
         if not is_region:
+            if self._misses[type(block.value)] > MAX_MISSES and not self._num_reused:
+                self.failed = True
+                raise RuntimeError("no subgraph is reused")
             return original(block, tx, args, kwargs)
         region = regions.InvokeSubgraphHigherOrderVariable(torch.ops.higher_order.invoke_subgraph)
         self._is_inside = True
@@ -185,8 +191,8 @@ class RegionTracing:
                 added.append(Guard(guarded, guard.create_fn, stack=guard.stack, user_stack=guard.user_stack))
         for each in added:
             tx.output.guards.add(each, collect_debug_stack=False)
-        block = call.flat_vts[0][1].value
-        self._misses[type(block)] -= 2
+        self._num_reused += 1
+        self._misses[type(call.flat_vts[0][1].value)] -= 2
         return True
 
 
@@ -316,7 +322,7 @@ def _has_equal_constants(condition: Any, call: Any) -> bool:
 
 
 class _NotInlinedError(Exception):
-    """A subgraph calls a graph, has sizes that depend on values, or reads what Dynamo moved out of it."""
+    """A subgraph calls a graph, or has sizes that depend on values."""
 
 
 def _inline(module: fx.GraphModule) -> None:
@@ -327,9 +333,6 @@ def _inline(module: fx.GraphModule) -> None:
             symbols.setdefault(symbol, node)
         elif _is_call(node) and _BLOCK in node.meta:
             attribute, name, *arguments = node.args
-            for argument in arguments:
-                if node.meta[_BLOCK] in argument.meta.get("nn_module_stack", {}).values():
-                    raise _NotInlinedError(f"{argument.format_node()} is computed before the block")
             body: Any = module.get_submodule(attribute.target)
             _copy(node, first.setdefault(name, node), body.graph, arguments, symbols)
             graph.erase_node(node)
