@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, fx, nn
 from torch._dynamo.guards import Guard
 from torch.testing import assert_close
@@ -149,10 +150,8 @@ class FirstOutput(nn.Module):
         )[0]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bert", "vit"))]
-)
+@pytest.mark.parametrize("training", slow_but([True, False], True))
+@pytest.mark.parametrize("name", slow_but(["gpt2", "llama", "bert", "vit"], "llama"))
 def test_blocks_of_transformers_are_traced_once(name: str, training: bool, counting: Counting) -> None:
     model, args = transformer(name)
     module = FirstOutput(model).train(training)
@@ -398,7 +397,10 @@ STACKS: dict[str, tuple[Callable[[], Stack], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(STACKS, "another scale", "another class within", "True and 1", "an object that is changed"),
+)
 def test_what_differs_is_traced(name: str, counting: Counting) -> None:
     make, reused = STACKS[name]
     x = torch.randn(3, 4)
