@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from pipec.capture.node_insertion import insert_part
+from pipec.torch_compat import ATTENTION, ENCODER_LAYER
 
 
 def split_fused_attention(captured: fx.GraphModule) -> None:
@@ -112,8 +113,6 @@ def _encoder_layer(call: Call, x: fx.Node, width: int, num_heads: int, *others: 
 
 
 _PARTS: Mapping[Any, Callable[..., Any]] = {
-    torch._transformer_encoder_layer_fwd: _encoder_layer,
-    torch._native_multi_head_attention: _attention,
-    torch.ops.aten._transformer_encoder_layer_fwd.default: _encoder_layer,
-    torch.ops.aten._native_multi_head_attention.default: _attention,
+    **dict.fromkeys(ENCODER_LAYER, _encoder_layer),
+    **dict.fromkeys(ATTENTION, _attention),
 }

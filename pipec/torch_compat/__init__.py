@@ -1,10 +1,11 @@
 """The only package that uses private parts of torch. ``tests/torch_compat`` pins each of them.
 
 ``versions`` has the versions of torch that were tested. ``front_ends`` and ``autograd_front_end`` trace a
-module, ``dynamo_branches`` decides its branches on values, and ``guards`` check later whether the trace is
-still valid. ``differentiation`` adds the backward. ``module_state`` restores a module after tracing,
-``operator_patches`` keeps some operators whole, and ``size_arithmetic`` caches arithmetic on sizes. These
-load torch._dynamo, which takes seconds: only a process that captures loads them, all together (``tracing``).
+module, ``repeated_regions`` lets equal blocks be traced once, ``dynamo_branches`` decides branches on values,
+and ``guards`` check later whether the trace is still valid. ``differentiation`` adds the backward.
+``module_state`` restores a module after tracing, ``operator_patches`` keeps some operators whole, and
+``size_arithmetic`` caches arithmetic on sizes. These load torch._dynamo, which takes seconds: only a process
+that captures loads them, all together (``tracing``).
 
 ``value_guards`` compares the values that a trace read, ``module_contents`` lists a module's tensors, children
 and hooks, ``lazy_code`` generates no code that nobody calls, and ``settings`` reads torch's global settings.

@@ -111,6 +111,15 @@ def _ctc_loss_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, 
     return log_probabilities.new_empty(log_probabilities.shape)
 
 
+ENCODER_LAYER = (
+    torch._transformer_encoder_layer_fwd,
+    torch.ops.aten._transformer_encoder_layer_fwd.default,
+)
+"""The operator of a whole ``nn.TransformerEncoderLayer`` in evaluation mode, by both names."""
+
+ATTENTION = (torch._native_multi_head_attention, torch.ops.aten._native_multi_head_attention.default)
+"""The operator of a whole ``nn.MultiheadAttention`` in evaluation mode, by both names."""
+
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Operators that torch decomposes into each step of each layer while it traces them."""
 

@@ -45,6 +45,8 @@ from pipec.torch_compat.module_state import (
     restore_module,
 )
 from pipec.torch_compat.operator_patches import (
+    ATTENTION,
+    ENCODER_LAYER,
     bound_ctc_loss_workspace,
     computes_with_cudnn,
     computes_with_onednn,
@@ -57,7 +59,9 @@ from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
     "ASSERTIONS",
+    "ATTENTION",
     "CAUSE",
+    "ENCODER_LAYER",
     "CapturedGraph",
     "DataDependentSize",
     "Decision",
