@@ -226,6 +226,39 @@ def test_what_is_refused() -> None:
         compiled(made("info_nce"), schedule="pipedream-2bw", optimizer=sgd).step(*batch())
 
 
+class CenteredInTraining(nn.Module):
+    """Its frozen heads need all rows in training, and a row each in evaluation, by other operators."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 64)
+        self.heads = nn.Sequential(*(nn.Linear(64, 64) for _ in range(num_heads))).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.heads(h - h.mean(0) if self.training else h).square().mean()
+
+
+def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
+    pipe, x = compiled(CenteredInTraining(1), batched=None), batch(dtype=torch.float32)[0]
+    pipe.step(x)
+    pipe.eval().eval_step(x)
+    stages = [
+        [stage.parameters for stage in compiled.artifact.plan.stages]
+        for compiled in pipe._compiler.cache.compiled
+    ]
+    heads, body = ("heads.0.weight", "heads.0.bias"), ("body.weight", "body.bias")
+    assert stages == [[body, heads], [body, heads]]
+
+
+def test_a_tail_that_reads_tensors_of_several_stages_is_refused() -> None:
+    pipe, x = compiled(CenteredInTraining(4), batched=None), batch(dtype=torch.float32)[0]
+    pipe.eval().eval_step(x)
+    with pytest.raises(pipec.PlanError, match=r"heads\S+ of stage 1, but no.*mean at .* needs all rows"):
+        pipe.train().step(x)
+
+
 @pytest.mark.slow
 def test_the_mean_over_microbatches_on_request() -> None:
     net = made("rmse")
