@@ -117,8 +117,8 @@ class FollowPlacement:
         raise PlanError(
             f"operator {user.name} ({user.module} at {user.source}) uses {fqn} of stage {stages[-1]}, but no "
             f"stage from stage {at_least} on holds all tensors that must be on one stage because "
-            f"{colocation.reason}: the stages were cut for another call, in which they need not be. Make this "
-            "call before that one, or prepare() it."
+            f"{colocation.reason}: the stages were cut for another call, in which they need not be. Make "
+            "this call before that one, or prepare() it."
         )
 
 
@@ -154,8 +154,9 @@ def _tensors_by_operator(graph: TrainingGraph) -> list[list[str]]:
             if source.op == "placeholder":
                 needed[node.meta["operator"]] += (*source_parameters(source), *source_buffers(source))
     tail = _tail_operator(graph)
-    for node in _tail_arguments(graph) if tail is not None else ():
-        needed[tail] += (*source_parameters(node), *source_buffers(node))
+    if tail is not None:
+        for node in _tail_arguments(graph):
+            needed[tail] += (*source_parameters(node), *source_buffers(node))
     return needed
 
 
