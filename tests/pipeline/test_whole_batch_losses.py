@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -205,16 +206,20 @@ def test_predicted_bytes_are_the_measured_ones() -> None:
 
 def test_what_is_refused() -> None:
     class Deep(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, is_exported: bool) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 8)
+            self.is_exported = is_exported
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if self.is_exported:
+                sys._getframe()  # which Dynamo cannot trace
             hidden = self.a(x)
             return F.mse_loss(self.b(hidden - hidden.mean(0)), self.a(y))
 
-    with pytest.raises(pipec.InputError, match=r"(?s)other rows.*trained weights of several dim"):
-        compiled(Deep()).step(*batch(dtype=torch.float32))
+    for is_exported in (False, True):
+        with pytest.raises(pipec.InputError, match=r"(?s)other rows.*trained weights of several dim"):
+            compiled(Deep(is_exported)).step(*batch(dtype=torch.float32))
     drawn = compiled(
         Towers(lambda u, v, *_: u - v).double(),
         loss_fn=lambda output, target: (output.square().mean(), {"order": torch.randperm(len(target))}),
