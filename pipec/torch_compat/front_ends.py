@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from pipec.torch_compat.export_regions import inline_regions
 from pipec.torch_compat.guards import fqn_of
 from pipec.torch_compat.module_state import silence_output
 from pipec.torch_compat.repeated_regions import RegionTracing, repeated_modules
@@ -365,6 +366,7 @@ def capture_with_export(
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()
     assert isinstance(graph_module, torch.fx.GraphModule)
+    inline_regions(graph_module)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     inputs = iter(values[len(values) - len(program.graph_signature.user_inputs) :])
     fake_args = pytree.tree_map(lambda leaf: next(inputs), args)

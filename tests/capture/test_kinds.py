@@ -215,7 +215,7 @@ class Throughout(nn.Module):
 def test_stages_that_were_cut_without_a_change_of_buffers_refuse_one() -> None:
     x, target = batch().values()
     graph = capture(Throughout(), mse, Mode.TRAIN, ModelCall((x,), {}, target))
-    with pytest.raises(PlanError, match=r"uses first\.weight of stage 0, but .*of a buffer .*prepare\(\) it"):
+    with pytest.raises(PlanError, match=r"uses last\.weight of stage 1, .*changes buffer .*prepare\(\) it"):
         FollowPlacement(2, {"first.weight": (0,), "last.weight": (1,)})(graph)
 
 

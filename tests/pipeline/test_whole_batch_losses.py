@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -205,16 +206,20 @@ def test_predicted_bytes_are_the_measured_ones() -> None:
 
 def test_what_is_refused() -> None:
     class Deep(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, is_exported: bool) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 8)
+            self.is_exported = is_exported
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if self.is_exported:
+                sys._getframe()  # which Dynamo cannot trace
             hidden = self.a(x)
             return F.mse_loss(self.b(hidden - hidden.mean(0)), self.a(y))
 
-    with pytest.raises(pipec.InputError, match=r"(?s)other rows.*trained weights of several dim"):
-        compiled(Deep()).step(*batch(dtype=torch.float32))
+    for is_exported in (False, True):
+        with pytest.raises(pipec.InputError, match=r"(?s)other rows.*trained weights of several dim"):
+            compiled(Deep(is_exported)).step(*batch(dtype=torch.float32))
     drawn = compiled(
         Towers(lambda u, v, *_: u - v).double(),
         loss_fn=lambda output, target: (output.square().mean(), {"order": torch.randperm(len(target))}),
@@ -224,6 +229,39 @@ def test_what_is_refused() -> None:
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     with pytest.raises(pipec.InputError, match="rows depend on other rows"):
         compiled(made("info_nce"), schedule="pipedream-2bw", optimizer=sgd).step(*batch())
+
+
+class CenteredInTraining(nn.Module):
+    """Its frozen heads need all rows in training, and a row each in evaluation, by other operators."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 64)
+        self.heads = nn.Sequential(*(nn.Linear(64, 64) for _ in range(num_heads))).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.heads(h - h.mean(0) if self.training else h).square().mean()
+
+
+def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
+    pipe, x = compiled(CenteredInTraining(1), batched=None), batch(dtype=torch.float32)[0]
+    pipe.step(x)
+    pipe.eval().eval_step(x)
+    stages = [
+        [stage.parameters for stage in compiled.artifact.plan.stages]
+        for compiled in pipe._compiler.cache.compiled
+    ]
+    heads, body = ("heads.0.weight", "heads.0.bias"), ("body.weight", "body.bias")
+    assert stages == [[body, heads], [body, heads]]
+
+
+def test_a_tail_that_reads_tensors_of_several_stages_is_refused() -> None:
+    pipe, x = compiled(CenteredInTraining(4), batched=None), batch(dtype=torch.float32)[0]
+    pipe.eval().eval_step(x)
+    with pytest.raises(pipec.PlanError, match=r"heads\S+ of stage 1, but no.*mean at .* needs all rows"):
+        pipe.train().step(x)
 
 
 @pytest.mark.slow

@@ -317,6 +317,36 @@ def test_export_returns_fake_arguments_of_its_own_mode() -> None:
     assert fake.shape[1] == 4
 
 
+class WithRegions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls.add_(1)
+            with torch.autocast("cpu", torch.bfloat16):
+                scale = self.linear(x)
+            with torch.enable_grad():
+                x = self.linear(x)
+        return self.linear(x) * scale
+
+
+def test_export_inlines_regions_of_no_grad_and_autocast() -> None:
+    net, x = WithRegions(), torch.randn(4, 4)
+    graph_module = torch_compat.capture_with_export(net, (x,), [(x, 0)]).module
+    assert not any(
+        isinstance(node.target, torch_compat.HigherOrderOperator) for node in graph_module.graph.nodes
+    )
+    (gradient,) = torch.autograd.grad(graph_module(x).sum(), graph_module.linear.weight)
+    (expected,) = torch.autograd.grad(net(x).sum(), net.linear.weight)
+    torch.testing.assert_close(gradient, expected)
+    assert net.calls == 2  # both have the same buffer
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:

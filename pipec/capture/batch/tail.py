@@ -181,5 +181,7 @@ def writes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_trained_matrix(node: fx.Node) -> bool:
-    value = fake_value(node) if node.op in ("placeholder", "get_attr") else None
-    return isinstance(value, nn.Parameter) and value.requires_grad and value.ndim > 1
+    """Dynamo's graphs read parameters as such; those of export have plain tensors as attributes."""
+    value = fake_value(node)
+    is_parameter = isinstance(value, nn.Parameter) if node.op == "placeholder" else node.op == "get_attr"
+    return is_parameter and isinstance(value, Tensor) and value.requires_grad and value.ndim > 1

@@ -9,16 +9,20 @@
 Buffers that the forward changes count like parameters. An operator without either is on the stage of the
 operator before it. If the operators equal those of the graph that was cut first, they keep its stages.
 Operators that read or change one buffer are on one stage. An operator whose parameters are on several stages,
-because it was split for the first cut, is split again.
+because it was split for the first cut, is split again. The tail is on the stage of its last operator, which
+must hold all tensors that the tail reads.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from pipec.errors import PlanError
 from pipec.graph import (
     Assignment,
     Operator,
+    TailInput,
     TrainingGraph,
     UpdatedBuffer,
     copy_graph,
@@ -27,7 +31,7 @@ from pipec.graph import (
     source_parameters,
     stage_of,
 )
-from pipec.passes.assignments.operator_blocks import find_colocations
+from pipec.passes.assignments.operator_blocks import Colocation, find_colocations
 from pipec.passes.split_operators import operator_steps, split_operators
 
 ParameterStages = Mapping[str, tuple[int, ...]]
@@ -53,17 +57,17 @@ class FollowPlacement:
             graph = split_operators(graph, operator_steps(graph, split))
         stages, current = list[int](), 0
         first_stages = self._stages_of_first_cut(graph)
-        last_of = {colocation.first: colocation.last for colocation in find_colocations(graph)}
-        needed = _parameters_by_operator(graph)
+        colocations = {colocation.first: colocation for colocation in _colocations(graph)}
+        needed = _tensors_by_operator(graph)
         while len(stages) < len(needed):
             first = len(stages)
-            together = range(first, last_of.get(first, first) + 1)
-            for op in together:
-                current = max(current, first_stages.get(op, current))
-                for fqn in needed[op]:
-                    current = self._stage_holding(graph, op, fqn, current)
-            for op in together if len(together) > 1 else ():
-                self._check_all_on(graph, op, needed[op], current)
+            colocation = colocations.get(first, Colocation("", first, first))
+            together = range(first, colocation.last + 1)
+            current = max(current, *(first_stages.get(op, current) for op in together))
+            if colocation.reason:
+                current = self._stage_holding_all(graph, colocation, needed, current)
+            for fqn in needed[first] if not colocation.reason else ():
+                current = self._stage_holding(graph, first, fqn, current)
             stages += [current] * len(together)
         return Assignment(tuple(stages), self.num_stages, self.ranks, split=split)
 
@@ -74,12 +78,12 @@ class FollowPlacement:
 
     def _operators_to_split(self, graph: TrainingGraph) -> frozenset[int]:
         """The operators whose parameters no single stage holds."""
-        needed = enumerate(_parameters_by_operator(graph))
+        tail, needed = _tail_operator(graph), enumerate(_tensors_by_operator(graph))
         stages = (
             (op, [{*self.parameter_stages[fqn]} for fqn in fqns if fqn in self.parameter_stages])
             for op, fqns in needed
         )
-        return frozenset(op for op, each in stages if each and not set.intersection(*each))
+        return frozenset(op for op, each in stages if op != tail and each and not set.intersection(*each))
 
     def _stage_holding(self, graph: TrainingGraph, op: int, fqn: str, at_least: int) -> int:
         """The first stage from ``at_least`` on that holds the tensor."""
@@ -94,36 +98,73 @@ class FollowPlacement:
             )
         return later[0]
 
-    def _check_all_on(self, graph: TrainingGraph, op: int, needed: Sequence[str], stage: int) -> None:
-        """Raise if the stage, where a buffer keeps the operator, does not hold all that it needs."""
-        for fqn in needed:
-            if stage not in self.parameter_stages.get(fqn, (stage,)):
-                user = graph.operators[op]
-                raise PlanError(
-                    f"operator {user.name} ({user.module} at {user.source}) uses {fqn} of stage "
-                    f"{self.parameter_stages[fqn][0]}, but must be on stage {stage} because of a buffer that "
-                    "forward() changes: the stages were cut for a call that does not change the buffer. "
-                    "Make the call that changes it first, or prepare() it."
-                )
+    def _stage_holding_all(
+        self, graph: TrainingGraph, colocation: Colocation, needed: Sequence[Sequence[str]], at_least: int
+    ) -> int:
+        """The first stage from ``at_least`` on that holds all tensors of the colocated operators."""
+        together = range(colocation.first, colocation.last + 1)
+        uses = [
+            (op, fqn, self.parameter_stages[fqn])
+            for op in together
+            for fqn in needed[op]
+            if fqn in self.parameter_stages
+        ]
+        for stage in range(at_least, self.num_stages):
+            if all(stage in stages for _, _, stages in uses):
+                return stage
+        op, fqn, stages = next(use for use in uses if at_least not in use[2])
+        user = graph.operators[op]
+        raise PlanError(
+            f"operator {user.name} ({user.module} at {user.source}) uses {fqn} of stage {stages[-1]}, but no "
+            f"stage from stage {at_least} on holds all tensors that must be on one stage because "
+            f"{colocation.reason}: the stages were cut for another call, in which they need not be. Make "
+            "this call before that one, or prepare() it."
+        )
 
 
 def parameter_stages(graph: TrainingGraph) -> ParameterStages:
     """The stages that read each parameter, and each buffer that the forward changes."""
     readers: dict[str, set[int]] = {}
-    changed = {result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)}
-    for node in graph.arguments:
-        stages = {stage_of(x) for x in node.users if x.op == "call_function"}
+    results = (*graph.results, *graph.tail_results)
+    changed = {result.fqn for result in results if isinstance(result, UpdatedBuffer)}
+    read = [(node, {stage_of(x) for x in node.users if x.op == "call_function"}) for node in graph.arguments]
+    tail = _tail_operator(graph)
+    if tail is not None:
+        read += [(node, {graph.assignment.stages[tail]}) for node in _tail_arguments(graph)]
+    for node, stages in read:
         fqns = (*source_parameters(node), *changed.intersection(source_buffers(node)))
         for fqn in fqns if node.users else ():
             readers.setdefault(fqn, set()).update(stages)
     return {fqn: tuple(sorted(stages)) for fqn, stages in readers.items()}
 
 
-def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
+def _colocations(graph: TrainingGraph) -> list[Colocation]:
+    """The colocations, and the tail's last operator, which reads all that the tail does."""
+    found, tail = find_colocations(graph), _tail_operator(graph)
+    if tail is None or any(each.first <= tail <= each.last for each in found):
+        return found
+    return [*found, Colocation(f"{graph.findings.tail} needs all rows", tail, tail)]
+
+
+def _tensors_by_operator(graph: TrainingGraph) -> list[list[str]]:
     """The parameters and buffers that each operator reads, directly or as precomputed values."""
     needed: list[list[str]] = [[] for _ in graph.operators]
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
             if source.op == "placeholder":
                 needed[node.meta["operator"]] += (*source_parameters(source), *source_buffers(source))
+    tail = _tail_operator(graph)
+    if tail is not None:
+        for node in _tail_arguments(graph):
+            needed[tail] += (*source_parameters(node), *source_buffers(node))
     return needed
+
+
+def _tail_operator(graph: TrainingGraph) -> int | None:
+    """The last operator of the tail, on whose stage the tail is."""
+    inputs = (node for role, node in graph.outputs if isinstance(role, TailInput))
+    return next((node.meta["operator"] for node in inputs), None)
+
+
+def _tail_arguments(graph: TrainingGraph) -> Sequence[fx.Node]:
+    return graph.tail.find_nodes(op="placeholder") if graph.tail else ()
