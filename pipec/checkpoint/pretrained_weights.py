@@ -22,6 +22,7 @@ from pipec.checkpoint.hugging_face import weight_files
 from pipec.checkpoint.safetensors_files import torch_dtype
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.messages.call_description import format_names
+from pipec.torch_compat import device_and_dtype
 
 
 def read_pretrained(
@@ -163,12 +164,10 @@ class PretrainedWeights:
 
         def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             """``module.to``, but an adapter does not follow its layer to meta."""
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-            return (
-                to(module, dtype=dtype)
-                if device is not None and device.type == "meta"
-                else to(module, *args, **kwargs)
-            )
+            device, dtype = device_and_dtype(*args, **kwargs)
+            if device is not None and device.type == "meta":
+                return to(module, dtype=dtype)
+            return to(module, *args, **kwargs)
 
         refusal = (
             f"{type(peft_config).__name__}: an adapter of this kind begins with values of the weights of "

@@ -22,6 +22,7 @@ from pipec.torch_compat.lazy_code import lazy_graph_module, lazy_graph_modules
 from pipec.torch_compat.module_contents import (
     ModuleContents,
     TensorMetadata,
+    device_and_dtype,
     global_hooks,
     has_gradient_hook,
     module_contents,
@@ -45,6 +46,7 @@ __all__ = [
     "ValueGuard",
     "ValuePath",
     "constant_guard",
+    "device_and_dtype",
     "global_hooks",
     "has_gradient_hook",
     "lazy_graph_module",

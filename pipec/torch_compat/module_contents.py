@@ -102,3 +102,9 @@ def num_changes(tensor: torch.Tensor) -> int:
 
 def _any_in(collections: Iterable[Iterable[object]]) -> bool:
     return any(itertools.chain.from_iterable(collections))
+
+
+def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """What these arguments of ``nn.Module.to`` ask for."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
