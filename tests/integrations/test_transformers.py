@@ -45,7 +45,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("case", "layout"),
     [
         *((case, layout) for case in ("llama", "bert") for layout in LAYOUTS),
-        ("sft", "2 ranks"),
+        *(("sft", layout) for layout in LAYOUTS),
         ("packed", "2x2 replicas"),
         ("adapters", "4 ranks"),
         ("prepared", "2 ranks"),
