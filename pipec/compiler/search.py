@@ -113,8 +113,8 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
                 found.append(_on_decided_stages(step, each))
     if budget.num_skipped:
         log.info(
-            "the search ended after about a tenth of the time of the capture, with %d plans left to try; "
-            "to leave fewer, fix microbatches=..., schedule=... or replicas=...",
+            "%d plans were not tried: besides the plans that are always tried, a search takes a tenth of the "
+            "work of the capture; to leave fewer, fix microbatches=..., schedule=... or replicas=...",
             budget.num_skipped,
         )
     return min(found, key=lambda result: result.best.score)

@@ -164,6 +164,7 @@ def _trace_with_dynamo(
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     if regions:
         regions.inline(graph_module)
+        regions.failed |= "is_leaf" in read  # the results of copied subgraphs are leaves while Dynamo traces
     changed = _changed_state([str(warning.message) for warning in caught])
     depends = bool(read) or not all(map(_ignores_grad_mode, graph_module.graph.nodes))
     return CapturedGraph(graph_module, args, changed, outputs[0], depends_on_grad_mode=depends)

@@ -26,6 +26,7 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable, record_nn_module_stack
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Guard, Source
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, is_accessor_node
 from torch.utils import _pytree as pytree
@@ -75,7 +76,8 @@ call_block.__marked_compile_region_max_reuse_entries__ = 1_000_000  # type: igno
 class RegionTracing:
     """Makes regions of the calls of some modules while Dynamo traces.
 
-    ``failed`` says whether an error has left a region, even if the model caught it.
+    ``failed`` says that the model must be traced without regions: an error has left one, even if the model
+    caught it, or a subgraph cannot be copied, or none is reused.
     """
 
     def __init__(self, blocks: Collection[nn.Module]) -> None:
@@ -134,10 +136,11 @@ class RegionTracing:
                 raise RuntimeError("no subgraph is reused")
             return original(block, tx, args, kwargs)
         region = regions.InvokeSubgraphHigherOrderVariable(torch.ops.higher_order.invoke_subgraph)
+        function: Any = call_block
         self._is_inside = True
         self._misses[type(block.value)] += 1
         try:
-            result = region.call_function(tx, [_function(call_block), block, *args], {**kwargs})
+            result = region.call_function(tx, [UserFunctionVariable(function), block, *args], {**kwargs})
         except BaseException:
             self.failed = True
             raise
@@ -169,12 +172,12 @@ class RegionTracing:
         num_mutations, aliases = self._noted[id(condition)]
         if self._num_mutations != num_mutations or _is_mutated(tx, call):
             return False
-        if _has_aliased_arguments(call) or not _has_equal_constants(condition, call):
+        if call.treespec != condition.treespec or not _has_equal_constants(condition, call):
             return False
-        if not original(tx, without_guards, call, cached):
+        if not _has_distinct_tensors(call) or not original(tx, without_guards, call, cached):
             return False
         of_call = _Renamed(regions.build_source_replacement(cached.arg_sources, call.arg_sources))
-        value_of = _Values(tx)
+        value_of = _SourceReader(tx)
         added = []
         for (one, other), is_guarded in aliases.items():
             if value_of(of_call(one)) is not value_of(of_call(other)):
@@ -211,7 +214,7 @@ class _Renamed:
         return self._known[source]
 
 
-class _Values:
+class _SourceReader:
     """Reads sources. Raises what reading them raises."""
 
     def __init__(self, tx: Any) -> None:
@@ -220,10 +223,6 @@ class _Values:
 
     def __call__(self, source: Source) -> Any:
         return source.get_value(*self._scope, self._known)
-
-
-def _function(function: Any) -> UserFunctionVariable:
-    return UserFunctionVariable(function)
 
 
 def _bound(method: Callable[..., Any], original: Any) -> Callable[..., Any]:
@@ -242,14 +241,14 @@ def _aliases(tx: Any, call: Any, sources: Collection[Source]) -> dict[tuple[Sour
     None if another call may differ in a way that guards do not tell: if two arguments are one tensor, if an
     argument is a module, or a tensor that the region also reads from elsewhere.
     """
-    if _is_mutated(tx, call) or _has_aliased_arguments(call):
+    if _is_mutated(tx, call) or not _has_distinct_tensors(call):
         return None
     if any(tag is regions.InputTag.MODULE for tag, _ in call.flat_vts[1:]):
         return None
     renamed = _Renamed({call.arg_sources[0]: _OTHER_BLOCK})
     if any(source is not None and renamed(source) is not source for source in call.arg_sources[1:]):
         return None
-    given, known = {*_tensor_nodes(call)}, tx.output.side_effects
+    given, known = {each.as_proxy().node for each in _tensors(call)}, tx.output.side_effects
     aliases = dict[tuple[Source, Source], bool]()
     for guard in tx.output.guards:
         if guard.create_fn_name() == "DUPLICATE_INPUT":
@@ -300,15 +299,17 @@ def _guards_of_block(tx: Any, call: Any) -> list[tuple[Source, Any, Any, Guard]]
     return found
 
 
-def _tensor_nodes(call: Any) -> list[fx.Node]:
-    """The nodes of the tensors and sizes among the arguments of a region's call."""
+def _tensors(call: Any) -> list[Any]:
+    """Dynamo's variables of the tensors and sizes among the arguments of a region's call."""
     kinds = (regions.InputTag.TENSOR, regions.InputTag.SYMNODE)
-    return [variable.as_proxy().node for tag, variable in call.flat_vts if tag in kinds]
+    return [variable for tag, variable in call.flat_vts if tag in kinds]
 
 
-def _has_aliased_arguments(call: Any) -> bool:
-    nodes = _tensor_nodes(call)
-    return len({*nodes}) < len(nodes)
+def _has_distinct_tensors(call: Any) -> bool:
+    """Whether no two arguments are one tensor, and none is of a subclass of tensors, or an array."""
+    tensors = [variable.realize() for variable in _tensors(call)]
+    nodes = {variable.as_proxy().node for variable in tensors}
+    return len(nodes) == len(tensors) and {*map(type, tensors)} <= {TensorVariable, SymNodeVariable}
 
 
 def _has_equal_constants(condition: Any, call: Any) -> bool:

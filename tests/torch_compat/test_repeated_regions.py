@@ -283,6 +283,27 @@ def module_of_the_first(stack: Stack, x: Tensor, number: int) -> tuple[Any]:
     return (stack.blocks[0].norm,)
 
 
+class NestedBlock(Block):
+    """Does one thing with a tensor and another with a tuple of it."""
+
+    def forward(self, x: Tensor, other: Any) -> Tensor:
+        return self.inner(x) + (2 * other[0] if isinstance(other, tuple) else other)
+
+
+def tensor_and_tuple(stack: Stack, x: Tensor, number: int) -> tuple[Any]:
+    return (x * 2,) if number < 2 else ((x * 2,),)
+
+
+class LeafStack(Stack):
+    """Asks whether the result of the blocks is a leaf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum() * (2 if x.is_leaf else 3)
+
+
 class CalledBlock(Block):
     def forward(self, x: Tensor, other: nn.Module) -> Tensor:
         return other(self.inner(x))
@@ -384,6 +405,8 @@ STACKS: dict[str, tuple[Callable[[], Stack], int]] = {
     "its own weight as argument": (lambda: Stack(SumBlock, own_weight), 0),
     "True and 1": (lambda: Stack(FactorBlock, truth_and_one), 3),
     "0.0 and -0.0": (lambda: Stack(FactorBlock, zeros_of_both_signs), 3),
+    "a tensor and a tuple": (lambda: Stack(NestedBlock, tensor_and_tuple), 3),
+    "a leaf": (LeafStack, 4),
     "a number for each": (lambda: Stack(FactorBlock, number_of_the_block), 0),
     "a module as argument": (lambda: Stack(CalledBlock, module_of_the_first), 0),
     "batch norm": (lambda: Stack(NormBlock), 4),
