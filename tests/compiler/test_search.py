@@ -142,7 +142,7 @@ def test_a_search_without_work_left_tries_the_usual_plans_and_says_so(
     tried = {(each.replicas[0], each.num_microbatches) for each in plan.alternatives}
     tried.add((len(plan.placement[0]), plan.num_microbatches))
     assert tried == {(n, n * default_num_microbatches(ROWS // n, 4 // n)) for n in replicas}
-    (ended,) = (each for each in said if each.startswith("plans were not tried"))
+    (ended,) = (each for each in said if "plans were not tried" in each)
     assert int(re.search(r"(\d+) plans were not tried", ended)[1]) > 1
 
 
