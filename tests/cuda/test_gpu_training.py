@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import LastLayer, decoder, eager_step, errors, on, token_loss, tokens, wide
+from gpu_models import VOCABULARY, LastLayer, decoder, eager_step, errors, on, token_loss, tokens, wide
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -208,6 +208,26 @@ def test_a_stream_without_a_flush(device: torch.device) -> None:
         found.append([float(loss) for loss in pipe.stream([(x.to(each), y.to(each)) for x, y in batches])])
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     assert len({*found[1]}) >= 5
+
+
+def contrastive(logits: Tensor, target: Tensor) -> Tensor:
+    """InfoNCE of the rows' means, of which each is compared with all others."""
+    u = F.normalize(logits.float().mean(1), dim=-1)
+    v = F.normalize(F.one_hot(target, VOCABULARY).float().mean(1), dim=-1)
+    return F.cross_entropy(5 * u @ v.T, torch.arange(len(u), device=u.device))
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_whole_batch(device: torch.device) -> None:
+    model, (x, y) = decoder().to(device), on(device, tokens(12))
+    expected = copy.deepcopy(model)
+    pipe = pipec.compile(model, [device] * 2, microbatches=4, loss_fn=contrastive, schedule="1f1b")
+    for _ in range(2):
+        pipe.zero_grad()
+        expected.zero_grad()
+        loss = pipe.step(x, target=y)
+        torch.testing.assert_close(loss, eager_step(expected, contrastive, (x, y), 1), rtol=1e-5, atol=0)
+        assert max(errors(model, expected).values()) < 1e-4
 
 
 @pytest.mark.slow
