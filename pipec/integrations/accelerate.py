@@ -7,8 +7,9 @@ To Accelerate every process trains alone, on the batches that one process would 
 among stages and replicas. With ``batch="local"`` the processes of a replica read its rows of them alone.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -162,6 +163,23 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         """Wait for the other ranks."""
         if dist.is_initialized():
             dist.barrier()
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank 0 runs what is inside a ``with`` before the others do."""
+        yield from self._first(self.is_main_process)
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first rank of each host runs what is inside a ``with`` before its others do."""
+        yield from self._first(self.is_local_main_process)
+
+    def _first(self, is_main: bool) -> Iterator[None]:
+        if not is_main:
+            self.wait_for_everyone()
+        yield
+        if is_main:
+            self.wait_for_everyone()
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """The state of the whole model on rank 0, and an empty dict on the others. Every rank calls this."""

@@ -7,6 +7,7 @@ import ast
 import functools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,23 @@ class Loop:
         }
 
 
+def check_processes(loop: Loop) -> None:
+    """Rank 0 goes first, and the tensors of replicas are filled to one length."""
+    accelerator, file = loop.accelerator, Path(FOLDER) / f"{KIND}.written"
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            time.sleep(0.5)
+            file.touch()
+        assert file.exists()
+    replica = loop.model._pipe.replica if IS_LOCAL else 0
+    padded = accelerator.pad_across_processes(torch.ones(2, 3 + replica), 1, -1)
+    assert padded.tolist() == [[1.0] * (3 + replica) + [-1.0] * (1 - replica) * IS_LOCAL] * 2
+
+
 def trained(name: str) -> dict[str, Any]:
     """An epoch without accumulation and one over 3 batches; of BERT what is resumed, and a batch of a row."""
     loop = Loop(name)
+    check_processes(loop)
     loop.epoch(1)
     loop.epoch(3, save_after=2)
     found = {"trained": loop.result()}

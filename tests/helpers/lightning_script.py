@@ -17,7 +17,7 @@ import classified_rows
 import lightning.pytorch as lightning
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -84,7 +84,7 @@ def loaders(name: str) -> list[Any]:
     return [DataLoader(data, classified_rows.BATCH, shuffle=x, collate_fn=collate) for x in (True, False)]
 
 
-def trainer(name: str, **given: Any) -> Any:
+def trainer(name: str, *callbacks: Any, **given: Any) -> Any:
     options = {} if KIND == "plain" else {"strategy": PipecStrategy(**ast.literal_eval(OPTIONS[0]))}
     return lightning.Trainer(
         accelerator="cpu",
@@ -92,7 +92,7 @@ def trainer(name: str, **given: Any) -> Any:
         precision="64-true",
         default_root_dir=PLACE,
         logger=CSVLogger(PLACE, name=name, version=0),
-        callbacks=[ModelCheckpoint(PLACE / name, save_top_k=-1, filename="{epoch}")],
+        callbacks=[ModelCheckpoint(PLACE / name, save_top_k=-1, filename="{epoch}"), *callbacks],
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -127,7 +127,8 @@ def fitted(name: str, is_manual: bool, accumulation: int) -> dict[str, Any]:
     made.fit(first, *loaders(name))
     found = {"fitted": result(first, made, run, 1)}
     if accumulation == 3 and not is_manual:
-        again, other = module(), trainer(f"{run} again", max_epochs=3, **clip)
+        stopping = EarlyStopping("validated", min_delta=10, patience=1)  # after two epochs
+        again, other = module(), trainer(f"{run} again", stopping, max_epochs=9, **clip)
         other.fit(again, *loaders(name), ckpt_path=PLACE / run / "epoch=0.ckpt", **LOADED)
         found["resumed"] = result(again, other, f"{run} again", 2)
         found["validated"] = trainer(f"{run} alone").validate(

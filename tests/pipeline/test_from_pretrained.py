@@ -45,7 +45,9 @@ def test_models_start_train_and_are_saved_as_by_transformers(num_ranks: int, tmp
             assert own["dtypes"] == reference["dtypes"]
             assert own["drawn"] == reference["drawn"]
             assert own["logits"] == pytest.approx(reference["logits"], abs=1e-6), name
-            rounded = name == "bfloat16"  # its gradients and weights are, to 8 bits, so the second loss differs more
+            rounded = (
+                name == "bfloat16"
+            )  # its gradients and weights are, to 8 bits, so the second loss differs more
             assert own["losses"] == pytest.approx(reference["losses"], abs=1e-4 if rounded else 2e-6), name
             assert own["state"] == pytest.approx(reference["state"], rel=1e-4 if rounded else 1e-7)
 
