@@ -13,13 +13,14 @@ import logging
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from traceback import StackSummary
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import LocalSource
@@ -87,7 +88,7 @@ class RegionTracing:
         self._num_reused = 0
         self._misses = defaultdict[type, int](int)
         self._num_mutations = 0
-        self._noted: dict[int, tuple[int, Mapping[tuple[Source, Source], bool]]] = {}
+        self._noted: dict[int, _Noted] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -139,6 +140,7 @@ class RegionTracing:
         function: Any = call_block
         self._is_inside = True
         self._misses[type(block.value)] += 1
+        state = _torch_state(tx)
         try:
             result = region.call_function(tx, [UserFunctionVariable(function), block, *args], {**kwargs})
         except BaseException:
@@ -146,6 +148,9 @@ class RegionTracing:
             raise
         finally:
             self._is_inside = False
+        if _torch_state(tx) != state:
+            self.failed = True
+            raise RuntimeError("a block changes settings of torch for what follows it")
         node = next(node for node in reversed(tx.output.graph.nodes) if _is_call(node))
         with record_nn_module_stack("", block.get_nn_module_stack_source(), tx, block.value):
             node.meta[_BLOCK] = [*tx.nn_module_stack.values()][-1]
@@ -163,14 +168,25 @@ class RegionTracing:
             return None
         known = {guard for _, _, _, guard in condition.guards}
         condition.guards.extend(each for each in guards or () if each[-1] not in known)
-        self._noted[id(condition)] = self._num_mutations, aliases or {}
+        read = {source: tx.output.resolve_source_value(source) for source, *_ in condition.guards}
+        kinds = {guard: _kind(guard, read[source]) for source, _, _, guard in condition.guards}
+        distinct = [source for source, value in read.items() if isinstance(value, _MUTABLE)]
+        self._noted[id(condition)] = _Noted(
+            self._num_mutations,
+            _torch_state(tx),
+            aliases or {},
+            kinds,
+            _by_object(distinct, read.__getitem__),
+        )
         return condition
 
     def _reusable(self, original: Any, tx: Any, condition: Any, call: Any, cached: Any) -> bool:
         """Whether a call may reuse a subgraph. Its block is guarded then as the traced one is."""
         without_guards = dataclasses.replace(condition, guards=[])
-        num_mutations, aliases = self._noted[id(condition)]
-        if self._num_mutations != num_mutations or _is_mutated(tx, call):
+        noted = self._noted[id(condition)]
+        if self._num_mutations != noted.num_mutations or _is_mutated(tx, call):
+            return False
+        if _torch_state(tx) != noted.torch_state:
             return False
         if call.treespec != condition.treespec or not _has_equal_constants(condition, call):
             return False
@@ -179,7 +195,7 @@ class RegionTracing:
         of_call = _Renamed(regions.build_source_replacement(cached.arg_sources, call.arg_sources))
         value_of = _SourceReader(tx)
         added = []
-        for (one, other), is_guarded in aliases.items():
+        for (one, other), is_guarded in noted.aliases.items():
             if value_of(of_call(one)) is not value_of(of_call(other)):
                 return False
             if is_guarded:
@@ -188,15 +204,72 @@ class RegionTracing:
         for source, handler, expected, guard in condition.guards:
             if (guarded := of_call(source)) is source:
                 continue
-            if not handler.eval_fn(value_of(guarded), expected):
+            value = value_of(guarded)
+            if not handler.eval_fn(value, expected) or _kind(guard, value) != noted.kinds[guard]:
                 return False
             if guard.create_fn_name() != "TENSOR_MATCH":  # which comes with the argument of the graph
                 added.append(Guard(guarded, guard.create_fn, stack=guard.stack, user_stack=guard.user_stack))
+        if _by_object(noted.objects, lambda source: value_of(of_call(source))) != noted.objects:
+            return False
         for each in added:
             tx.output.guards.add(each, collect_debug_stack=False)
         self._num_reused += 1
         self._misses[type(call.flat_vts[0][1].value)] -= 2
         return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noted:
+    """What a traced call found, besides its condition: a call that reuses its subgraph finds the same.
+
+    ``kinds`` tells values apart that a guard takes for equal. ``objects`` has the sources of each object.
+    """
+
+    num_mutations: int
+    torch_state: tuple[Any, ...]
+    aliases: Mapping[tuple[Source, Source], bool]
+    kinds: Mapping[Guard, Any]
+    objects: Mapping[Source, Source]
+
+
+_MUTABLE = (nn.Module, torch.Tensor, list, dict, set)
+
+
+def _by_object(sources: Iterable[Source], value_of: Callable[[Source], Any]) -> dict[Source, Source]:
+    """Each source with the first that reads the same object."""
+    first = dict[int, Source]()
+    return {source: first.setdefault(id(value_of(source)), source) for source in sources}
+
+
+def _kind(guard: Guard, value: Any) -> Any:
+    """The type of a value, and within constants that are compared by ==, for which 1 is True."""
+    return _types(value) if guard.create_fn_name() in ("EQUALS_MATCH", "CONSTANT_MATCH") else type(value)
+
+
+def _types(value: Any) -> Any:
+    match value:
+        case tuple() | list():
+            return type(value), [*map(_types, value)]
+        case dict():
+            return type(value), [(_types(key), _types(each)) for key, each in value.items()]
+        case bool() | int() | float() | complex():
+            return type(value), repr(value)
+    return type(value)
+
+
+def _torch_state(tx: Any) -> tuple[Any, ...]:
+    """The settings of torch that a block's operators and its code may depend on."""
+    return (
+        GlobalStateGuard().__getstate__(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_device(),
+        *(
+            getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+            for name in ("flash", "mem_efficient", "math", "cudnn")
+        ),
+        torch._C._functorch.get_dynamic_layer_stack_depth(),
+        *map(id, tx.symbolic_torch_function_state.mode_stack),
+    )
 
 
 class _Renamed:

@@ -9,6 +9,7 @@ import torch
 from slow_params import slow_but
 from torch import Tensor, fx, nn
 from torch._dynamo.guards import Guard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from transformers import (
     BertConfig,
@@ -389,6 +390,63 @@ class NonzeroBlock(Block):
         return self.inner(x) + x[x > 0].sum()
 
 
+class SettingStack(Stack):
+    """Calls the block with number 2 in a context, and branches on the result."""
+
+    def __init__(self, context: Callable[[], Any], block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__(block)
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number == 2:
+                with self.context():
+                    y = block(x)
+            else:
+                y = block(x)
+            x = y.float() * (2 if y.dtype is torch.float32 and y.requires_grad else 3)
+        return x.sum()
+
+
+class LeavingBlock(Block):
+    """Leaves gradients disabled."""
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        result = self.inner(x)
+        torch._C._set_grad_enabled(False)
+        return result
+
+
+class AttentionBlock(Block):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        y = self.inner(x)[None, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y)[0, 0]
+
+
+class TableBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Any = [1.0, 2.0]
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        values = self.table.values() if isinstance(self.table, dict) else self.table
+        return self.inner(x) * (1 if isinstance(self.table, tuple) else 2) + sum(values)
+
+
+def tables(last: Any, *others: Any) -> Stack:
+    stack = Stack(TableBlock)
+    for block, table in zip(stack.blocks, (*others, last), strict=False):
+        block.table = table
+    return stack
+
+
+def stack_with_a_shared_layer() -> Stack:
+    stack = Stack(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    stack.blocks[2][1] = stack.blocks[2][0]
+    return stack
+
+
 STACKS: dict[str, tuple[Callable[[], Stack], int]] = {
     "equal": (Stack, 4),
     "another scale": (stack_with_another_scale, 3),
@@ -416,13 +474,25 @@ STACKS: dict[str, tuple[Callable[[], Stack], int]] = {
     "an object that is changed": (configuring_stack, 0),
     "a returned argument": (lambda: Stack(ReturningBlock), 0),
     "checkpoints": (lambda: Stack(CheckpointBlock), 4),
+    "autocast": (lambda: SettingStack(lambda: torch.autocast("cpu", torch.bfloat16)), 3),
+    "no gradients": (lambda: SettingStack(torch.no_grad), 2),
+    "a kernel of attention": (
+        lambda: SettingStack(lambda: sdpa_kernel(SDPBackend.MATH), AttentionBlock),
+        3,
+    ),
+    "a setting that stays": (lambda: Stack(LeavingBlock), 0),
+    "1 and 1.0 in a dict": (lambda: tables({"a": 1}, {"a": 1.0}, {"a": 1.0}), 1),
+    "a list and a tuple": (lambda: tables((1.0, 2.0), [1.0, 2.0], [1.0, 2.0]), 3),
+    "a shared layer": (stack_with_a_shared_layer, 3),
     "data-dependent sizes": (lambda: Stack(NonzeroBlock), 4),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(STACKS, "another scale", "another class within", "True and 1", "an object that is changed"),
+    slow_but(
+        STACKS, "another scale", "another class within", "True and 1", "an object that is changed", "autocast"
+    ),
 )
 def test_what_differs_is_traced(name: str, counting: Counting) -> None:
     make, reused = STACKS[name]
