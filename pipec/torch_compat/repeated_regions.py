@@ -401,14 +401,14 @@ class _NotInlinedError(Exception):
 
 def _inline(module: fx.GraphModule) -> None:
     graph = module.graph
-    symbols, first = dict[sympy.Symbol, fx.Node](), dict[str, fx.Node]()
+    sizes, first = dict[sympy.Expr, fx.Node](), dict[str, fx.Node]()
     for node in [*graph.nodes]:
-        if (symbol := _symbol(node)) is not None:
-            symbols.setdefault(symbol, node)
+        if (size := _size(node)) is not None:
+            sizes.setdefault(size, node)
         elif _is_call(node) and _BLOCK in node.meta:
             attribute, name, *arguments = node.args
             body: Any = module.get_submodule(attribute.target)
-            _copy(node, first.setdefault(name, node), body.graph, arguments, symbols)
+            _copy(node, first.setdefault(name, node), body.graph, arguments, sizes)
             graph.erase_node(node)
             graph.erase_node(attribute)
     for name in first:
@@ -422,25 +422,25 @@ def _copy(
     first: fx.Node,
     body: fx.Graph,
     arguments: Sequence[fx.Node],
-    symbols: dict[sympy.Symbol, fx.Node],
+    sizes: dict[sympy.Expr, fx.Node],
 ) -> None:
     """Put the nodes of a body in place of a call. ``first`` is the call with which it was traced.
 
-    A symbol is read from the node that is it, if ``symbols`` has one, as in a graph without subgraphs.
+    A size is read from the node that is it, if ``sizes`` has one, as in a graph without subgraphs.
     """
     copies = dict(zip(body.find_nodes(op="placeholder"), arguments, strict=True))
     with call.graph.inserting_before(call):
         for node in body.nodes:
-            symbol = _symbol(node)
-            if symbol in symbols:
-                copies[node] = symbols[symbol]
+            size = _size(node)
+            if size in sizes:
+                copies[node] = sizes[size]
             elif node.op in ("call_function", "call_method"):
                 if isinstance(node.target, torch._ops.HigherOrderOperator) or _has_unbacked_symbols(node):
                     raise _NotInlinedError(f"{node.format_node()} is no plain operator")
                 copies[node] = call.graph.node_copy(node, copies.__getitem__)
                 copies[node].meta["nn_module_stack"] = _module_stack(node, call, first)
-                if symbol is not None:
-                    symbols[symbol] = copies[node]
+                if size is not None:
+                    sizes[size] = copies[node]
             elif node.op not in ("placeholder", "output"):
                 raise _NotInlinedError(f"{node.format_node()} is of the subgraph alone")
     results: Any = body.output_node().args[0]
@@ -463,11 +463,10 @@ def _is_call(node: fx.Node) -> bool:
     return node.target is torch.ops.higher_order.invoke_subgraph
 
 
-def _symbol(node: fx.Node) -> sympy.Symbol | None:
-    """The symbol that a node is, for example as a dimension of an argument."""
+def _size(node: fx.Node) -> sympy.Expr | None:
+    """The size that a node is, for example as a dimension of an argument, or as a product of such."""
     value = node.meta.get("example_value")
-    symbol = value.node.expr if isinstance(value, torch.SymInt) else None
-    return symbol if isinstance(symbol, sympy.Symbol) else None
+    return value.node.expr if isinstance(value, torch.SymInt) else None
 
 
 def _has_unbacked_symbols(node: fx.Node) -> bool:
