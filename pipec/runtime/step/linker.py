@@ -296,9 +296,17 @@ class Linker:
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
         """Note that what a function of ``phase`` leaves in the frame is present from now on."""
-        for link in self._rank.plan.links if is_last else ():
-            if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
-                self._provide((stage, microbatch), {value.name for value in link.values})
+        links = [link for link in self._rank.plan.links if is_last and phase in link.payload.producers]
+        sent, received = (
+            {
+                value.name
+                for link in links
+                if link.payload.per_microbatch and getattr(link, end) == stage
+                for value in link.values
+            }
+            for end in ("source", "target")
+        )
+        self._provide((stage, microbatch), sent - received)  # what it has received, it hands on
         if phase in _SAVING or not is_last:
             self._present[stage, microbatch].add("saved")
 
