@@ -1,13 +1,13 @@
 """The forward nodes that the tail needs, and whether forwards can run a second time after it."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from pipec.graph.branch_checks import is_check
-from pipec.graph.nodes import Buffer, TailInput, UpdatedBuffer, is_collective, is_forward
+from pipec.graph.nodes import TailInput, UpdatedBuffer, is_collective, is_forward
 from pipec.graph.training_graph import TrainingGraph
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -63,13 +63,11 @@ def not_repeatable(graph: TrainingGraph) -> str:
     return ""
 
 
-def _buffers_read(node: fx.Node, needed: set[fx.Node]) -> Iterator[str]:
+def _buffers_read(node: fx.Node, needed: set[fx.Node]) -> Sequence[str]:
     """The changing buffers that influence a node; statistics do if something ``needed`` reads new ones."""
     unread = list[object]()
     if node.target is _BATCH_NORM and node.args[_IS_TRAINING]:
         items = {user.args[1] for user in node.users if user in needed and user.target is operator.getitem}
         unread = [node.args[k] for k in _RUNNING_STATISTICS if not items.intersection(_RUNNING_STATISTICS)]
-    for source in node.all_input_nodes:
-        role = source.meta.get("role")
-        if isinstance(role, Buffer) and source.meta["updated"] and source not in unread:
-            yield role.fqn
+    arguments = [source for source in node.all_input_nodes if source.op == "placeholder"]
+    return [each.meta["role"].fqn for each in arguments if each.meta.get("updated") and each not in unread]

@@ -10,7 +10,7 @@ from symbolic_steps import schedules
 
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, Op, Payload, Plan, Program, Schedule, Tail, Value
-from pipec.ir.text_format import PHASE_LETTERS
+from pipec.ir.text_format import PHASE_LETTERS, format_program, parse_program
 from pipec.programs.lower import bare_plan, chain_links, lower
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.programs.tail_order import (
@@ -69,6 +69,41 @@ def test_every_schedule_follows_forwards_that_save_nothing(schedule: Schedule) -
     slots = [x.slot for p in programs for x in p.instructions if x.link and x.link.payload in _FIRST]
     if len({*map(len, plan.placement)}) == 1:
         assert max(slots, default=0) < 2
+
+
+TWO_FORWARDS = """\
+rank 1: 21 instructions
+ 0  recv          stage 1  mb 0  forward_only hidden_1 (0 -> 1)  from rank 0  slot 0
+ 1  recv          stage 1  mb 1  forward_only hidden_1 (0 -> 1)  from rank 0  slot 1
+ 2  wait_recv     stage 1  mb 0  forward_only hidden_1 (0 -> 1)  from rank 0
+ 3  forward_only  stage 1  mb 0
+ 4  recv          stage 1  mb 0  hidden_1 (0 -> 1)               from rank 0  slot 0
+ 5  wait_recv     stage 1  mb 1  forward_only hidden_1 (0 -> 1)  from rank 0
+ 6  forward_only  stage 1  mb 1
+ 7  recv          stage 1  mb 1  hidden_1 (0 -> 1)               from rank 0  slot 1
+ 8  tail          stage 1
+ 9  wait_recv     stage 1  mb 0  hidden_1 (0 -> 1)               from rank 0
+10  forward       stage 1  mb 0
+11  backward      stage 1  mb 0
+12  send          stage 1  mb 0  grad_hidden_1 (1 -> 0)          to rank 0
+13  accumulate    stage 1  mb 0
+14  free          stage 1  mb 0
+15  wait_recv     stage 1  mb 1  hidden_1 (0 -> 1)               from rank 0
+16  forward       stage 1  mb 1
+17  backward      stage 1  mb 1
+18  send          stage 1  mb 1  grad_hidden_1 (1 -> 0)          to rank 0
+19  accumulate    stage 1  mb 1
+20  free          stage 1  mb 1
+"""
+
+
+def test_the_program_of_two_forwards() -> None:
+    """The same values travel twice, as two links. The buffers of the first ones are used again at once."""
+    schedule = make_schedule("1f1b", 2, 2)
+    plan = plan_with_tail(schedule, two_forwards=True)
+    program = lower(ordered_for_tail(schedule, plan), plan)[1]
+    assert format_program(program) == TWO_FORWARDS
+    assert parse_program(TWO_FORWARDS, plan.links) == program
 
 
 def test_a_rank_that_would_idle_before_the_tail_begins_with_the_schedule() -> None:
