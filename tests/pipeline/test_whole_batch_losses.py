@@ -18,6 +18,7 @@ from worker_processes import run_ranks
 
 import pipec
 from pipec.ir import Op
+from pipec.plan.what_if import what_if_of_plan
 
 ROWS = 12
 QUICK = ("info_nce", "vicreg", "centered", "of_both_kinds", "shared_scale")
@@ -411,6 +412,63 @@ def test_two_forwards_are_chosen_where_all_forwards_first_do_not_fit() -> None:
     assert "def forward_only(" in short.source(0)
     loss, expected = short.step(*deep_batch()), DeepTower()(*deep_batch())
     assert distance(loss, expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_v_half_takes_two_forwards_because_they_are_faster() -> None:
+    """With all forwards first, its forwards wait for each other."""
+    pipe = compiled(DeepTower(128, 16), devices=4, schedule="v-half", microbatches=16)
+    pipe.prepare(torch.randn(256, 128), torch.randn(256, 128))
+    taken, other = pipe.plan.tail_costs
+    assert taken.two_forwards
+    assert taken.seconds < other.seconds
+    assert other.fits
+
+
+@pytest.mark.slow
+def test_two_forwards_of_batches_of_other_sizes_and_of_fewer_rows_than_microbatches() -> None:
+    net = made("info_nce")
+    reference, pipe = copy.deepcopy(net), compiled(net, microbatches=5)
+    with taking_order(-1):
+        for rows in (13, 3, 12, 4):
+            inputs = batch(rows)
+            assert distance(pipe.step(*inputs), reference(*inputs)) < 1e-12
+    assert pipe.plan.forward_only_stages
+
+
+class AfterTheTail(nn.Module):
+    """Rows that the tail reads come from the first layers, and the last layers add a loss of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())]
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        u = self.a(x)
+        return F.cross_entropy(u @ self.b(y).T, torch.arange(len(x))) + self.c(u).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, (2, 1)], ids=str)
+def test_two_forwards_where_other_layers_follow(replicas: Any) -> None:
+    net = AfterTheTail().double()
+    pipe = compiled(net, devices=2 if replicas == 1 else 3, replicas=replicas, microbatches=6)
+    with taking_order(-1):
+        assert worst_of_training(net, pipe, rows=13) < 1e-6
+    assert pipe.plan.forward_only_stages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, -1])
+def test_what_if_keeps_the_order_of_the_tail(number: int) -> None:
+    """The first cell is the plan; others have other microbatches, or fewer ranks."""
+    with taking_order(number):
+        pipe = compiled(made("info_nce"), devices=4, schedule="1f1b", microbatches=8).prepare(*batch(16))
+    grid = what_if_of_plan(pipe.plan, pipe.programs, pipe.simulate())
+    assert len(grid.cells) > 10
+    assert grid.cells[0][1] == pytest.approx(pipe.simulate().makespan)
 
 
 def test_recompute_competes_with_two_forwards() -> None:
