@@ -532,6 +532,17 @@ def test_two_forwards_change_the_statistics_of_a_batch_norm_once() -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
+def test_forwards_with_collectives_of_replicas_run_once() -> None:
+    net = WithBuffer(reads=False)
+    net.norm = nn.SyncBatchNorm(8)
+    with taking_order(-1):
+        pipe = compiled(net, devices=4, replicas=2).prepare(*batch(dtype=torch.float32))
+    assert not pipe.plan.forward_only_stages
+    assert "forwards cannot run twice: the model has collectives of replicas" in str(pipe.plan)
+
+
+@pytest.mark.filterwarnings("ignore:forward")
 def test_forwards_that_read_a_buffer_that_they_change_run_once() -> None:
     with taking_order(-1):
         pipe = compiled(WithBuffer(reads=True)).prepare(*batch(dtype=torch.float32))
