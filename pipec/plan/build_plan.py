@@ -145,19 +145,20 @@ def _link_memory(
 
     A value that is not contiguous is copied before it is sent.
     """
-    held: dict[tuple[int, str, Payload], tuple[int, int]] = {}
+    held: dict[tuple[int, str, bool], tuple[int, int]] = {}
     for function in (function for stage in stages for function in stage.functions):
-        elsewhere, payload = storage_owners(function.saved_out), _payload(function)
+        elsewhere, is_first = storage_owners(function.saved_out), function.phase is Phase.FORWARD_ONLY
         for node in function.sent:
             value, owner = node.all_input_nodes[0], storage_owner(node.all_input_nodes[0])
             num_bytes = node_bytes(value, size)
             if not is_contiguous(value):
-                held[function.stage, names[node], payload] = num_bytes, 0
+                held[function.stage, names[node], is_first] = num_bytes, 0
             elif owns_new_storage(owner):
                 kept = owner in elsewhere
-                held[function.stage, names[node], payload] = (0, num_bytes) if kept else (num_bytes, 0)
+                held[function.stage, names[node], is_first] = (0, num_bytes) if kept else (num_bytes, 0)
     for link in links:
-        amounts = [held.get((link.source, value.name, link.payload), (0, 0)) for value in link.values]
+        is_first = link.payload is Payload.FORWARD_ONLY
+        amounts = [held.get((link.source, value.name, is_first), (0, 0)) for value in link.values]
         yield sum(own for own, _ in amounts), sum(saved for _, saved in amounts)
 
 
