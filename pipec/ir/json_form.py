@@ -2,8 +2,7 @@
 
 An object of a dataclass is a JSON object with a key for each field. Lists and tuples are arrays, mappings are
 objects, and a member of an enumeration is its value. Reading follows the annotations of the fields: fields
-that are absent have their defaults, a number without a fraction may stand for a float, and nothing else is
-converted.
+that are absent have their defaults, a number without a fraction may stand for a float, and stays an integer.
 """
 
 import functools
@@ -83,9 +82,10 @@ def _scalar(kind: type) -> _Reader:
         if type(found) not in accepted:
             raise _refuse(kind.__name__, found, path)
         try:
-            return float(found) if kind is float else found
+            assert kind is not float or float(found) is not None
         except OverflowError:
             raise _refuse("a float", found, path) from None
+        return found
 
     return read
 
