@@ -15,6 +15,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
 from pipec.programs.deadlock import InstructionSite, WaitEdges, stalled_ranks, wait_cycle
 from pipec.programs.lower import chain_links
+from pipec.programs.rules import field_rules
 from pipec.programs.verify import RULES
 from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
 
@@ -156,6 +157,11 @@ FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
 )
 def test_every_field_fits_the_plan(edit: Edit, message: str) -> None:
     assert message in fault(1, edit)
+
+
+def test_kinds_that_are_too_many_for_a_table_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(field_rules, "_MOST_KINDS", 1)
+    assert "8: forward names microbatch 9; expected 0 to 3" in fault(1, change(Op.FORWARD, 1, microbatch=9))
 
 
 def test_a_move_stays_on_its_rank_and_names_no_peer() -> None:

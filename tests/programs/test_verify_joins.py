@@ -144,6 +144,12 @@ def exchange_microbatches(instructions: list[Instruction]) -> None:
         instructions[one], instructions[other] = instructions[other], instructions[one]
 
 
+def interleave_forwards(instructions: list[Instruction]) -> None:
+    """Let the first segment of a rank's second forward come before the second segment of its first one."""
+    first = find(instructions, Op.FORWARD, 1)
+    instructions.insert(first, instructions.pop(find(instructions, Op.FORWARD, 3)))
+
+
 _OF_FORWARD = (Op.FORWARD, Op.ALL_GATHER, Op.WAIT_ALL_GATHER, Op.ALL_REDUCE, Op.WAIT_ALL_REDUCE)
 
 
@@ -195,6 +201,10 @@ FAULTS = {
     "of a compute": (
         change(Op.FORWARD, model_collective=0),
         "forward names model collective 0; expected none",
+    ),
+    "in the forward of another microbatch": (
+        interleave_forwards,
+        "the forward of stage 1, microbatch 1 goes on behind that of microbatch 3",
     ),
     "of the other round": (
         exchange_microbatches,

@@ -396,6 +396,18 @@ def test_updates_whose_gradients_are_not_checked_or_measured_are_found(op: Op) -
     assert f"update of stage 0 without one {op} of its gradients" in summed({0: before_the_sum})
 
 
+def test_a_check_before_the_losses_that_it_looks_at_is_found() -> None:
+    """On a rank that receives losses: the last one of the update's round comes behind the check."""
+
+    def check_early(own: list[Instruction]) -> None:
+        losses = [k for k, x in enumerate(own) if x.op is Op.WAIT_RECV and is_loss(x)]
+        update = numbers_of(own, Op.UPDATE)[-1]
+        own.insert(update, own.pop(max(k for k in losses if k < update)))
+
+    found = fault({0: check_early}, on_nan=NonFiniteAction.SKIP)
+    assert "checks mini-batch 3 before it has all of its losses" in found
+
+
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
 def test_no_instruction_of_a_stream_can_be_left_out_or_doubled(replicas: tuple[int, ...]) -> None:
     schedule = pipedream.for_batches(replicas, 1, 4)
@@ -440,6 +452,11 @@ def test_what_has_no_rule_of_versions_is_refused() -> None:
             programs, schedule.placement, links, (), replace(sync_spec, shard=ShardingLevel.OPTIMIZER)
         )
     flat = pipedream.for_batches((1, 1), 1, 3)
+    sharing = (*links, Link(0, 1, Payload.WEIGHT, (Value("w", "float32", (2,)),)))
+    with pytest.raises(VerifyError, match="stages share tied weights"):
+        verify_programs(
+            lower(flat, sharing, sync_spec=sync_spec), flat.placement, sharing, 3, sync_spec=sync_spec
+        )
     refused = {
         "3 microbatches are no whole number of mini-batches of 2": (flat, Stream(VersionPolicy.DOUBLE, 2)),
         "a mini-batch has 3 microbatches; versions that are stashed need 1": (
