@@ -178,6 +178,10 @@ class ProgramIndex:
         """The deliveries of all routes. Valid only if each message is delivered exactly once."""
         return [self._deliveries(route) for route in self.routes]
 
+    @cached_property
+    def deliveries_between_ranks(self) -> Sequence[DeliveredMessages]:
+        return [each for each in self.deliveries if each.route.crosses_ranks]
+
     def _deliveries(self, route: Route) -> DeliveredMessages:
         link, found = route.link, []
         for op in transfer_ops(route):
@@ -196,12 +200,12 @@ class ProgramIndex:
         return DeliveredMessages(route, made, found[0], found[:2][-1], found[-1], reads)
 
     def probable_site(
-        self, found: Sequence[int], rank: int, stage: int, microbatch: int
+        self, found: Sequence[int], rank: int, stage: int = -1, microbatch: int = -1
     ) -> InstructionSite | None:
         """The site to show for an instruction of ``rank`` that is repeated or missing.
 
-        It is the last of the instructions ``found``, else the last compute of the stage and microbatch, else
-        the last instruction of the rank.
+        It is the last of the instructions ``found``, else the last compute of the stage and microbatch if
+        both are given, else the last instruction of the rank.
         """
         codes = [OP_CODE[op] for op in COMPUTES]
         computed = int(self.numbers[codes, stage, microbatch].max()) if min(stage, microbatch) >= 0 else -1

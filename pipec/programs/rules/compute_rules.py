@@ -51,7 +51,7 @@ def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Viol
         own = forwards[columns.stages[forwards] == stage]
         later = np.flatnonzero(columns.segments[own] > 0)
         mixed = later[columns.microbatches[own[later]] != columns.microbatches[own[later - 1]]]
-        for place in mixed.tolist()[:1]:
+        for place in mixed.tolist():
             one, other = columns.microbatches[own[[place, place - 1]]].tolist()
             message = (
                 f"the forward of stage {stage}, microbatch {one} goes on behind that of microbatch {other}"
@@ -98,14 +98,12 @@ def computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
     forward stage 0 mb 0, backward_weight stage 0 mb 0, backward_input stage 0 mb 0
     """
     yield from _segments_in_order(step)
-    latest, latest_op = (
-        step.numbers[OP_CODE[Op.FORWARD]].copy(),
-        np.full(step.numbers.shape[1:], OP_CODE[Op.FORWARD]),
-    )
+    latest = step.numbers[OP_CODE[Op.FORWARD]].copy()
+    latest_op = np.full_like(latest, OP_CODE[Op.FORWARD])
     for op in COMPUTES[1:]:
         numbers = step.numbers[OP_CODE[op]]
         begins, runs = step.begins[OP_CODE[op]], numbers >= 0
-        for stage, microbatch in np.argwhere(runs & (begins < latest)).tolist()[:1]:
+        for stage, microbatch in np.argwhere(runs & (begins < latest)).tolist():
             earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
             where = f"of stage {stage}, microbatch {microbatch}"
             site = rank_of(step.plan.placement, stage, microbatch), int(begins[stage, microbatch])
@@ -142,11 +140,9 @@ def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
             where = f"stage {stage}, microbatch {microbatch}"
             message = f"needs {where}, which was freed at {freed[stage, microbatch]}"
             yield Violation((rank, number), f"{columns[number].op} {message}")
-    for stage, microbatch in np.argwhere(freed < 0).tolist()[:1]:
-        probable_site = step.probable_site(
-            (), rank_of(step.plan.placement, stage, microbatch), stage, microbatch
-        )
-        yield Violation(probable_site, f"stage {stage}, microbatch {microbatch} is never freed")
+    for stage, microbatch in np.argwhere(freed < 0).tolist():
+        site = step.probable_site((), int(step.ranks[stage, microbatch]), stage, microbatch)
+        yield Violation(site, f"stage {stage}, microbatch {microbatch} is never freed")
 
 
 def bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
@@ -158,6 +154,6 @@ def bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
         return
     for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):
         pairs = in_flight(columns)
-        for number in np.flatnonzero(pairs > limit).tolist()[:1]:
+        for number in np.flatnonzero(pairs > limit).tolist():
             message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
             yield Violation((rank, number), message)

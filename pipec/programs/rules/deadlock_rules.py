@@ -5,12 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipec.ir.columns import Ints
 from pipec.programs.collective_waits import collective_waits
 from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
 from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import DeliveredMessages
-from pipec.programs.rules.message_rules import cross_rank_messages
 from pipec.programs.violation import Violation
 
 
@@ -21,13 +19,10 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     rank 1: ... send b to rank 0, recv a from rank 0
     """
     collectives = collective_waits(step)
-    if (
-        not collectives.count
-        and step.computes
-        and step.computes.receives_precede_sends(cross_rank_messages(step))
-    ):
+    messages = step.deliveries_between_ranks
+    if not collectives.count and step.computes and step.computes.receives_precede_sends(messages):
         return
-    waits = _together([_waits(step.deliveries), collectives.waits])
+    waits = WaitEdges.concatenated([*_waits(messages), collectives.waits])
     stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * collectives.count], waits)
     if stalled:
         ring = wait_cycle(collectives.of_ranks(stalled))
@@ -39,23 +34,11 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
         yield Violation(ring[0][0], message, tuple(site for site, _ in ring[1:]))
 
 
-def _waits(deliveries: Sequence[DeliveredMessages]) -> WaitEdges:
-    """A send waits for its receive, and a wait for the send of its message."""
-    parts: dict[int, list[tuple[Ints, ...]]] = defaultdict(list)
-    for each in deliveries:
-        if each.route.crosses_ranks:
-            source = np.full_like(each.sends, each.route.source)
-            target = np.full_like(each.sends, each.route.target)
-            parts[each.route.source].append((source, each.sends, target, each.receives))
-            parts[each.route.target].append((target, each.waits, source, each.sends))
-    by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
-    return WaitEdges(*map(_concatenated, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
-
-
-def _together(parts: Sequence[WaitEdges]) -> WaitEdges:
-    columns = [(each.ranks, each.numbers, each.other_ranks, each.other_numbers) for each in parts]
-    return WaitEdges(*map(_concatenated, zip(*columns, strict=True)))
-
-
-def _concatenated(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate([np.empty(0, np.int32), *parts])
+def _waits(messages: Sequence[DeliveredMessages]) -> Sequence[WaitEdges]:
+    """A send waits for its receive, and a wait for the send of its message; rank by rank."""
+    by_rank: dict[int, list[WaitEdges]] = defaultdict(list)
+    for each in messages:
+        source, target = (np.full_like(each.sends, rank) for rank in (each.route.source, each.route.target))
+        by_rank[each.route.source].append(WaitEdges(source, each.sends, target, each.receives))
+        by_rank[each.route.target].append(WaitEdges(target, each.waits, source, each.sends))
+    return [part for _, of_rank in sorted(by_rank.items()) for part in of_rank]

@@ -31,7 +31,7 @@ def _not_in_turn(rank: int, columns: InstructionColumns, numbers: Ints, fields: 
     is_first = np.append(True, np.diff(fields, axis=1).any(axis=0))
     is_last = np.append(is_first[1:], True)
     after_wait = is_first | np.append(True, is_wait[:-1])
-    for place in np.flatnonzero((is_wait == after_wait) | (is_last & ~is_wait)).tolist()[:1]:
+    for place in np.flatnonzero((is_wait == after_wait) | (is_last & ~is_wait)).tolist():
         number = int(numbers[place])
         found, op = _fields(columns[number]), OPS[STARTED_OP[columns.ops[number]]]
         if is_wait[place]:
@@ -61,17 +61,15 @@ def accumulated_once(step: ProgramIndex) -> Iterator[Violation]:
     for rank, columns in enumerate(step.columns):
         made, added = columns.numbers_of(*BACKWARDS), columns.numbers_of(Op.ACCUMULATE)
         added = added[taken(columns.link_numbers, added) < 0]
-        readers = np.concatenate(
-            [columns.compute_numbers, columns.numbers_of(*_READ_SUMS), step.tied_transfers(rank)]
-        )
-        readers = np.sort(readers, kind="stable")
+        sums_read = columns.numbers_of(*_READ_SUMS), step.tied_transfers(rank)
+        readers = np.sort(np.concatenate([columns.compute_numbers, *sums_read]), kind="stable")
         place = np.searchsorted(readers, added) - 1
         before = np.where(place >= 0, np.append(readers, -1)[place], -1)
         right = (before >= 0) & _MAKES_GRADIENTS[taken(columns.ops, before)]
         for column in (columns.stages, columns.microbatches, columns.segments):
             right &= taken(column, before) == taken(column, added)
         right &= np.append(True, before[1:] != before[:-1])[: added.size]
-        for number in added[~right].tolist()[:1]:
+        for number in added[~right].tolist():
             message = "accumulates what the compute before it did not make, or what is accumulated already"
             yield Violation((rank, number), message)
         if added.size < made.size:
