@@ -79,7 +79,7 @@ class ScheduleIndex:
         for phase in phases:
             found = np.where(found, found, positions[PHASES.index(phase), stage])
         if missing := np.flatnonzero(found == 0).tolist():
-            names = ", ".join(value.name for value in link.values)
+            names = ", ".join(link.names)
             rank = int(self.ranks[stage, missing[0]])
             raise VerifyError(
                 f"schedule {self.schedule.name!r} never runs {' or '.join(phases)} of stage {stage}, "

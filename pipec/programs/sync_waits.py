@@ -75,8 +75,8 @@ class _Started:
                 return sync_spec.reduces_every_round(sync_spec.buckets[own.bucket])
             case Op.RECV, Op.REDUCE_GRAD:
                 assert own.link
-                names = {value.name for value in own.link.values}
-                return is_same_stage and not names.isdisjoint(sync_spec.buckets[reader.bucket].names)
+                names = sync_spec.buckets[reader.bucket].names
+                return is_same_stage and not {*own.link.names}.isdisjoint(names)
             case Op.GATHER_ROWS, Op.TAIL:
                 return is_same_stage
             case ((Op.SUM_COUNTS | Op.UNSHARD), _):

@@ -8,7 +8,7 @@ import numpy as np
 from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, PHASES, Floats, InstructionColumns
 from pipec.programs.lower_periodic import steady_excerpt
-from pipec.programs.rank_memory import Held, memory_by_category
+from pipec.programs.rank_memory import BytesOverTime, memory_by_category
 from pipec.timeline.events import Timeline
 
 
@@ -89,14 +89,14 @@ def rank_memory_over_time(
         times = np.append(0.0, np.maximum.accumulate(np.stack([starts, ends], axis=1).reshape(-1)))
         last = np.append(times[1:] != times[:-1], True)
         categories, on_host = memory_by_category(plan, program)
-        amounts = {category: _steps(held)[last] for category, held in categories.items()}
+        amounts = {category: _steps(found)[last] for category, found in categories.items()}
         total, host = sum(amounts.values(), np.zeros(int(last.sum()))), _steps(on_host)[last]
         curves.append(MemoryCurves(Curve(times[last], total), amounts, host if host.any() else None))
     return tuple(curves)
 
 
-def _steps(held: Held) -> Floats:
-    before, during, after = held
+def _steps(amounts: BytesOverTime) -> Floats:
+    before, during, after = amounts
     steps: Floats = np.append(before, np.stack([during, after], axis=1).reshape(-1))
     return steps
 

@@ -18,14 +18,20 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     rank 0: ... send a to rank 1, recv b from rank 1
     rank 1: ... send b to rank 0, recv a from rank 0
     """
-    collectives = collective_waits(step)
-    messages = step.deliveries_between_ranks
-    if not collectives.count and step.computes and step.computes.receives_precede_sends(messages):
+    of_collectives, num_collectives = collective_waits(step)
+    messages, num_ranks = step.deliveries_between_ranks, len(step.columns)
+    if not num_collectives and step.computes and step.computes.receives_precede_sends(messages):
         return
-    waits = WaitEdges.concatenated([*_waits(messages), collectives.waits])
-    stalled = stalled_ranks([*(len(columns) for columns in step.columns), *[1] * collectives.count], waits)
-    if stalled:
-        ring = wait_cycle(collectives.of_ranks(stalled))
+    waits = WaitEdges.concatenated([*_waits(messages), of_collectives])
+    stalled = stalled_ranks([*map(len, step.columns), *[1] * num_collectives], waits)
+    if stalled:  # a rank that waits for a collective waits for a member that has not reached it
+        ring = wait_cycle(
+            {
+                rank: (site, stalled[ahead[0]][1] if ahead[0] >= num_ranks else ahead)
+                for rank, (site, ahead) in stalled.items()
+                if rank < num_ranks
+            }
+        )
         lines = [
             f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
             for site, ahead in ring

@@ -108,11 +108,10 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
             until[own] = np.where(step.ranks[held] == rank, freed[held], -1).max(axis=0)
         live = until > after
         for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True)):
-            slot = (
-                f"slot {columns.slots[number]} of {format_link(columns.links[columns.link_numbers[number]])}"
-            )
+            link = columns.links[columns.link_numbers[number]]
+            name = f"slot {columns.slots[number]} of {format_link(link)}"
             held = columns.microbatches[holder]
-            yield Violation((rank, number), f"{slot} still holds microbatch {held}, which is not freed yet")
+            yield Violation((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
 
 
 def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
