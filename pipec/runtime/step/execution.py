@@ -157,10 +157,8 @@ class Execution:
     def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch whose rows this process has; nothing for others."""
         microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
-        own, sizes = (
-            [microbatches[each] for each in batch_slice.own_microbatches],
-            [batch_slice.sizes[each] for each in batch_slice.own_microbatches],
-        )
+        own = [microbatches[each] for each in batch_slice.own_microbatches]
+        sizes = [batch_slice.sizes[each] for each in batch_slice.own_microbatches]
         for given in self.artifact.plan.inputs:
             if given.value.name not in self._read_here:
                 continue
@@ -197,9 +195,7 @@ class Execution:
             measured: If the step succeeds, what the ranks of this process held is appended.
         """
         if self.is_stream:
-            require_no_accumulation(not update)
-            require_no_recording(recorded)
-            require_no_measuring(measured)
+            require_synchronous(not update, recorded, measured)
             return self._run_batch(leaves, batch_slice, seed)
         if self._updates is not None:
             self._updates.follow_script()
@@ -285,19 +281,11 @@ class Execution:
 
     def batch(self, leaves: Sequence[object], batch_slice: BatchSlice) -> StreamBatch:
         """A mini-batch of a stream: split, with its batch counts."""
-        return StreamBatch(
-            self._microbatches(leaves, batch_slice),
-            batch_slice.sizes,
-            batch_slice.loss_weights,
-            batch_slice.values,
-        )
+        return StreamBatch(self._microbatches(leaves, batch_slice), batch_slice)
 
     def begin(self, source: BatchSource, first: StreamBatch, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source, which all have the sizes of its first one."""
-        batch_slice = BatchSlice(
-            first.sizes, sum(first.sizes), custom_loss_weights=first.loss_weights, values=first.values
-        )
-        self.dry_run(first.microbatches, batch_slice, seed)
+        self.dry_run(first.microbatches, first.batch_slice, seed)
         if self._ranks.world.is_distributed:
             return ProcessStreamRun(self._interpreters, self._num_ahead, source, seed)
         if self._updates is not None:
@@ -352,26 +340,25 @@ class Execution:
         return results
 
 
-def require_no_accumulation(accumulates: bool) -> None:
-    """Raise InputError if gradients of several mini-batches are to be added up."""
+def require_synchronous(
+    accumulates: bool = False,
+    recorded: list[RecordedStep] | None = None,
+    measured: list[RankMemory] | None = None,
+) -> None:
+    """Raise InputError if a stream is asked for what needs the end of a step.
+
+    It is asked to add up the gradients of several mini-batches, to record times, or to measure memory.
+    """
     if accumulates:
         raise InputError(
             "an asynchronous schedule updates after every mini-batch, so that it accumulates no gradients; "
             "leave out accumulate(), or pass schedule='1f1b'"
         )
-
-
-def require_no_recording(recorded: list[RecordedStep] | None) -> None:
-    """Raise InputError if the times of a stream are to be recorded, which has no end to note them at."""
     if recorded is not None:
         raise InputError(
             "an asynchronous schedule cannot be recorded or traced, because its programs do not end; use "
             "simulate() and visualize(...), or record schedule='1f1b'"
         )
-
-
-def require_no_measuring(measured: list[RankMemory] | None) -> None:
-    """Raise InputError if the memory of a stream is to be measured, which has no end to note it at."""
     if measured is not None:
         raise InputError(
             "the memory of an asynchronous schedule cannot be measured, because its programs do not end; use "

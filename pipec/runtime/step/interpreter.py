@@ -295,7 +295,7 @@ class Interpreter:
         self._step_results.is_local = batch_slice.is_local
         self._rank.sizes[:] = [*batch_slice.sizes, batch_slice.num_rows]
         self._rank.use(batch_slice.values)
-        shares, scale = batch_slice.loss_weights, self._update_state.loss_scale
+        weights, scale = batch_slice.loss_weights, self._update_state.loss_scale
         for counts in self._rank.counts.values():
             counts.begin_step(microbatches, batch_slice)
         for stage in self._stages.values():
@@ -304,7 +304,7 @@ class Interpreter:
             self._fill_tail(index, microbatches, batch_slice, seed, scale)
         for microbatch, size in enumerate(batch_slice.sizes):
             key = seed, batch_slice.first + microbatch
-            self._fill(microbatch, size, microbatches[microbatch], key, shares[microbatch] * scale)
+            self._fill(microbatch, size, microbatches[microbatch], key, weights[microbatch] * scale)
 
     def _fill_tail(
         self,
@@ -526,10 +526,10 @@ class Interpreter:
             else:
                 if place == 0:
                     self._stream_results.expect(number, self._batch)
-                    self._rank.use(self._batch.values)
-                size, inputs = self._batch.sizes[place], self._batch.microbatches[place]
-                key = self._seed, self._num_admitted
-                self._fill(self._num_admitted, size, inputs, key, self._batch.loss_weights[place])
+                    self._rank.use(self._batch.batch_slice.values)
+                batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
+                size, weight = batch_slice.sizes[place], batch_slice.loss_weights[place]
+                self._fill(self._num_admitted, size, inputs, (self._seed, self._num_admitted), weight)
                 self._num_admitted += 1
         return microbatch < self._end
 
