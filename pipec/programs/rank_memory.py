@@ -327,7 +327,7 @@ class _Account:
             self.grow("sent", sent_until[outlives & (sent_until < end)], -amount, 0.0)
 
     def count_results(self) -> None:
-        """Results of microbatches, which stay until they are joined."""
+        """Results of microbatches, which stay until they are merged."""
         for link in self.plan.links:
             if link.payload is Payload.RESULT and link.source in self.own:
                 made = self._at(Op.FORWARD, link.source)

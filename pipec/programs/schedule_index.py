@@ -33,7 +33,7 @@ class ScheduleIndex:
 
     Raises:
         VerifyError: a compute names a stage or microbatch that the schedule does not have, is on a rank that
-            does not hold its stage, or stands twice.
+            does not hold its stage, or is repeated.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def with_sync_waits(
     """The program with waits, and with the accumulation of the gradients that other stages send.
 
     What nothing reads is awaited at the end of the program. ``sent_back[number]`` says whether a link carries
-    gradients of tied weights; its last entry stands for no link.
+    gradients of tied weights; its last entry is for no link.
     """
     starts = _IS_AWAITED.take(columns.ops)
     if sent_back.any():

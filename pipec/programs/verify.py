@@ -124,11 +124,15 @@ def _explain(step: ProgramIndex, fault: Violation) -> str:
     rank, number = fault.site
     lines = instruction_lines(step.programs[rank])
     first, last = max(number - _CONTEXT_LINES, 0), number + _CONTEXT_LINES + 1
-    shown = [f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)]
+    marked_lines = [
+        f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)
+    ]
     orders = [columns.computes for columns in step.columns]
     marked = {where: _place(step.columns[where], at) for where, at in (fault.site, *fault.others)}
     drawn = counterexample(orders, step.plan.placement, marked) if any(map(len, orders)) else ""
-    return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown, drawn]).rstrip("\n")
+    return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *marked_lines, drawn]).rstrip(
+        "\n"
+    )
 
 
 def _place(columns: InstructionColumns, number: int) -> int:

@@ -125,8 +125,8 @@ def _split_wait(
         end = min(end, float(events.ends[event]))
         begun = min(max(start, float(events.starts[last[event]])), end)
         earlier = int(before[event])
-        come = max(start, float(events.ends[earlier])) if earlier >= 0 else start
+        reached = max(start, float(events.ends[earlier])) if earlier >= 0 else start
         yield event, int(events.ranks[event]), max(end - begun, 0.0)
         if last[event] != event:
-            yield event, int(events.ranks[last[event]]), max(begun - come, 0.0)
-        event, end = earlier, min(begun, come)
+            yield event, int(events.ranks[last[event]]), max(begun - reached, 0.0)
+        event, end = earlier, min(begun, reached)

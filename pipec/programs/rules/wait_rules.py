@@ -81,14 +81,14 @@ def accumulated_once(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def _tied_not_accumulated(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Iterator[Violation]:
-    """Gradients of tied weights that are not accumulated once, after they have come."""
+    """Gradients of tied weights that are not accumulated once, after they have arrived."""
     waits = step.tied_transfers(rank, Op.WAIT_RECV)
     added = columns.numbers_of(Op.ACCUMULATE)
     added = added[taken(columns.link_numbers, added) >= 0]
-    came = {(columns.link_numbers[k], columns.peers[k]): k for k in waits.tolist()}
+    arrived = {(columns.link_numbers[k], columns.peers[k]): k for k in waits.tolist()}
     for number in added.tolist():
-        before = came.pop((columns.link_numbers[number], columns.peers[number]), len(columns))
+        before = arrived.pop((columns.link_numbers[number], columns.peers[number]), len(columns))
         if number < before:
             yield Violation((rank, number), "accumulates gradients that are not awaited before")
-    for number in came.values():
+    for number in arrived.values():
         yield Violation((rank, number), "the gradients that came here are never accumulated")

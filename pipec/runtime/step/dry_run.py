@@ -225,7 +225,7 @@ class _StubTransport:
         """Nothing is cut off."""
 
     def fail(self, error: BaseException) -> None:
-        """Nobody asks."""
+        """No other rank is told."""
 
 
 class _Zeros:
@@ -250,7 +250,7 @@ class _Zeros:
 
 @dataclass
 class _StubGroup:
-    """A group whose other members stay away."""
+    """A group without its other members."""
 
     index: int
     size: int

@@ -185,13 +185,9 @@ class Interpreter:
 
     @property
     def inputs(self) -> set[str]:
-        """The inputs of the model that this rank reads."""
-        return set[str]().union(*(stage.inputs for stage in self._stages.values()))
-
-    @property
-    def counted_inputs(self) -> set[str]:
-        """The inputs of the model in which this rank counts."""
-        return set[str]().union(*(counts.inputs for counts in self._rank.counts.values()))
+        """The inputs of the model that this rank reads, also those in which it counts."""
+        of_stages = (stage.inputs for stage in self._stages.values())
+        return set[str]().union(*of_stages, *(counts.inputs for counts in self._rank.counts.values()))
 
     @contextlib.contextmanager
     def _running_alone(self) -> Iterator[None]:
@@ -330,7 +326,7 @@ class Interpreter:
             tail.frame["grad_loss"] = loss_gradient(scale, self._rank.loss.dtype, self._device)
 
     def _end_step(self) -> None:
-        """Write the buffers that the step has changed, unless nothing is to come of it."""
+        """Write the buffers that the step has changed, unless the step is skipped."""
         for stage in self._stages.values() if self.non_finite is None else ():
             stage.end_step()
 
@@ -377,7 +373,7 @@ class Interpreter:
             timestamps += clock.times(marks)
 
     def _execute_and_measure(self, actions: Sequence[Action], meter: MemoryMeter) -> None:
-        meter.begin(self._held())
+        meter.begin(self._memory_at_start())
         num_instructions = len(self._part.linked)
         for position, action in enumerate(actions):
             self.position = position
@@ -396,7 +392,7 @@ class Interpreter:
         found = (updates.on(each, stage) for each in owners) if updates else iter(())
         return next(filter(None, found), None)
 
-    def _held(self) -> dict[str, list[Tensor]]:
+    def _memory_at_start(self) -> dict[str, list[Tensor]]:
         """The memory of the rank at the start of a step, by kind.
 
         Replicas of one process share parameters and state; each is counted with what it would have.
@@ -472,17 +468,19 @@ class Interpreter:
     @property
     def held_versions(self) -> dict[int, set[int]]:
         """The weight versions that each stage holds, by the number of mini-batches before them."""
-        held = {}
-        for index, stage in self._stages.items():
-            per_version = self._microbatches_per_update(index) // self._plan.num_microbatches
-            held[index] = {version * per_version for version in stage.versions.held}
-        return held
+        return {
+            index: {version * self._batches_per_update(index) for version in stage.versions.held}
+            for index, stage in self._stages.items()
+        }
 
     def restore(self, batch: int | None) -> None:
         """Restore the weights and buffers of all stages after a mini-batch; None leaves each its latest."""
         for index, stage in self._stages.items():
-            per_version = self._microbatches_per_update(index) // self._plan.num_microbatches
-            stage.restore(stage.versions.number if batch is None else batch // per_version)
+            latest = stage.versions.number
+            stage.restore(latest if batch is None else batch // self._batches_per_update(index))
+
+    def _batches_per_update(self, stage: int) -> int:
+        return self._microbatches_per_update(stage) // self._plan.num_microbatches
 
     def _microbatches_per_update(self, stage: int) -> int:
         stream = self._plan.sync_spec.stream

@@ -61,13 +61,11 @@ class RankState:
     """The state on which the actions of one rank work.
 
     ``counts`` are those of the stages whose replicas sum them, and ``tails`` those of stages that have one.
-    ``results`` are those of the step, or of the
-    stream. ``sizes`` is set for each step: the number of samples
+    ``results`` are those of the step, or of the stream. ``sizes`` is set for each step: the number of samples
     in each microbatch, then that in the batch. A link that moves once per step has microbatch -1, and so
-    finds the size of the batch at ``sizes[-1]``.
-    ``values`` is set by ``use``: the other sizes that shapes have names for.
-    ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
-    differentiates.
+    finds the size of the batch at ``sizes[-1]``. ``values`` is set by ``use``: the other sizes that shapes
+    have names for. ``received`` has what other ranks made of results, by name and rank; ``loss`` is the
+    result that training differentiates.
     """
 
     number: int

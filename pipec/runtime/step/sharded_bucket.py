@@ -60,7 +60,7 @@ class ShardedBucket:
         """
         self._follow_gradients()
         if not self.keeps_parameters:
-            self._take_in()
+            self._shard_new_values()
         elif any(x.data_ptr() != address or not x.is_contiguous() for x, address in self._addresses):
             self._move()
         self.mark_gradients()
@@ -85,7 +85,7 @@ class ShardedBucket:
         """Gather the parameters."""
         if self.keeps_parameters:
             return
-        self._take_in()
+        self._shard_new_values()
         for rank, (shard, _) in self._members.items():
             shard.start_gather(group_of(rank, self._bucket.stage))
             for name, tensor in shard.finish_gather().items():
@@ -141,21 +141,21 @@ class ShardedBucket:
         dtype = self._shards[0].dtype
         for name, parameter in self._parameters.items():
             if parameter.dtype != dtype or parameter.numel() != self._size(name):
-                raise self._unlike(name)
+                raise self._wrong_tensor(name)
         flat = flatten_parameters(self._bucket, self._shards[0].sharding, self._parameters)
         for shard, optimizer in self._members.values():
             shard.move_to(flat)
             optimizer.move_to(shard.owned())
         self._note_addresses()
 
-    def _take_in(self) -> None:
+    def _shard_new_values(self) -> None:
         """Take the shards of parameters that the script has given whole values."""
         dtype = self._shards[0].dtype
         for name, parameter in self._parameters.items():
             if is_absent(parameter):
                 continue
             if parameter.dtype != dtype or parameter.numel() != self._size(name):
-                raise self._unlike(name)
+                raise self._wrong_tensor(name)
             for shard in self._shards:
                 shard.set_parameter(name, parameter)
             release_sharded(name, parameter)
@@ -164,7 +164,7 @@ class ShardedBucket:
         sharding = self._shards[0].sharding
         return sharding.sizes[sharding.names.index(name)]
 
-    def _unlike(self, name: str) -> InputError:
+    def _wrong_tensor(self, name: str) -> InputError:
         parameter = self._parameters[name]
         return InputError(
             f"{name}.data is now of {parameter.dtype} and shape {list(parameter.shape)}, but the shards of "

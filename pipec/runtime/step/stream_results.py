@@ -83,7 +83,7 @@ class StreamResults:
 
     @property
     def num_finite(self) -> float:
-        """The number of the first mini-batch of which nothing is to come, nor of those behind it."""
+        """The number of the first mini-batch that is skipped, as are all behind it."""
         return self.first_nan if math.isinf(self.first_nan) else self.first_nan // self._per_batch
 
     def expect(self, number: int, batch: StreamBatch) -> None:
