@@ -36,11 +36,7 @@ class ScheduleIndex:
             does not hold its stage, or is repeated.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        plan: Plan,
-    ) -> None:
+    def __init__(self, schedule: Schedule, plan: Plan) -> None:
         self.schedule = schedule
         self.computes = [ComputeColumns.of(order) for order in schedule.orders]
         self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)

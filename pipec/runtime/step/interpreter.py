@@ -17,24 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.ir import (
-    Mode,
-    Op,
-    Payload,
-    Plan,
-    Program,
-    StepPart,
-    Value,
-    program_part,
-    rank_of,
-    replica_counts,
-)
-from pipec.ir.periodic_program import (
-    num_frames,
-    num_versions_behind,
-    unrolled_instructions,
-    version_read,
-)
+from pipec.ir import Mode, Op, Payload, Plan, Program, StepPart, Value, program_part, rank_of, replica_counts
+from pipec.ir.periodic_program import num_frames, num_versions_behind, unrolled_instructions, version_read
 from pipec.ir.step_parts import instructions_of_part
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter

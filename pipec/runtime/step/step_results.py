@@ -142,11 +142,7 @@ def merge(
 
 
 def merge_replicas(
-    value: Value,
-    made: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    values: Sizes,
-    is_sum: bool = False,
+    value: Value, made: Sequence[Tensor | None], sizes: Sequence[int], values: Sizes, is_sum: bool = False
 ) -> Tensor:
     """The result of the batch from the merged results of each replica.
 

@@ -31,11 +31,7 @@ class StreamRun(ABC):
     """
 
     def __init__(
-        self,
-        interpreters: Sequence[Interpreter],
-        max_batches_ahead: int,
-        source: BatchSource,
-        seed: int,
+        self, interpreters: Sequence[Interpreter], max_batches_ahead: int, source: BatchSource, seed: int
     ) -> None:
         self._interpreters, self._source = interpreters, source
         self.max_batches_ahead = max_batches_ahead
