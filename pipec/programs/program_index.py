@@ -33,11 +33,10 @@ _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
 
 @dataclass(frozen=True)
 class ProgramIndex:
-    """The programs of a plan. ``limits[rank]`` bounds the microbatches in flight, if there is a limit."""
+    """The programs of a plan."""
 
     plan: Plan
     programs: Sequence[Program]
-    limits: Sequence[int] | None = None
 
     @cached_property
     def recompute(self) -> frozenset[int]:

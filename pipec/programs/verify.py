@@ -1,4 +1,4 @@
-"""Static verification: the programs compute everything once, in order, without deadlock and within memory.
+"""Static verification: the programs compute everything once, in order and without deadlock.
 
 The verifier is data: ``RULES`` lists one small function per rule, which yields the faults that it finds. A
 rule may rely on the rules before it. The rules know the meaning of programs, but not how they were made. They
@@ -61,18 +61,12 @@ def verify_parts(plan: Plan, programs: Sequence[Program]) -> None:
             verify_step(plan_part(plan, part), own)
 
 
-def verify_step(
-    plan: Plan, programs: Sequence[Program], max_in_flight: int | Sequence[int] | None = None
-) -> None:
+def verify_step(plan: Plan, programs: Sequence[Program]) -> None:
     """Prove that ``programs`` are one correct step of the plan's microbatches.
 
-    ``max_in_flight`` bounds how many pairs of stage and microbatch a rank holds between forward and free: one
-    number for all ranks, or one for each. Time and memory are linear in the number of instructions.
-
-    Raises VerifyError as ``verify``.
+    Time and memory are linear in the number of instructions. Raises VerifyError as ``verify``.
     """
-    limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
-    index = ProgramIndex(plan, programs, limits)
+    index = ProgramIndex(plan, programs)
     for rule in RULES:
         for fault in rule(index):
             raise VerifyError(_explain(index, fault))
@@ -156,5 +150,4 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     message_rules.channels_in_order,
     deadlock_rules.finishes,
     message_rules.receives_after_dependencies,
-    compute_rules.bounds_in_flight,
 )

@@ -26,10 +26,6 @@ class Curve:
         times, amounts = np.array(steps, float).reshape(-1, 2).T
         return cls(times, amounts)
 
-    @property
-    def highest(self) -> float:
-        return float(self.amounts.max(initial=0.0))
-
     def __iter__(self) -> Iterator[tuple[float, float]]:
         return zip(self.times.tolist(), self.amounts.tolist(), strict=True)
 

@@ -501,18 +501,6 @@ def test_a_receive_is_not_posted_before_what_its_message_depends_on() -> None:
     assert ">  2  recv        stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0" in message
 
 
-@pytest.mark.parametrize("limit", [3, (4, 2, 1), (3, 2, 0)])
-def test_microbatches_in_flight_stay_within_the_limit(limit: int | tuple[int, ...]) -> None:
-    schedule, links = make_schedule("gpipe", 3, 4), chain_links(3)
-    programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, 4, max_in_flight=4)
-    bound = limit if isinstance(limit, int) else next(each for each in limit if each < 4)
-    with pytest.raises(
-        VerifyError, match=f"holds {bound + 1} microbatches in flight; expected at most {bound}"
-    ):
-        verify_programs(programs, schedule.placement, links, 4, max_in_flight=limit)
-
-
 sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
 
 
@@ -574,5 +562,4 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "channels_in_order",
         "finishes",
         "receives_after_dependencies",
-        "bounds_in_flight",
     ]

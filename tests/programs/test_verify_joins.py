@@ -267,7 +267,7 @@ def test_a_part_begins_when_the_last_replica_has_come_and_what_they_join_is_ther
     assert timeline.makespan == pytest.approx(without + 2 * 3 * JOIN_TIME)
     for event in timeline.computes:
         if event.instruction.segment > 0:
-            ends = [each.end for each in timeline.collectives if each.rank == event.rank]
+            ends = [each.end for each in timeline.overlapped if each.rank == event.rank]
             assert any(end == pytest.approx(event.start) for end in ends)
 
 

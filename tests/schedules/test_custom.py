@@ -25,10 +25,10 @@ from pipec.schedules import (
 from pipec.schedules.chain_simulation import simulate_schedule
 
 
-def verified(schedule: Schedule, **options: int) -> None:
+def verified(schedule: Schedule) -> None:
     links = chain_links(schedule.num_stages)
     programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **options)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
 
 
 V_ORDERS = """\
@@ -148,9 +148,9 @@ def edited(edit: Callable[[list[list[Compute]]], None], schedule: Schedule | Non
     return replace(schedule, orders=tuple(map(tuple, orders)))
 
 
-def refusal(schedule: Schedule, **options: int) -> str:
+def refusal(schedule: Schedule) -> str:
     with pytest.raises(VerifyError) as caught:
-        verified(schedule, **options)
+        verified(schedule)
     return str(caught.value)
 
 
@@ -203,12 +203,6 @@ def test_a_cycle_is_refused() -> None:
     )
     assert "  rank 0     [B0] F0  F1" in message
     assert "  rank 1     [F0] F1  B0" in message
-
-
-def test_too_many_in_flight_are_refused() -> None:
-    message = refusal(make_schedule("gpipe", 2, 5), max_in_flight=3)
-    assert "holds 4 microbatches in flight; expected at most 3" in message
-    assert "  rank 0      F0  F1  F2 [F3] F4  B0  B1  B2" in message
 
 
 def test_a_chunk_on_the_wrong_rank_is_refused() -> None:

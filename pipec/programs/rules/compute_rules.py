@@ -1,4 +1,4 @@
-"""The rules of computes: each once and in order, nothing read after it was freed, not too much in flight."""
+"""The rules of computes: each once and in order, and nothing read after it was freed."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,6 @@ import numpy as np
 from pipec.ir import Op, rank_of
 from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, constant, entries, taken
 from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex
-from pipec.programs.rank_memory import in_flight
 from pipec.programs.violation import Violation
 
 
@@ -143,17 +142,3 @@ def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
     for stage, microbatch in np.argwhere(freed < 0).tolist():
         site = step.probable_site((), int(step.ranks[stage, microbatch]), stage, microbatch)
         yield Violation(site, f"stage {stage}, microbatch {microbatch} is never freed")
-
-
-def bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank has more microbatches between forward and free than its limit. Refused with a limit of 1::
-
-    forward stage 0 mb 0, forward stage 0 mb 1, backward stage 0 mb 0, ...
-    """
-    if step.limits is None:
-        return
-    for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):
-        pairs = in_flight(columns)
-        for number in np.flatnonzero(pairs > limit).tolist():
-            message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
-            yield Violation((rank, number), message)
