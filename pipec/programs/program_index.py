@@ -1,4 +1,7 @@
-"""The programs of one step, indexed for verification: where each value is computed, moved and read."""
+"""The programs of one step, indexed for verification: where each value is computed, moved and read.
+
+Rules read a ``ProgramIndex`` and yield a ``Violation`` for each fault.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +32,18 @@ COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 TRANSFERS = (Op.SEND, Op.RECV, Op.WAIT_RECV, Op.MOVE)
 
 _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """What a rule finds: a message, and the faulty instruction; None if the programs are wrong as a whole.
+
+    ``others`` are instructions of other ranks that are part of the fault.
+    """
+
+    site: InstructionSite | None
+    message: str
+    others: tuple[InstructionSite, ...] = ()
 
 
 @dataclass(frozen=True)

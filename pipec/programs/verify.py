@@ -15,7 +15,7 @@ from pipec.ir.periodic_program import microbatch_window, unroll
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.counterexample import counterexample
 from pipec.programs.lower_periodic import num_microbatches_to_lower
-from pipec.programs.program_index import ProgramIndex
+from pipec.programs.program_index import ProgramIndex, Violation
 from pipec.programs.rules import (
     collective_rules,
     compute_rules,
@@ -30,7 +30,6 @@ from pipec.programs.rules import (
     wait_rules,
     weight_version_rules,
 )
-from pipec.programs.violation import Violation
 
 _CONTEXT_LINES = 3
 

@@ -210,7 +210,7 @@ class Timeline:
 
     @cached_property
     def overhead_rate(self) -> float:
-        """``bubble_rate`` with recomputing counted as lost: 1 - m(F+B+W) / span for equal stages."""
+        """``bubble_rate`` with recomputing included as lost: 1 - m(F+B+W) / span for equal stages."""
         return self._fraction_outside(Phase.FORWARD, *_BACKWARDS)
 
     @cached_property
@@ -256,9 +256,9 @@ class Timeline:
 
     def _fraction_outside(self, *phases: Phase) -> float:
         computes = self.computes
-        counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
+        included = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
         counts = np.array(self.representatives.counts if self.representatives else [1] * self.num_ranks)
-        times = (computes.ends - computes.starts)[counted] * counts[computes.ranks[counted]]
+        times = (computes.ends - computes.starts)[included] * counts[computes.ranks[included]]
         return 1 - float(times.sum()) / (int(counts.sum()) * self.span) if self.span else 0.0
 
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from pipec.ir import WAIT_OF, Instruction, Link, Op, Payload, stages_on
 from pipec.ir.columns import COLLECTIVES, OP_CODE, OPS
-from pipec.programs.program_index import COMPUTES, ProgramIndex
+from pipec.programs.program_index import COMPUTES, ProgramIndex, Violation
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.rules import weight_version_rules
-from pipec.programs.violation import Violation
 
 _SYNC_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
 _READ_GRADIENTS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)

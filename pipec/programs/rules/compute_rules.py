@@ -6,8 +6,7 @@ import numpy as np
 
 from pipec.ir import Op, rank_of
 from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, constant, entries, taken
-from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex, Violation
 
 
 def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:

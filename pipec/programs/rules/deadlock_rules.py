@@ -7,9 +7,8 @@ import numpy as np
 
 from pipec.programs.collective_waits import collective_waits
 from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
-from pipec.programs.program_index import ProgramIndex
+from pipec.programs.program_index import ProgramIndex, Violation
 from pipec.programs.routes import DeliveredMessages
-from pipec.programs.violation import Violation
 
 
 def finishes(step: ProgramIndex) -> Iterator[Violation]:

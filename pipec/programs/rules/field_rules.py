@@ -8,7 +8,7 @@ import numpy as np
 from pipec.ir import Instruction, Op, OpKind, Payload, count_ranks, rank_of, stages_on
 from pipec.ir.columns import InstructionColumns, Ints, constant, is_constant
 from pipec.ir.text_format import format_link
-from pipec.programs.program_index import ProgramIndex
+from pipec.programs.program_index import ProgramIndex, Violation
 from pipec.programs.routes import rank_pairs
 from pipec.programs.rules import (
     collective_rules,
@@ -17,7 +17,6 @@ from pipec.programs.rules import (
     sync_spec_rules,
     weight_version_rules,
 )
-from pipec.programs.violation import Violation
 
 
 def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:

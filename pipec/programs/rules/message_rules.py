@@ -8,10 +8,9 @@ import numpy as np
 from pipec.ir import Link, Op
 from pipec.ir.columns import OP_CODE, entries, stable_order, taken
 from pipec.ir.text_format import format_link
-from pipec.programs.program_index import ProgramIndex, transfer_ops
+from pipec.programs.program_index import ProgramIndex, Violation, transfer_ops
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.shared_receives import holding_stages, runs_stages_in_order
-from pipec.programs.violation import Violation
 
 
 def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:

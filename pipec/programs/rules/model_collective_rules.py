@@ -6,8 +6,7 @@ import numpy as np
 
 from pipec.ir import WAIT_OF, Instruction, ModelCollective, Op, rank_of
 from pipec.ir.columns import OP_CODE, Ints
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 
 def violations(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:

@@ -6,8 +6,7 @@ import numpy as np
 
 from pipec.ir import Op, rank_of
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 _READERS = [OP_CODE[op] for op in (Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)]
 

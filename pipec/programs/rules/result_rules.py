@@ -12,8 +12,7 @@ import numpy as np
 
 from pipec.ir import Op, Payload, Stream, replica_counts
 from pipec.ir.columns import OP_CODE
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 
 def pauses_in_order(step: ProgramIndex) -> Iterator[Violation]:

@@ -7,8 +7,7 @@ import numpy as np
 from pipec.ir import WAIT_OF, Instruction, Op
 from pipec.ir.columns import OPS, InstructionColumns, Ints, one_of, taken
 from pipec.programs.awaited_starts import IS_WAIT, STARTED_OP, starts_and_waits
-from pipec.programs.program_index import BACKWARDS, ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import BACKWARDS, ProgramIndex, Violation
 
 _MAKES_GRADIENTS = one_of(*BACKWARDS)
 _READ_SUMS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)

@@ -23,8 +23,7 @@ from pipec.ir import (
     stages_on,
 )
 from pipec.ir.columns import OP_CODE, Ints, constant, taken
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 _NAME_VERSIONS = (Op.PRECOMPUTE, Op.STASH, Op.UPDATE)
 _PREPARING = (Op.CHECK, Op.STAGE_NORM, Op.STASH)

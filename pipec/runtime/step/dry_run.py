@@ -23,7 +23,6 @@ from torch import Tensor
 from pipec.errors import PipecError
 from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes, StepPart
 from pipec.ir.periodic_program import unroll
-from pipec.ir.text_format import evaluate_dim
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.stages.bound_stage import StageCode
@@ -32,6 +31,7 @@ from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.compute import nothing
 from pipec.runtime.step.interpreter import Interpreter
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.step_results import zeros_of
 
 log = logging.getLogger("pipec")
 
@@ -238,14 +238,7 @@ class _Zeros:
         self._sizes = sizes
 
     def wait(self) -> Sequence[Tensor]:
-        return [
-            torch.zeros(
-                [evaluate_dim(dim, self._sizes) for dim in value.shape],
-                dtype=getattr(torch, value.dtype),
-                device=self._device,
-            )
-            for value in self._values
-        ]
+        return [zeros_of(value, self._sizes, self._device) for value in self._values]
 
 
 @dataclass

@@ -144,10 +144,10 @@ class Execution:
     def _staged(self, leaves: Sequence[object]) -> Sequence[object]:
         """The leaves, with copies in pinned memory of those on the host that GPUs read."""
         staged = [*leaves]
-        for given in self.artifact.plan.inputs:
-            tensor = leaves[given.position]
-            if given.value.name in self._read_by_gpus and isinstance(tensor, Tensor) and tensor.is_cpu:
-                staged[given.position] = pinned_copy(tensor)
+        for leaf in self.artifact.plan.inputs:
+            tensor = leaves[leaf.position]
+            if leaf.value.name in self._read_by_gpus and isinstance(tensor, Tensor) and tensor.is_cpu:
+                staged[leaf.position] = pinned_copy(tensor)
         return staged
 
     def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
@@ -155,17 +155,17 @@ class Execution:
         microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
         own = [microbatches[each] for each in batch_slice.own_microbatches]
         sizes = [batch_slice.sizes[each] for each in batch_slice.own_microbatches]
-        for given in self.artifact.plan.inputs:
-            if given.value.name not in self._read_here:
+        for leaf in self.artifact.plan.inputs:
+            if leaf.value.name not in self._read_here:
                 continue
-            tensor = leaves[given.position]
+            tensor = leaves[leaf.position]
             assert isinstance(tensor, Tensor)
-            if given.batched:
+            if leaf.batched:
                 parts = tensor[batch_slice.start : batch_slice.start + sum(sizes)].split(sizes)
             else:
                 parts = (tensor,) * len(own)
             for microbatch, part in zip(own, parts, strict=True):
-                microbatch[given.value.name] = part
+                microbatch[leaf.value.name] = part
         return microbatches
 
     def run(

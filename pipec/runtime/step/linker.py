@@ -250,8 +250,8 @@ class Linker:
             accumulate = self._rank.stages[instruction.stage].gradients.accumulate
             actions = [each for call in actions for each in (call, accumulate)][:-1]
         if instruction.version >= 0:
-            show = self._rank.stages[instruction.stage].select_version
-            actions = [functools.partial(show, instruction.microbatch), *actions]
+            select = self._rank.stages[instruction.stage].select_version
+            actions = [functools.partial(select, instruction.microbatch), *actions]
         return actions[0] if len(actions) == 1 else in_sequence(actions)
 
     def _call(self, instruction: Instruction, names: Sequence[str], segment: int) -> Action:
@@ -267,11 +267,11 @@ class Linker:
         parameters = parameter_names(function)
         if not {"w", "precomputed"}.isdisjoint(parameters):
             self._check_tied_weights(stage.index, name)
-        take = self._argument_fetcher(stage.index, microbatch, parameters, name)
+        fetch_arguments = self._argument_fetcher(stage.index, microbatch, parameters, name)
         self._note_made(stage.index, microbatch, phase, is_last)
         tail = self._rank.tails.get(stage.index) if phase is Phase.FORWARD else None
         results = tail.collecting(self._rank.results) if tail else self._rank.results
-        return bind_function(name, phase, is_last, stage, microbatch, take, results)
+        return bind_function(name, phase, is_last, stage, microbatch, fetch_arguments, results)
 
     def _tail(self, instruction: Instruction) -> Action:
         """Run the tail of a stage; its gradients are present in the frames then."""
@@ -355,7 +355,7 @@ def _fetching(
 ) -> FetchArguments:
     fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
 
-    def take() -> Sequence[Any]:
+    def fetch_arguments() -> Sequence[Any]:
         for action in first:
             action()
         values: Sequence[Any] = fetch(frame)
@@ -363,7 +363,7 @@ def _fetching(
             del frame[name]
         return values
 
-    return take
+    return fetch_arguments
 
 
 def _key(instruction: Instruction) -> object:

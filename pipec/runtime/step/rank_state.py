@@ -17,9 +17,9 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import (
     ResultCollector,
     StepResults,
-    empty_result,
     has_rows,
     merge_replicas,
+    zeros_of,
 )
 from pipec.runtime.step.stream_results import StreamResults
 from pipec.runtime.step.tail import StageTail
@@ -111,7 +111,8 @@ def merged_results(rank: RankState, batch_slice: BatchSlice, device: torch.devic
                 merged[value.name] = _made_by(rank, value, ranks[0], batch_slice)
             elif batch_slice.is_local and has_rows(value):
                 own = _part(rank, value, ranks[batch_slice.replica], made.source, batch_slice)
-                merged[value.name] = empty_result(value, batch_slice.values, device) if own is None else own
+                nothing = zeros_of(value, {**batch_slice.values, "b": 0}, device)
+                merged[value.name] = nothing if own is None else own
             else:
                 parts = [_part(rank, value, other, made.source, batch_slice) for other in ranks]
                 merged[value.name] = merge_replicas(

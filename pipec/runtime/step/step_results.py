@@ -93,7 +93,8 @@ class StepResults:
     def sent_to_other_pipeline(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """The part of a result that ranks of other pipelines receive."""
         whole, value = self.merged(name, sizes, values), self._values[name]
-        return empty_result(value, values, whole.device) if self.is_local and has_rows(value) else whole
+        is_empty = self.is_local and has_rows(value)
+        return zeros_of(value, {**values, "b": 0}, whole.device) if is_empty else whole
 
 
 def merge_microbatches(
@@ -203,10 +204,10 @@ def has_rows(value: Value) -> bool:
     return bool(_batch_dims(value))
 
 
-def empty_result(value: Value, values: Sizes, device: torch.device) -> Tensor:
-    """A result for a part of the batch without rows."""
-    shape = [evaluate_dim(dim, {**values, "b": 0}) for dim in value.shape]
-    return torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
+def zeros_of(value: Value, sizes: Sizes, device: torch.device) -> Tensor:
+    """Zeros in the shape that a value has with these sizes."""
+    shape = [evaluate_dim(dim, sizes) for dim in value.shape]
+    return torch.zeros(shape, dtype=getattr(torch, value.dtype), device=device)
 
 
 def _batch_dims(value: Value) -> list[int]:
