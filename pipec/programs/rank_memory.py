@@ -26,6 +26,7 @@ from pipec.ir.columns import (
     Floats,
     InstructionColumns,
     Ints,
+    equal_groups,
     one_of,
     with_shared_links,
 )
@@ -283,17 +284,14 @@ class _Account:
         sends, moves, receives = (
             np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
-        own = np.array(self.plan.link_sender_bytes)
-        keys = columns.link_numbers[sends] * np.int64(self.plan.num_ranks) + columns.peers[sends]
-        order = np.argsort(keys, kind="stable")
-        sends, keys = sends[order], keys[order]
-        same = keys[NUM_SENDS_IN_TRANSIT:] == keys[:-NUM_SENDS_IN_TRANSIT]
-        self.grow("sent", sends, own[columns.link_numbers[sends]], 0.0)
-        gone = own[columns.link_numbers[sends[:-NUM_SENDS_IN_TRANSIT][same]]]
-        self.grow("sent", sends[NUM_SENDS_IN_TRANSIT:][same], -gone, 0.0)
-        replaced = np.full(len(sends), len(columns))
-        replaced[: same.size][same] = sends[NUM_SENDS_IN_TRANSIT:][same]
-        self._outlive_saved(sends, replaced)
+        own = self.plan.link_sender_bytes
+        for group in equal_groups(columns.link_numbers[sends], columns.peers[sends]):
+            of_peer, number = sends[group], int(columns.link_numbers[sends[group[0]]])
+            replacing = of_peer[NUM_SENDS_IN_TRANSIT:]
+            self.grow("sent", of_peer, own[number], 0.0)
+            self.grow("sent", replacing, -own[number], 0.0)
+            until_end = np.full(of_peer.size - replacing.size, len(columns))
+            self._outlive_saved(number, of_peer, np.append(replacing, until_end))
         for number in np.unique(columns.link_numbers[moves]):
             moved = moves[columns.link_numbers[moves] == number]
             reader = OP_CODE[Op(self.plan.link_reader_phases[number])]
@@ -310,21 +308,18 @@ class _Account:
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
 
-    def _outlive_saved(self, sends: Ints, replaced: Ints) -> None:
-        """Sent values that a stage also saves, from their free until their send is ``replaced``."""
-        columns, end = self.columns, len(self.columns)
-        for number in np.unique(columns.link_numbers[sends]).tolist():
-            link, amount = self.plan.links[number], self.plan.link_saved_bytes[number]
-            if not amount or link.payload not in _FREES:
-                continue
-            frees = _FREES[link.payload][columns.ops] & (columns.stages == link.source)
-            freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
-            freed[columns.microbatches[frees][::-1]] = np.flatnonzero(frees)[::-1]
-            of_link = columns.link_numbers[sends] == number
-            saved_until, sent_until = freed[columns.microbatches[sends[of_link]]], replaced[of_link]
-            outlives = saved_until < sent_until
-            self.grow("sent", saved_until[outlives], amount, 0.0)
-            self.grow("sent", sent_until[outlives & (sent_until < end)], -amount, 0.0)
+    def _outlive_saved(self, number: int, sends: Ints, replaced: Ints) -> None:
+        """Values sent on a link that a stage also saves, from their free until their send is ``replaced``."""
+        columns, link, amount = self.columns, self.plan.links[number], self.plan.link_saved_bytes[number]
+        if not amount or link.payload not in _FREES:
+            return
+        frees = _FREES[link.payload][columns.ops] & (columns.stages == link.source)
+        freed = np.full(int(columns.microbatches.max()) + 1, len(columns), np.int64)
+        freed[columns.microbatches[frees][::-1]] = np.flatnonzero(frees)[::-1]
+        saved_until = freed[columns.microbatches[sends]]
+        outlives = saved_until < replaced
+        self.grow("sent", saved_until[outlives], amount, 0.0)
+        self.grow("sent", replaced[outlives & (replaced < len(columns))], -amount, 0.0)
 
     def count_results(self) -> None:
         """Results of microbatches, which stay until they are merged."""
