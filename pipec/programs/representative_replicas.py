@@ -21,9 +21,9 @@ for the programs of all replicas:
 
 Costs belong to stages and links, whichever replica runs them, so replicas of a kind also take the same time.
 So the times and the memory of a step are those of one replica of each kind, whose programs ``in_step``
-returns. tests/programs/test_alike.py compares all this with steps of all replicas. Representatives serve
-planning only: programs that run, or are written to a file, are those of all ranks, and are verified one by
-one.
+returns. tests/programs/test_representative_replicas.py compares all this with steps of all replicas.
+Representatives serve planning only: programs that run, or are written to a file, are those of all ranks, and
+are verified one by one.
 """
 
 from collections.abc import Callable, Sequence
