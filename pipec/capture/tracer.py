@@ -111,17 +111,9 @@ def capture(
     rewrite_loss = rewrite_loss or mode is Mode.FORWARD
     with _tracing(model, step, mode, num_replicas):
         branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
+        names = canonical or {}
         tracer = _Tracer(
-            step,
-            mode,
-            call,
-            canonical or {},
-            device,
-            rewrite_loss,
-            may_have_tail,
-            num_replicas,
-            branches,
-            timed,
+            step, mode, call, names, device, rewrite_loss, may_have_tail, num_replicas, branches, timed
         )
         generators = NonTorchGenerators(step)
         if not symbolic and call.ambiguous_leaves:
