@@ -162,7 +162,7 @@ def _link_memory(
 
 def _last_reader(link: Link, stages: Sequence[StageFunctions], names: Names) -> Phase:
     """The last phase of the target that reads or saves a value of a link."""
-    values, last = {*link.names}, Phase.FORWARD
+    values, last = {value.name for value in link.values}, Phase.FORWARD
     for function in stages[link.target].functions if link.payload.per_microbatch else ():
         read = (*function.received, *(each for each in function.saved_in if each.target is recv))
         if not values.isdisjoint(names[each.all_input_nodes[0]] for each in read):
