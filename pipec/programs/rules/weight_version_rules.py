@@ -145,24 +145,28 @@ def _wrong_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> It
 def _unprepared(step: ProgramIndex, rank: int, stage: int) -> Iterator[Violation]:
     """Updates without the check of their gradients, or without the norm by which they are clipped."""
     sync_spec, updates = step.plan.sync_spec, _numbers(step, rank, stage, Op.UPDATE)
-    sums = [_numbers(step, rank, stage, Op.WAIT_REDUCE_GRAD, each) for each in sync_spec.buckets_of(stage)]
     needed = {Op.CHECK: sync_spec.on_nan is not None, Op.STAGE_NORM: sync_spec.clips}
     for op in (op for op, is_needed in needed.items() if is_needed):
-        found = np.array([-1, *_numbers(step, rank, stage, op)])
-        for made, updated in enumerate(updates):
-            first = max([updates[made - 1] if made else -1, *(each[made] for each in sums)])
-            first = max(first, _last_gradient_before(step, rank, stage, updated))
-            if ((found > first) & (found < updated)).sum() != 1:
+        found = np.array(_numbers(step, rank, stage, op))
+        for complete, updated in zip(_gradients_complete(step, rank, stage), updates, strict=True):
+            if ((found > complete) & (found < updated)).sum() != 1:
                 message = f"update of stage {stage} without one {op} of its gradients before it"
                 yield Violation((rank, updated), message)
 
 
-def _last_gradient_before(step: ProgramIndex, rank: int, stage: int, number: int) -> int:
-    """The last accumulation of gradients before an instruction, if no sum over replicas follows."""
-    if step.plan.sync_spec.buckets_of(stage):
-        return -1
-    added = _numbers(step, rank, stage, Op.ACCUMULATE)
-    return max((each for each in added if each < number), default=-1)
+def _gradients_complete(step: ProgramIndex, rank: int, stage: int) -> list[int]:
+    """For each update of a stage, the last instruction that adds to its gradients, or the update before."""
+    updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.plan.sync_spec.buckets_of(stage)
+    ends = [_numbers(step, rank, stage, Op.WAIT_REDUCE_GRAD, bucket) for bucket in buckets]
+    ends = ends or [_last_before(updates, _numbers(step, rank, stage, Op.ACCUMULATE))]
+    return [max(numbers) for numbers in zip([-1, *updates][: len(updates)], *ends, strict=True)]
+
+
+def _last_before(updates: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    """For each update, the last of these instructions before it, or -1."""
+    found = np.array([-1, *numbers])
+    last: list[int] = found[np.searchsorted(found, updates) - 1].tolist()
+    return last
 
 
 def _uses_others(
@@ -206,8 +210,13 @@ def versions_available(step: ProgramIndex) -> Iterator[Violation]:
 def _not_stashed(
     step: ProgramIndex, rank: int, stage: int, updates: Sequence[int], late: Ints
 ) -> Iterator[Violation]:
-    """Computes that read a version after the update that changes it, if that is not stashed before."""
+    """Computes that read a version after the update that changes it, if that is not stashed before.
+
+    A stash keeps the weights that have a gradient, unless the check has found that the update is skipped.
+    """
     columns, stashes = step.columns[rank], dict[int, int]()
+    checks = _last_before(updates, _numbers(step, rank, stage, Op.CHECK))
+    ready = [*map(max, _gradients_complete(step, rank, stage), checks), max(updates, default=-1)]
     for number in _numbers(step, rank, stage, Op.STASH):
         version = int(columns.versions[number])
         what = f"stashes version {version} of stage {stage}"
@@ -216,8 +225,8 @@ def _not_stashed(
         if version in stashes:
             yield Violation((rank, number), f"{what} again; expected it once, at {stashes[version]}")
         stashes[version] = number
-        first, last = (updates[version - 1] if version else -1), [*updates, len(columns)][version]
-        if not first < number < last:
+        last = [*updates, len(columns)][version]
+        if not ready[version] < number < last:
             yield Violation((rank, number), f"{what} at another time than before the update at {last}")
     for number in late.tolist():
         if (version := int(columns.versions[number])) not in stashes:
