@@ -104,8 +104,9 @@ def _gradients_after_reduction(
 
 def _missing_tail_values(stage: Stage, tail: Tail, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
     """A tail without a function, or values that it reads or returns and no function returns."""
+    makes_rows = Phase.FORWARD_ONLY if stage.forward_only else Phase.FORWARD
     returned = {
-        stage.functions(Phase.FORWARD): [value.name for value in tail.inputs],
+        stage.functions(makes_rows): [value.name for value in tail.inputs],
         ("tail",): [*tail.results, *(value.name for value in tail.gradients)],
     }
     for names, values in returned.items():
@@ -128,9 +129,9 @@ def _missing_collective_values(stage: Stage, functions: Mapping[str, ast.Functio
 
 
 def _sent_names(function: ast.FunctionDef) -> set[object]:
-    """The keys of the dict that a function returns first."""
+    """The keys of the dict that a function returns alone or first."""
     match function.body[-1]:
-        case ast.Return(value=ast.Tuple(elts=[ast.Dict(keys=keys), *_])):
+        case ast.Return(value=ast.Dict(keys=keys) | ast.Tuple(elts=[ast.Dict(keys=keys), *_])):
             return {key.value for key in keys if isinstance(key, ast.Constant)}
     return set()
 

@@ -44,6 +44,7 @@ from pipec.compiler.microbatch_groups import (
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, fitting_division, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
+from pipec.compiler.tail_costs import tail_costs
 from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
@@ -359,6 +360,7 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
         microbatch_weight=request.settings.microbatch_weight,
         alternatives=rejected_alternatives(found.alternatives, evaluated),
         sharding_costs=sharding_costs(evaluated),
+        tail_costs=tail_costs(evaluated, found.base),
     )
     graph = evaluated.staged.graph
     outputs = (role for role, _ in graph.returned)

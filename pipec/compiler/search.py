@@ -36,6 +36,7 @@ from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
 from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
+from pipec.programs.tail_order import has_two_forwards
 
 log = logging.getLogger("pipec")
 
@@ -307,7 +308,8 @@ class _Search:
         schedule, size = best.schedule, best.plan.microbatch_size
         work = functools.partial(base.workload, schedule.placement, size)
         searched = self.candidate.policy.searched_schedules(schedule, work)
-        evaluated = [best, *(_evaluate_within_memory(base, order, size) for order in searched)]
+        orders = [order for each in searched for order in base.orders_for_tail(each)]
+        evaluated = [best, *(evaluate_within_memory(base, order, size) for order in orders)]
         fastest = min(evaluated, key=lambda evaluated: evaluated.score)
         return SearchResult(self.candidate, best if fastest.is_close(best) else fastest, base, tried)
 
@@ -346,7 +348,7 @@ class _Search:
         """
         candidate, count = self.candidate, next(count for count in self.counts if self.sizes[count] == size)
         in_flight = candidate.policy.max_in_flight(count)
-        if nearest.staged.waits_for_tail:
+        if nearest.staged.waits_for_tail and not has_two_forwards(nearest.schedule):
             in_flight = tuple(-(-count // max(map(len, placement))) for _ in in_flight)
         updates = candidate.updates(count)
         devices, members = candidate.pipeline_topology(), candidate.replica_groups()
@@ -401,7 +403,7 @@ class _Search:
             if num_valid == count or (num_valid and len(self.counts) == 1):
                 for schedule in self._schedules(staged, placement, num_valid, sizes[0]):
                     if self._may_evaluate(staged, schedule):
-                        self.evaluated.append((_evaluate_within_memory(staged, schedule, sizes[0]), staged))
+                        self.evaluated.append((evaluate_within_memory(staged, schedule, sizes[0]), staged))
 
     def _may_evaluate(self, staged: StagedGraph, schedule: Schedule) -> bool:
         """Whether to evaluate a schedule: always for the usual number of microbatches, or until one fits."""
@@ -421,7 +423,8 @@ class _Search:
     ) -> Sequence[Schedule]:
         work = functools.partial(staged.workload, placement, size)
         try:
-            return self.candidate.policy.candidate_schedules(count, placement, work)
+            schedules = self.candidate.policy.candidate_schedules(count, placement, work)
+            return [order for each in schedules for order in staged.orders_for_tail(each)]
         except (InputError, PlanError) as error:
             self.first_error = self.first_error or error
             return []
@@ -431,7 +434,7 @@ def _fits(evaluated: EvaluatedPlan) -> bool:
     return not any(evaluated.excess_bytes)
 
 
-def _evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
+def evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
     """A schedule on these stages; ranks that lack memory recompute or offload, if the options allow it.
 
     What the model asks ``torch.utils.checkpoint`` to compute again is computed again, unless that does not

@@ -19,7 +19,7 @@ also divided where some gradients have to be complete before others.
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ from pipec.graph import (
     send,
     stage_of,
 )
+from pipec.graph.before_tail import needed_by_tail, needed_by_tail_alone
 from pipec.graph.phase_segments import split_into_segments
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
 
@@ -86,6 +87,12 @@ class PhaseFunction:
     def is_last(self) -> bool:
         """Whether no other segment of the phase follows."""
         return self.segment == self.num_segments - 1
+
+    @property
+    def takes_saved(self) -> bool:
+        """Whether a function before it saves something for it."""
+        begins = self.phase is Phase.FORWARD and self.segment == 0
+        return not begins and self.phase not in (Phase.FORWARD_ONLY, Phase.TAIL)
 
     @property
     def read_nodes(self) -> Iterator[fx.Node]:
@@ -141,9 +148,16 @@ class StageFunctions:
 
 
 def stage_functions(
-    graph: TrainingGraph, stage: int, split_backward: bool, gradients: Sequence[Collection[str]] = ()
+    graph: TrainingGraph,
+    stage: int,
+    split_backward: bool,
+    gradients: Sequence[Collection[str]] = (),
+    two_forwards: bool = False,
 ) -> StageFunctions:
     """The functions of one stage of the graph. With ``split_backward`` the backward is in two halves.
+
+    With ``two_forwards``, what the tail needs is computed by a function that saves nothing; the forward
+    computes it again, for the backward.
 
     ``gradients`` are groups of parameters. The gradients of a group are complete at the end of a segment of
     the backward, or of its weight half, and no later than the gradients of the next group.
@@ -157,13 +171,16 @@ def stage_functions(
     segments_of = {phase: _segments(graph, nodes, phase, gradients) for phase in phases}
     backwards = [segment for phase in phases if phase in _BACKWARDS for segment in segments_of[phase]]
     _add_recomputed(nodes, backwards)
+    of_tail = needed_by_tail_alone(graph) if two_forwards else set[fx.Node]()
     for phase in reversed(phases):
         segments = segments_of[phase]
         for number in reversed(range(len(segments))):
-            function = _function(graph, stage, phase, segments, number, needed)
+            function = _function(graph, stage, phase, segments, number, needed, of_tail)
             functions.insert(0, function)
             needed = function.saved_in
     assert not needed, f"stage {stage} reads saved values {needed} that no function computes"
+    if two_forwards and (first := _forward_only(graph, stage, nodes)):
+        functions.insert(0, first)
     tail = _tail(graph, stage) if any(function.tail_values for function in functions) else None
     return StageFunctions(
         stage,
@@ -190,6 +207,8 @@ def belongs_to_phase(node: fx.Node, phase: Phase) -> bool:
     """Whether the node belongs to the phase. Other phases may make a view again."""
     own = node.meta["phase"]
     match phase:
+        case Phase.FORWARD_ONLY:
+            return own is Phase.FORWARD
         case Phase.RECOMPUTE:
             return own is Phase.FORWARD and node.meta.get("recompute") is Phase.RECOMPUTE
         case Phase.BACKWARD:
@@ -230,22 +249,22 @@ def _function(
     segments: Sequence[set[fx.Node]],
     segment: int,
     saved_out: tuple[fx.Node, ...],
+    of_tail: set[fx.Node],
 ) -> PhaseFunction:
+    """A function of a phase. Its results leave out what is ``of_tail``."""
     local, others = segments[segment], set[fx.Node]().union(*segments[:segment], *segments[segment + 1 :])
     is_last = segment == len(segments) - 1
     results = [] if phase is Phase.RECOMPUTE else _results(graph, stage, phase)
     results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
-    sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
+    if of_tail:
+        results = [(r, n) for r, n in results if not isinstance(r, TailInput)]
+    sent = [] if phase is Phase.RECOMPUTE else [n for n in local if n.target is send and n not in of_tail]
     collectives = [] if is_last else list(filter(is_collective, segments[segment + 1]))
     checks = [node for node in local if is_check(node) and phase is not Phase.RECOMPUTE]
     roots = [*saved_out, *checks, *(n for _, n in results)]
     roots += [n.all_input_nodes[0] for n in [*sent, *collectives]]
     body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and segment == 0)
-    order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
-
-    def ordered(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        return tuple(sorted(nodes, key=order.__getitem__))
-
+    ordered = _sorter(graph)
     received = {node for node in body if _is_received(node)}
     return PhaseFunction(
         stage,
@@ -268,6 +287,36 @@ def _function(
         num_segments=len(segments),
         collectives=ordered(collectives),
     )
+
+
+def _forward_only(graph: TrainingGraph, stage: int, nodes: Sequence[fx.Node]) -> PhaseFunction | None:
+    """The function of what the tail needs of a stage, and that saves nothing; None if it needs nothing."""
+    local = needed_by_tail(graph).intersection(nodes)
+    values = [(r, n) for r, n in _results(graph, stage, Phase.FORWARD) if isinstance(r, TailInput)]
+    sent = [node for node in local if node.target is send]
+    if not (values or sent):
+        return None
+    roots = [*(n for _, n in values), *(n.all_input_nodes[0] for n in sent), *filter(is_check, local)]
+    body, outside = _closure(roots, local, reads_changed=True)
+    assert all(map(_is_input, outside)), f"the first forward of stage {stage} reads values of another phase"
+    ordered, received = _sorter(graph), set(filter(_is_received, body))
+    return PhaseFunction(
+        stage,
+        Phase.FORWARD_ONLY,
+        body=ordered(body - received),
+        received=ordered(received),
+        inputs=ordered(outside),
+        saved_in=(),
+        saved_out=(),
+        sent=ordered(sent),
+        tail_values=tuple(values),
+    )
+
+
+def _sorter(graph: TrainingGraph) -> Callable[[Iterable[fx.Node]], tuple[fx.Node, ...]]:
+    """Sorts nodes as they are in the graph."""
+    order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+    return lambda nodes: tuple(sorted(nodes, key=order.__getitem__))
 
 
 def _tail(graph: TrainingGraph, stage: int) -> PhaseFunction:

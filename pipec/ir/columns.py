@@ -5,7 +5,7 @@ checks and compares them without Python objects. A column of one number alone ta
 loop returns ordinary ``Compute`` and ``Instruction`` objects. For example, the columns of the order F0 F1 B0
 of stage 2 are::
 
-    phase         0  0  2       codes: positions in ``Phase``
+    phase         1  1  3       codes: positions in ``Phase``
     stage         2  2  2
     microbatch    0  1  0
 """

@@ -13,6 +13,7 @@ class Op(StrEnum):
     RECV = "recv"
     SEND = "send"
     MOVE = "move"
+    FORWARD_ONLY = "forward_only"
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
@@ -156,7 +157,8 @@ class Instruction:
                     GPU it is launched behind the compute that follows
     send            start sending ``link`` to rank ``peer``; returns at once
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
-    compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``
+    compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``, and
+                    ``forward_only`` keeps what the tail reads
     accumulate      add the gradients of the compute before, or those that ``link`` brought, to their sums
     precompute      compute what ``stage`` computes once of its weights, or of a version of them
     wait_...        wait for what an earlier instruction with the same fields has started: ``wait_recv`` for

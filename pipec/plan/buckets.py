@@ -79,8 +79,10 @@ def segment_backwards(
             else []
         )
         names = [{value.name for value in group} for group in groups]
-        divided = stage_functions(graph, stage.index, split_backward, names) if len(names) > 1 else stage
-        found.append(divided)
+        if len(names) > 1:
+            twice = Phase.FORWARD_ONLY in stage.phases
+            stage = stage_functions(graph, stage.index, split_backward, names, two_forwards=twice)
+        found.append(stage)
     return found
 
 

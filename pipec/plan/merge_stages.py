@@ -51,6 +51,8 @@ def _merged(index: int, parts: Sequence[Stage]) -> Stage:
         parts[0],
         index=index,
         last_operator=parts[-1].last_operator,
+        tail=next((part.tail for part in parts if part.tail), None),
+        forward_only=any(part.forward_only for part in parts),
         recompute=any(part.recompute for part in parts),
         offloaded=tuple(k for part in parts for k in part.offloaded),
         cost=StageCost(

@@ -1,12 +1,13 @@
 """The tail of a plan: what a stage computes once a step, of all rows, and what that costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import TailGradient, TailInput, TrainingGraph, source_parameters
+from pipec.graph.before_tail import not_repeatable
 from pipec.graph.lifetimes import function_memory, storage_owners
 from pipec.graph.phase_functions import StageFunctions
 from pipec.hardware.collective_costs import fastest_num_hosts, unshard_seconds
@@ -37,8 +38,7 @@ def build_tail(
     gathered, several = sum(map(bytes_of, inputs)), len(ranks) > 1
     num_hosts = fastest_num_hosts(topology, ranks, gathered) if several else 1
     read = {fqn for node in tail.read_nodes for fqn in source_parameters(node)}
-    saved = storage_owners(stage.phase_functions(Phase.FORWARD)[-1].saved_out)
-    made = [node for function in stage.phase_functions(Phase.FORWARD) for _, node in function.tail_values]
+    rows = [node for function in stage.functions for _, node in function.tail_values]
     speed = min(topology.devices[rank].speed for rank in ranks)
     return Tail(
         inputs=tuple(plan_value(graph, node, names[node]) for node in inputs),
@@ -51,5 +51,13 @@ def build_tail(
         seconds=sum(node.meta["cost"].seconds(num_rows) for node in tail.body) / speed,
         gather_seconds=unshard_seconds(topology, ranks, gathered, num_hosts) if several else 0.0,
         transient_bytes=function_memory(tail, bytes_of).peak,
-        unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in storage_owners(made) - saved),
+        unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in _kept(stage, rows)),
+        not_repeatable=not_repeatable(graph) if gradients else "",
     )
+
+
+def _kept(stage: StageFunctions, rows: Sequence[fx.Node]) -> Collection[fx.Node]:
+    """The values that each forward keeps for the tail alone: copies, if it saves nothing."""
+    if Phase.FORWARD_ONLY in stage.phases:
+        return rows
+    return storage_owners(rows) - storage_owners(stage.phase_functions(Phase.FORWARD)[-1].saved_out)

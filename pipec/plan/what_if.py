@@ -15,6 +15,7 @@ from pipec.ir import Phase, Plan, Program, Schedule
 from pipec.plan.merge_stages import merge_stages
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
+from pipec.programs.tail_order import ordered_for_tail
 from pipec.programs.verify import verify_step
 from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.schedules.registry import SCHEDULES
@@ -64,7 +65,7 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
         if schedule.placement != changed.placement:
             raise PipecError(f"{schedule.name} needs other stages")
         changed = replace(changed, schedule=schedule.name)
-        return simulate_plan(changed, _verified(changed, schedule))
+        return simulate_plan(changed, _verified(changed, ordered_for_tail(schedule, changed)))
 
     notes = (
         f"The plan's costs ({plan.cost_source or 'given'}), played by the simulator that made the plan.",

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from pipec.ir import Link, Phase
+from pipec.ir import Link, Op, Payload, Phase
 from pipec.ir.columns import ComputeColumns, one_of_phases
 
-_READING = ([Phase.FORWARD], 1), ([Phase.BACKWARD, Phase.BACKWARD_INPUT], -1)
+_READING = (
+    ([Phase.FORWARD_ONLY], 1),
+    ([Phase.FORWARD], 1),
+    ([Phase.BACKWARD, Phase.BACKWARD_INPUT], -1),
+)
 """The phases that read messages, and the direction in which a microbatch runs through the stages in each."""
 
 
@@ -26,19 +30,24 @@ def _is_in_order(computes: ComputeColumns, phases: Sequence[Phase], way: int) ->
     return bool((np.diff(order)[same] > 0).all())
 
 
+def releasing_op(link: Link) -> Op:
+    """The op after which a stage no longer reads what it has received for a microbatch."""
+    return Op.FORWARD_ONLY if link.payload is Payload.FORWARD_ONLY else Op.FREE
+
+
 def holding_stages(links: Sequence[Link]) -> Mapping[int, Sequence[int]]:
     """By the number of a link, the stages that keep its values, if its target moves them on."""
-    handed: dict[tuple[int, str], list[int]] = {}
+    handed: dict[tuple[Payload, int, str], list[int]] = {}
     for link in links:
         for value in link.values if link.payload.feeds_compute else ():
-            handed.setdefault((link.source, value.name), []).append(link.target)
+            handed.setdefault((link.payload, link.source, value.name), []).append(link.target)
     found = {}
     for number, link in enumerate(links):
         stages = {(link.target, value.name) for value in link.values if link.payload.feeds_compute}
         pending = list(stages)
         while pending:
             stage, name = pending.pop()
-            reached = {(target, name) for target in handed.get((stage, name), ())} - stages
+            reached = {(target, name) for target in handed.get((link.payload, stage, name), ())} - stages
             stages |= reached
             pending += reached
         if len({stage for stage, _ in stages}) > 1:

@@ -206,11 +206,11 @@ class Timeline:
     @cached_property
     def bubble_rate(self) -> float:
         """The share of ``span`` in which the ranks, on average, compute nothing."""
-        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
+        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS, Phase.FORWARD_ONLY, Phase.RECOMPUTE)
 
     @cached_property
     def overhead_rate(self) -> float:
-        """``bubble_rate`` with recomputing included as lost: 1 - m(F+B+W) / span for equal stages."""
+        """``bubble_rate`` with repeated forwards counted as lost: 1 - m(F+B+W) / span for equal stages."""
         return self._fraction_outside(Phase.FORWARD, *_BACKWARDS)
 
     @cached_property

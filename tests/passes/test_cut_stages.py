@@ -18,6 +18,7 @@ from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.update_cost import UpdateCost
+from pipec.passes.extract_tail import ExtractTail
 from pipec.passes.simplify import Simplify
 
 ROWS, WIDTH = 4, 64
@@ -54,6 +55,30 @@ def test_a_rank_holds_what_is_saved_for_each_microbatch_in_flight(graph: Trainin
     cut(graph, 5 * LAYER_BYTES, in_flight=(2, 1))
     with pytest.raises(InfeasibleError, match="1000 microbatches in flight"):
         cut(graph, 5 * LAYER_BYTES, in_flight=(1000, 1))
+
+
+class Centered(nn.Module):
+    """A frozen layer that reads centred rows, which are of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x)
+        return self.head(hidden - hidden.mean(0)).square().mean()
+
+
+def test_what_only_the_tail_reads_counts_for_its_stage() -> None:
+    """The second stage has a trained layer, which counts twice, and the head."""
+    call = ModelCall((torch.randn(ROWS, WIDTH),), {}, None)
+    captured = capture(Centered(), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True)
+    graph = run_passes(captured, [Simplify(), AnnotateCost(DEVICES["cpu"]), ExtractTail()])
+    assert graph.tail is not None
+    assert cut(graph, 4 * LAYER_BYTES).assignment.stages[-1] == 1
+    with pytest.raises(InfeasibleError, match=f"stage 1: {3 * LAYER_BYTES} bytes resident"):
+        cut(graph, 3 * LAYER_BYTES - 1)
 
 
 def test_updates_after_each_mini_batch_count(graph: TrainingGraph) -> None:

@@ -4,6 +4,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from itertools import pairwise
 
@@ -11,8 +12,10 @@ import pytest
 from bare_programs import lower
 from example_schedules import result_link
 
-from pipec.ir import Instruction, Op, Schedule
-from pipec.programs.lower import chain_links
+from pipec.ir import Instruction, Op, Schedule, Stage, Tail, Value
+from pipec.programs.lower import bare_plan, chain_links
+from pipec.programs.lower import lower as lower_plan
+from pipec.programs.tail_order import ordered_for_tail
 from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
@@ -46,6 +49,36 @@ def rects(svg: str) -> Counter[str | None]:
 
 def texts(svg: str) -> list[str]:
     return [text.text or "" for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def played_twice(num_stages: int, num_microbatches: int) -> Timeline:
+    """1F1B after forwards that save nothing, and a tail of two units."""
+    schedule = make_schedule("1f1b", num_stages, num_microbatches)
+    links, rows = chain_links(num_stages, two_forwards=True), Value("rows", "float32", ("b",))
+    stages = [Stage(number, number, number, forward_only=True) for number in range(num_stages)]
+    stages[-1] = replace(stages[-1], tail=Tail((rows,), (rows,)))
+    plan = replace(bare_plan(schedule, links), stages=tuple(stages))
+    costs = SimulationCosts.uniform(num_stages, links=links)
+    costs = replace(costs, sync_times={(Op.TAIL, num_stages - 1, -1): 2.0})
+    return simulate(lower_plan(ordered_for_tail(schedule, plan), plan), costs)
+
+
+TWICE = """\
+rank 0 f0 f1 f2 F0 F1 ············B0─── F2 B1─── ···B2───
+rank 1 ···f0 f1 f2 T──── F0 B0─── F1 B1─── F2 B2─── ······
+       0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 units
+f forward that saves nothing  F forward  B backward  T tail  · idle; numbers are microbatches
+longest wait: rank 0, 5 units for rank 1's gradients
+critical path: 14 units on rank 1, 3 units on rank 0
+"""
+
+
+def test_forwards_that_save_nothing_and_the_tail_are_drawn() -> None:
+    timeline = played_twice(2, 3)
+    assert timeline_text(timeline).split("\n", 1)[1] == TWICE
+    drawn = timeline_svg(timeline)
+    assert rects(drawn)["forward_only"] == 2 * 3 + 1  # and one in the legend
+    assert {"f0", "F0", "T", "forward that saves nothing"} <= {*texts(drawn)}
 
 
 TIMELINE = """\

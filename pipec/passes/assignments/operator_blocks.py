@@ -15,6 +15,7 @@ from pipec.graph import (
     Gradient,
     Parameter,
     Precomputed,
+    TailInput,
     TrainingGraph,
     UpdatedBuffer,
     depends_on_inputs_only,
@@ -87,7 +88,10 @@ def _operator_of(node: fx.Node) -> int:
 def operator_seconds(
     graph: TrainingGraph, microbatch_size: int, updates: UpdateCost | None = None
 ) -> list[float]:
-    """The seconds of each operator: forward, backward, and updates of parameters that it reads first."""
+    """The seconds of each operator: forward, backward, and updates of parameters that it reads first.
+
+    The tail is left out: all ranks wait while it runs, so even stages are the fastest however long it takes.
+    """
     seconds = [0.0] * len(graph.operators)
     if updates:
         for tensor in filter(lambda tensor: tensor.is_trained, _model_tensors(graph)):
@@ -202,10 +206,15 @@ class _ModelTensor(NamedTuple):
 
 
 def _model_tensors(graph: TrainingGraph) -> Iterator[_ModelTensor]:
-    trained = {result.fqn for result in graph.results if isinstance(result, Gradient)}
+    """The tensors that operators read. What the tail reads, its last operator does."""
+    results = (*graph.results, *graph.tail_results)
+    trained = {result.fqn for result in results if isinstance(result, Gradient)}
     first: dict[str, int] = {}
+    of_tail = {node.meta["role"] for node in graph.tail.find_nodes(op="placeholder")} if graph.tail else set()
+    tail = [node.meta["operator"] for role, node in graph.outputs if isinstance(role, TailInput)]
     for node in graph.arguments:
         readers = [user.meta["operator"] for user in node.users if user.op == "call_function"]
+        readers += tail[:1] if node.meta["role"] in of_tail else []
         for fqn in source_parameters(node) if readers else ():
             first[fqn] = min(*readers, first.get(fqn, readers[0]))
         if isinstance(node.meta["role"], Precomputed | Buffer) and readers:

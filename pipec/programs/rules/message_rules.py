@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipec.ir import Link, Op
-from pipec.ir.columns import OP_CODE, entries, stable_order, taken
+from pipec.ir.columns import OP_CODE, stable_order, taken
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex, Violation, transfer_ops
 from pipec.programs.routes import DeliveredMessages
-from pipec.programs.shared_receives import holding_stages, runs_stages_in_order
+from pipec.programs.shared_receives import holding_stages, releasing_op, runs_stages_in_order
 
 
 def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
@@ -47,7 +47,7 @@ def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
     for number, link in enumerate(step.plan.links):
         ends = step.plan.placement[link.source], step.plan.placement[link.target]
         for value in link.values if link.payload.feeds_compute and ends[0] != ends[1] else ():
-            before = first.setdefault((value.name, *ends), link)
+            before = first.setdefault((link.payload, value.name, *ends), link)
             if before is not link:
                 again[number] = value.name, before
     if again and runs_stages_in_order(columns.computes for columns in step.columns):
@@ -88,23 +88,26 @@ def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
 def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
     """A slot is not received into again until its microbatch is freed.
 
-    Values that are moved on to other stages of the rank stay until these have freed the microbatch as well.
-    Refused::
+    What a forward that saves nothing reads is free once it has run. Values that are moved on to other stages
+    of the rank stay until these have freed the microbatch, or have run such a forward, as well. Refused::
 
         rank 1: recv mb 0 from rank 0 slot 0, forward stage 1 mb 0, recv mb 1 from rank 0 slot 0, ...
     """
-    freed, stages_of_link = step.numbers[OP_CODE[Op.FREE]], holding_stages(step.plan.links)
+    stages_of_link = holding_stages(step.plan.links)
     for rank, columns in enumerate(step.columns):
         used = columns.numbers_of(Op.RECV, Op.MOVE)
         used = used[taken(columns.slots, used) >= 0]
         order, begins = stable_order(taken(columns.link_numbers, used), taken(columns.slots, used))
         ends = np.append(begins[1:], order.size) - 1
         before, after = (used[np.delete(order, places)] for places in (ends[: begins.size], begins))
-        until = entries(freed, columns.stages.take(before), columns.microbatches.take(before))
-        for link, stages in stages_of_link.items():
-            own = np.flatnonzero(columns.link_numbers[before] == link)
-            held = np.array(stages)[:, None], columns.microbatches[before[own]]
-            until[own] = np.where(step.ranks[held] == rank, freed[held], -1).max(axis=0)
+        until = np.empty_like(before)
+        for number in np.unique(columns.link_numbers[before]).tolist():
+            link = columns.links[number]
+            own = np.flatnonzero(columns.link_numbers[before] == number)
+            stages = np.array(stages_of_link.get(number, [link.target]))[:, None]
+            held = stages, columns.microbatches[before[own]]
+            released = step.numbers[OP_CODE[releasing_op(link)]][held]
+            until[own] = np.where(step.ranks[held] == rank, released, -1).max(axis=0)
         live = until > after
         for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True)):
             link = columns.links[columns.link_numbers[number]]

@@ -135,10 +135,14 @@ class Interpreter:
             },
             {
                 index: StageTail(
-                    tail, stage, self._own[index], len(plan.placement[index]), self._is_first_replica(index)
+                    plan.stages[index],
+                    stage,
+                    self._own[index],
+                    len(plan.placement[index]),
+                    self._is_first_replica(index),
                 )
                 for index, stage in self._stages.items()
-                if (tail := plan.stages[index].tail)
+                if plan.stages[index].tail
             },
             self._stream_results if program.period else self._step_results,
             self._step_results,

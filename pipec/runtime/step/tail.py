@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipec.ir import Tail
+from pipec.ir import Stage
 from pipec.ir.text_format import evaluate_dim
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.stages.bound_stage import BoundStage, Frame, parameter_names
@@ -22,14 +22,15 @@ class StageTail:
     """
 
     def __init__(
-        self, tail: Tail, stage: BoundStage, own: Sequence[int], num_replicas: int, adds_gradients: bool
+        self, plan: Stage, stage: BoundStage, own: Sequence[int], num_replicas: int, adds_gradients: bool
     ) -> None:
-        self._tail, self._stage, self._own = tail, stage, own
+        assert plan.tail is not None
+        self._tail, self._stage, self._own = plan.tail, stage, own
         self._num_replicas, self._adds_gradients = num_replicas, adds_gradients
         self._names = parameter_names(stage.code.tail)
         self.frame: Frame = {}
         """The values of the whole batch by the names of the function's parameters."""
-        self._is_recorded = stage.graphs is not None
+        self._copies_rows = plan.forward_only or stage.graphs is not None
         self.forget_step()
 
     @property
@@ -56,10 +57,14 @@ class StageTail:
         return _Collector(self, results)
 
     def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
-        """Take the tail's inputs out of what a forward returns; the memory of graphs is used again."""
+        """Take the tail's inputs out of what a forward returns.
+
+        They are copied where their memory is used again, by graphs or for messages, or where it holds more: a
+        forward that saves nothing keeps these rows alone.
+        """
         for name in self._parts.keys() & sent.keys():
             rows = sent.pop(name)
-            self._parts[name][microbatch] = rows.clone() if self._is_recorded else rows
+            self._parts[name][microbatch] = rows.clone() if self._copies_rows else rows
 
     def start_gather(self, group: CollectiveGroup) -> None:
         """Start to gather the rows of all replicas, each with as many as the one that has most."""

@@ -35,9 +35,9 @@ function addField(field, number, computes, messages) {
         : field === "microbatch" ? own.microbatch[i] === number : false);
 }
 
-/** `F3`: the forward of microbatch 3. */
+/** `F3`: the forward of microbatch 3; `f3`: the one before it that saves nothing. */
 function cellTest(word) {
-  const match = /^([A-Z])(\d+)$/.exec(word);
+  const match = /^([A-Za-z])(\d+)$/.exec(word);
   const phase = match ? data.phases.findIndex(({ letter }) => letter === match[1]) : -1;
   return phase < 0 ? null : ({ computes }, i) => computes.phase[i] === phase && computes.microbatch[i] === +match[2];
 }
