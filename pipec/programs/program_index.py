@@ -214,9 +214,19 @@ class ProgramIndex:
             made, reads = made[route.microbatches], reads[route.microbatches]
         else:
             made = made[self.ranks[link.source] == route.source].max(keepdims=True, initial=-1)
+            made = np.maximum(made, self._tail_that_makes(link, route.source))
             reads = reads[self.ranks[link.target] == route.target].min(keepdims=True, initial=unread)
         reads = np.where(reads == unread, -1, reads)
         return DeliveredMessages(route, made, found[0], found[:2][-1], found[-1], reads)
+
+    def _tail_that_makes(self, link: Link, rank: int) -> int:
+        """The last tail of a rank whose results the link carries, or -1."""
+        tail = self.plan.stages[link.source].tail
+        if tail is None or not {value.name for value in link.values}.intersection(tail.results):
+            return -1
+        columns = self.columns[rank]
+        numbers = columns.numbers_of(Op.TAIL)
+        return int(numbers[columns.stages[numbers] == link.source].max(initial=-1))
 
     def probable_site(
         self, found: Sequence[int], rank: int, stage: int = -1, microbatch: int = -1
