@@ -93,7 +93,7 @@ def measure_stream(name: str, ranks: Ranks) -> Row:
     updates = OptimizerUpdates(functools.partial(torch.optim.SGD, lr=0.1), None, parameters)
     updates.bind(made.plan, parameters, ranks.devices, ranks.world.is_distributed, lambda own: [own], {})
     execution = Execution(made, parameters, {}, ranks, updates)
-    batch = StreamBatch([{"x": torch.zeros(1)}] * count, [1] * count, [1 / count] * count)
+    batch = StreamBatch([{"x": torch.zeros(1)}] * count, BatchSlice([1] * count, count))
     measured = []
     for _ in range(RUNS):
         run = execution.begin(lambda number: batch if number < BATCHES else None, batch, 0)

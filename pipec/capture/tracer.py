@@ -9,8 +9,8 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -116,25 +116,14 @@ def capture(
         _refuse_gradient_hooks(model)
     step = make_traced_step(model, loss_fn, mode, call, outputs, variables)
     rewrite_loss = rewrite_loss or mode is Mode.FORWARD
-    with ExitStack() as stack:
-        stack.enter_context(torch_compat.quiet_logging())
-        stack.enter_context(torch_compat.restore_module(step))
-        stack.enter_context(without_kv_cache(model))
-        stack.enter_context(torch_compat.lazy_graph_modules())
-        stack.enter_context(torch_compat.cached_size_arithmetic())
-        stack.enter_context(torch_compat.skip_distribution_validation())
-        stack.enter_context(torch_compat.keep_interpolation_operators())
-        stack.enter_context(torch_compat.keep_recurrent_operators())
-        stack.enter_context(torch_compat.bound_ctc_loss_workspace())
-        stack.enter_context(local_sync_batch_norms())
-        stack.enter_context(ops.tracing_with_replicas(num_replicas or 1))
-        stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
+    with _tracing(model, step, mode, num_replicas):
         branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
+        names = canonical or {}
         tracer = _Tracer(
             step,
             mode,
             call,
-            canonical or {},
+            names,
             device,
             rewrite_loss,
             may_have_tail,
@@ -156,14 +145,8 @@ def capture(
             depends = mode is not Mode.TRAIN or tracer.is_found or tracer.depends_on_grad_mode()
         batched = step.batched
     step.batched = batched  # which guards of the capture look at
-    if not tracer.is_guarded and model not in _warned:
-        _warned.add(model)
-        log.warning(
-            "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
-            "modules have it as attributes, or their methods and the loss function enclose it or name it",
-            "forward and backward were traced together: " * tracer.has_traced_backward,
-            error_summary(failures[0]) if failures else "it was not asked",
-        )
+    if not tracer.is_guarded:
+        _warn_of_missing_guards(model, tracer, failures)
     if mode is Mode.TRAIN and not tracer.is_found:
         _check_trained(graph)
     graph = replace(graph, model_guards=tracer.model_guards(), depends_on_grad_mode=depends)
@@ -174,6 +157,37 @@ def capture(
             error_summary(failures[0]),
         )
     return graph
+
+
+@contextmanager
+def _tracing(model: nn.Module, step: TracedStep, mode: Mode, num_replicas: int | None) -> Iterator[None]:
+    """Let torch trace a step inside a ``with``, and leave the model as it was."""
+    with ExitStack() as stack:
+        stack.enter_context(torch_compat.quiet_logging())
+        stack.enter_context(torch_compat.restore_module(step))
+        stack.enter_context(without_kv_cache(model))
+        stack.enter_context(torch_compat.lazy_graph_modules())
+        stack.enter_context(torch_compat.cached_size_arithmetic())
+        stack.enter_context(torch_compat.skip_distribution_validation())
+        stack.enter_context(torch_compat.keep_interpolation_operators())
+        stack.enter_context(torch_compat.keep_recurrent_operators())
+        stack.enter_context(torch_compat.bound_ctc_loss_workspace())
+        stack.enter_context(local_sync_batch_norms())
+        stack.enter_context(ops.tracing_with_replicas(num_replicas or 1))
+        stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
+        yield
+
+
+def _warn_of_missing_guards(model: nn.Module, tracer: "_Tracer", failures: Sequence[Exception]) -> None:
+    """Say once of a model that changes of what its code reads may go unnoticed."""
+    if model not in _warned:
+        _warned.add(model)
+        log.warning(
+            "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
+            "modules have it as attributes, or their methods and the loss function enclose it or name it",
+            "forward and backward were traced together: " * tracer.has_traced_backward,
+            error_summary(failures[0]) if failures else "it was not asked",
+        )
 
 
 def _first_success(

@@ -23,6 +23,32 @@ CompareSchedule = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Another schedule, to compare on one axis of time."),
 ]
+ScheduleName = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="gpipe, 1f1b, zb-h1, auto, ...; or a .txt file of compute orders."),
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_RANKS,
+        help="Ranks of a pipeline; a schedule may give each several stages. Default: 4.",
+    ),
+]
+Replicas = Annotated[
+    str, typer.Option(help="Replicas: 2 for every rank of the pipeline, or for each, such as 3-2-1.")
+]
+Microbatches = Annotated[
+    int, typer.Option(min=1, max=MOST_MICROBATCHES, help="Microbatches of a mini-batch.")
+]
+MemoryLimit = Annotated[
+    float | None, typer.Option(help="Memory limit of a rank, in the unit of --memory-backward.")
+]
+
+
+def _amount(help: str) -> Any:
+    """An option that is a time or an amount of memory."""
+    return typer.Option(min=0, help=help)
 
 
 _MAX_FORWARDS = 2**22
@@ -33,42 +59,20 @@ _StepAndJson = tuple["DrawnStep", Mapping[str, object]]
 
 
 def schedule_name(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="gpipe, 1f1b, zb-h1, auto, ...; or a .txt file of compute orders."
-        ),
-    ],
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_RANKS,
-            help="Ranks of a pipeline; a schedule may give each several stages. Default: 4.",
-        ),
-    ] = None,
-    replicas: Annotated[
-        str, typer.Option(help="Replicas: 2 for every rank of the pipeline, or for each, such as 3-2-1.")
-    ] = "1",
-    microbatches: Annotated[
-        int, typer.Option(min=1, max=MOST_MICROBATCHES, help="Microbatches of a mini-batch.")
-    ] = 8,
-    forward: Annotated[float, typer.Option(min=0, help="Time of a microbatch's forward on a rank.")] = 1.0,
-    backward_input: Annotated[float, typer.Option(min=0, help="Time of its input gradient.")] = 1.0,
-    backward_weight: Annotated[float, typer.Option(min=0, help="Time of its weight gradient.")] = 1.0,
-    communication: Annotated[float, typer.Option(min=0, help="Time of a message between ranks.")] = 0.0,
-    reduce: Annotated[
-        float, typer.Option(min=0, help="Time in which replicas sum the gradients of a stage.")
-    ] = 0.0,
+    name: ScheduleName,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    microbatches: Microbatches = 8,
+    forward: Annotated[float, _amount("Time of a microbatch's forward on a rank.")] = 1.0,
+    backward_input: Annotated[float, _amount("Time of its input gradient.")] = 1.0,
+    backward_weight: Annotated[float, _amount("Time of its weight gradient.")] = 1.0,
+    communication: Annotated[float, _amount("Time of a message between ranks.")] = 0.0,
+    reduce: Annotated[float, _amount("Time in which replicas sum the gradients of a stage.")] = 0.0,
     memory_backward: Annotated[
-        float, typer.Option(min=0, help="Memory of a microbatch on a rank until its input gradient.")
+        float, _amount("Memory of a microbatch on a rank until its input gradient.")
     ] = 1.0,
-    memory_weight: Annotated[
-        float, typer.Option(min=0, help="Its memory from there until its weight gradient.")
-    ] = 1.0,
-    memory_limit: Annotated[
-        float | None, typer.Option(help="Memory limit of a rank, in the unit of --memory-backward.")
-    ] = None,
+    memory_weight: Annotated[float, _amount("Its memory from there until its weight gradient.")] = 1.0,
+    memory_limit: MemoryLimit = None,
     compare: CompareSchedule = None,
     output: Drawing = None,
     as_json: Json = False,
@@ -88,11 +92,7 @@ def schedule_name(
 
     equal_stages = _EqualStages.of(stages, replicas)
     names = _names(name, compare, output, equal_stages.min_events(microbatches))
-    if equal_stages.num_stages * microbatches > _MAX_FORWARDS:
-        raise InputError(
-            f"--stages {equal_stages.num_stages} and --microbatches {microbatches} make "
-            f"{equal_stages.num_stages * microbatches} forwards; expected at most {_MAX_FORWARDS}"
-        )
+    equal_stages.require_few_forwards(microbatches)
     work = Workload.uniform(
         equal_stages.num_stages,
         forward=forward,
@@ -189,6 +189,14 @@ class _EqualStages:
     def min_events(self, num_microbatches: int) -> int:
         """A lower bound on the events of a timeline: forwards and backwards of one replica a stage."""
         return 2 * self.num_stages * (num_microbatches // max(self.numbers))
+
+    def require_few_forwards(self, num_microbatches: int) -> None:
+        """Raise InputError if a step would take minutes to simulate."""
+        if self.num_stages * num_microbatches > _MAX_FORWARDS:
+            raise InputError(
+                f"--stages {self.num_stages} and --microbatches {num_microbatches} make "
+                f"{self.num_stages * num_microbatches} forwards; expected at most {_MAX_FORWARDS}"
+            )
 
     @classmethod
     def of(cls, stages: int | None, text: str) -> "_EqualStages":

@@ -7,6 +7,7 @@ that are absent have their defaults, a number without a fraction may stand for a
 
 import functools
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -81,10 +82,8 @@ def _scalar(kind: type) -> _Reader:
     def read(found: Any, path: str) -> Any:
         if type(found) not in accepted:
             raise _refuse(kind.__name__, found, path)
-        try:
-            assert kind is not float or float(found) is not None
-        except OverflowError:
-            raise _refuse("a float", found, path) from None
+        if kind is float and type(found) is int and abs(found) > sys.float_info.max:
+            raise _refuse("a float", found, path)
         return found
 
     return read

@@ -169,6 +169,10 @@ class Link:
     payload: Payload
     values: tuple[Value, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.values)
+
 
 @dataclass(frozen=True, slots=True)
 class InputLeaf:

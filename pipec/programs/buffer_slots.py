@@ -15,7 +15,7 @@ def with_slots(
 ) -> InstructionColumns:
     """A program with the slots of its receives and moves.
 
-    ``buffered[number]`` says whether the messages of a link need a slot; its last entry stands for no link.
+    ``buffered[number]`` says whether the messages of a link need a slot; its last entry is for no link.
     ``stages_of_link`` has what ``holding_stages`` returns.
 
     A buffer is live from its receive until its stage, and every stage of the rank that gets its values from

@@ -19,23 +19,22 @@ def counterexample(
     """
     near = {rank + step for rank in marked for step in range(-_RANKS_AROUND, _RANKS_AROUND + 1)}
     ranks = [rank for rank in sorted(near) if 0 <= rank < len(orders)][:_MAX_RANKS]
-    middle = min(marked.values())
-    first = max(middle - _COMPUTES_AROUND, 0)
-    last = max(max(marked.values()), middle) + _COMPUTES_AROUND + 1
+    first = max(min(marked.values()) - _COMPUTES_AROUND, 0)
+    last = max(marked.values()) + _COMPUTES_AROUND + 1
     several = count_ranks(placement) < sum(map(len, placement))
     rows = []
     for rank in ranks:
         computes = orders[rank][first : min(last, first + 4 * _COMPUTES_AROUND)]
-        shown = [
+        labels = [
             f"[{_label(compute, several)}]" if marked.get(rank) == place else f" {_label(compute, several)} "
             for place, compute in enumerate(computes, first)
         ]
-        rows.append((f"rank {rank}", "..." if first else "", shown))
+        rows.append((f"rank {rank}", "..." if first else "", labels))
     margin = max(len(name) for name, *_ in rows)
-    width = max((len(label) for *_, shown in rows for label in shown), default=0)
+    width = max((len(label) for *_, labels in rows for label in labels), default=0)
     lines = [
-        f"  {name:{margin}} {before:3} " + "".join(label.ljust(width) for label in shown)
-        for name, before, shown in rows
+        f"  {name:{margin}} {before:3} " + "".join(label.ljust(width) for label in labels)
+        for name, before, labels in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -24,6 +24,12 @@ class WaitEdges:
     other_ranks: Ints
     other_numbers: Ints
 
+    @classmethod
+    def concatenated(cls, parts: Sequence["WaitEdges"]) -> "WaitEdges":
+        """The pairs of one or more ``parts``, one after the other."""
+        columns = [(each.ranks, each.numbers, each.other_ranks, each.other_numbers) for each in parts]
+        return cls(*map(np.concatenate, zip(*columns, strict=True)))
+
 
 def stalled_ranks(
     lengths: Sequence[int], waits: WaitEdges

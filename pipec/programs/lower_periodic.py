@@ -50,7 +50,8 @@ def _periodic(program: Program, period: int) -> Program:
         first, middle, last = forwards[[number, number + stride, number + 2 * stride]].tolist()
         body, following = columns[first:middle], columns[middle:last]
         updates = sum(each.op is Op.UPDATE for each in body)
-        again = [_further(each, period, updates) for each in body] == list(map(_without_slot, following))
+        later = (_moved(each, 1, period, updates) for each in body)
+        again = [*map(_without_slot, later)] == [*map(_without_slot, following)]
         if again and _kinds(body) == everything:
             return _with_slots(Program(program.rank, _from_the_first(body, period, updates), period))
     raise VerifyError(
@@ -68,11 +69,10 @@ def _kinds(instructions: Sequence[Instruction]) -> set[tuple[object, ...]]:
     return {(each.op, each.stage, each.link, each.peer, each.bucket) for each in instructions}
 
 
-def _further(instruction: Instruction, microbatches: int, updates: int) -> Instruction:
-    """The instruction for a later microbatch, with a later version."""
-    version = instruction.version + (updates if instruction.version >= 0 else 0)
-    moved = replace(instruction, microbatch=instruction.microbatch + microbatches, version=version)
-    return _without_slot(moved)
+def _moved(instruction: Instruction, periods: int, period: int, updates: int) -> Instruction:
+    """The instruction of a later period, with a later version."""
+    version = instruction.version + (periods * updates if instruction.version >= 0 else 0)
+    return replace(instruction, microbatch=instruction.microbatch + periods * period, version=version)
 
 
 def _without_slot(instruction: Instruction) -> Instruction:
@@ -83,23 +83,12 @@ def _from_the_first(body: Sequence[Instruction], period: int, updates: int) -> t
     """The round with the lowest microbatches and versions that it can name."""
     named = min(each.microbatch for each in body) // period
     versions = min(each.version for each in body if each.version >= 0) // updates
-    earlier = min(named, versions)
-    return tuple(
-        replace(
-            each,
-            microbatch=each.microbatch - earlier * period,
-            version=each.version - earlier * updates if each.version >= 0 else -1,
-        )
-        for each in body
-    )
+    return tuple(_moved(each, -min(named, versions), period, updates) for each in body)
 
 
 def _with_slots(program: Program) -> Program:
-    window = microbatch_window(program)
-    slotted = (
-        replace(each, slot=each.microbatch % window) if each.slot >= 0 else each
-        for each in program.instructions
-    )
+    window, own = microbatch_window(program), program.instructions
+    slotted = [replace(each, slot=each.microbatch % window) if each.slot >= 0 else each for each in own]
     return replace(program, instructions=tuple(slotted))
 
 

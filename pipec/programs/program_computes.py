@@ -109,9 +109,7 @@ def _posts_after_wait(columns: InstructionColumns, next_computes: Ints) -> bool:
 
 
 def _waits(
-    deliveries: Sequence[DeliveredMessages],
-    first_tasks: Sequence[int],
-    next_computes_by_rank: Sequence[Ints],
+    deliveries: Sequence[DeliveredMessages], first_tasks: Sequence[int], next_computes_by_rank: Sequence[Ints]
 ) -> TaskInputs:
     """The computes that come after a wait, and the computes that make what they wait for."""
     readers, producers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]

@@ -1,4 +1,7 @@
-"""The programs of one step, indexed for verification: where each value is computed, moved and read."""
+"""The programs of one step, indexed for verification: where each value is computed, moved and read.
+
+Rules read a ``ProgramIndex`` and yield a ``Violation`` for each fault.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +34,24 @@ TRANSFERS = (Op.SEND, Op.RECV, Op.WAIT_RECV, Op.MOVE)
 _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
 
 
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """What a rule finds: a message, and the faulty instruction; None if the programs are wrong as a whole.
+
+    ``others`` are instructions of other ranks that are part of the fault.
+    """
+
+    site: InstructionSite | None
+    message: str
+    others: tuple[InstructionSite, ...] = ()
+
+
 @dataclass(frozen=True)
 class ProgramIndex:
-    """The programs of a plan. ``limits[rank]`` bounds the microbatches in flight, if there is a limit."""
+    """The programs of a plan."""
 
     plan: Plan
     programs: Sequence[Program]
-    limits: Sequence[int] | None = None
 
     @cached_property
     def recompute(self) -> frozenset[int]:
@@ -183,6 +197,10 @@ class ProgramIndex:
         """The deliveries of all routes. Valid only if each message is delivered exactly once."""
         return [self._deliveries(route) for route in self.routes]
 
+    @cached_property
+    def deliveries_between_ranks(self) -> Sequence[DeliveredMessages]:
+        return [each for each in self.deliveries if each.route.crosses_ranks]
+
     def _deliveries(self, route: Route) -> DeliveredMessages:
         link, found = route.link, []
         for op in transfer_ops(route):
@@ -196,17 +214,27 @@ class ProgramIndex:
             made, reads = made[route.microbatches], reads[route.microbatches]
         else:
             made = made[self.ranks[link.source] == route.source].max(keepdims=True, initial=-1)
+            made = np.maximum(made, self._tail_that_makes(link, route.source))
             reads = reads[self.ranks[link.target] == route.target].min(keepdims=True, initial=unread)
         reads = np.where(reads == unread, -1, reads)
         return DeliveredMessages(route, made, found[0], found[:2][-1], found[-1], reads)
 
+    def _tail_that_makes(self, link: Link, rank: int) -> int:
+        """The last tail of a rank whose results the link carries, or -1."""
+        tail = self.plan.stages[link.source].tail
+        if tail is None or not {value.name for value in link.values}.intersection(tail.results):
+            return -1
+        columns = self.columns[rank]
+        numbers = columns.numbers_of(Op.TAIL)
+        return int(numbers[columns.stages[numbers] == link.source].max(initial=-1))
+
     def probable_site(
-        self, found: Sequence[int], rank: int, stage: int, microbatch: int
+        self, found: Sequence[int], rank: int, stage: int = -1, microbatch: int = -1
     ) -> InstructionSite | None:
         """The site to show for an instruction of ``rank`` that is repeated or missing.
 
-        It is the last of the instructions ``found``, else the last compute of the stage and microbatch, else
-        the last instruction of the rank.
+        It is the last of the instructions ``found``, else the last compute of the stage and microbatch if
+        both are given, else the last instruction of the rank.
         """
         codes = [OP_CODE[op] for op in COMPUTES]
         computed = int(self.numbers[codes, stage, microbatch].max()) if min(stage, microbatch) >= 0 else -1

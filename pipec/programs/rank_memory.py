@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from pipec.ir.columns import (
     Floats,
     InstructionColumns,
     Ints,
+    equal_groups,
     one_of,
     with_shared_links,
 )
@@ -100,34 +102,20 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
       Before, ``.grad`` is None. Where replicas add them up in the buffer that is reduced, they exist from the
       start.
     """
-    return _counted(plan, program).result()
+    return _Account(plan, program).result()
 
 
-Held = tuple[float, Floats, Floats]
+BytesOverTime = tuple[float, Floats, Floats]
 """Bytes before the program, while each instruction runs, and after it."""
 
 
-def memory_by_category(plan: Plan, program: Program) -> tuple[Mapping[str, Held], Held]:
+def memory_by_category(plan: Plan, program: Program) -> tuple[Mapping[str, BytesOverTime], BytesOverTime]:
     """The bytes of each category that occurs on the device, and those of host memory.
 
     While an instruction runs, these are the bytes at its highest total.
     """
-    account = _counted(plan, program)
-    return account.by_category(), account.on_host()
-
-
-def _counted(plan: Plan, program: Program) -> "_Account":
     account = _Account(plan, program)
-    account.count_static()
-    account.count_computes()
-    account.count_tail()
-    account.count_offloads()
-    account.count_gradients()
-    account.count_messages()
-    account.count_results()
-    account.count_collectives()
-    account.count_prepared()
-    return account
+    return account.by_category(), account.on_host()
 
 
 def _whole_bytes(bucket: Bucket) -> float:
@@ -146,7 +134,8 @@ def _sums_by_segment(memory: StageMemory) -> list[float]:
 class _Account:
     """Bytes by category: static ones, and their growth as instructions start and end.
 
-    ``columns`` are the instructions segment by segment, and ``numbers`` the instructions of the segments.
+    ``columns`` are the instructions segment by segment, and ``numbers`` the instructions of the segments;
+    ``is_last`` tells the last segment of each instruction.
     ``host_starts`` and ``host_ends`` are the growth of host memory.
     """
 
@@ -161,8 +150,18 @@ class _Account:
         self.stages = [stage.cost.memory for stage in self.plan.stages]
         whole = InstructionColumns.of(self.program.instructions, self.plan.links)
         self.columns, self.numbers = split_into_segments(whole, self.plan.segments)
+        self.is_last = np.append(np.diff(self.numbers) > 0, True)[: len(self.columns)]
         self.host_starts: Floats = np.zeros(len(self.columns))
         self.host_ends: Floats = np.zeros(len(self.columns))
+        self.count_static()
+        self.count_computes()
+        self.count_tail()
+        self.count_offloads()
+        self.count_gradients()
+        self.count_messages()
+        self.count_results()
+        self.count_collectives()
+        self.count_precomputed()
 
     def count_static(self) -> None:
         rows = self.plan.num_microbatches
@@ -244,12 +243,12 @@ class _Account:
                     self.static["gradients"] += num_bytes
                     self._keep_until_accumulated(self._making(stage, bucket.segment), stage, num_bytes)
             if sync_spec.buckets_of(stage):
-                others[0] -= (in_transit := sum(others) - self._lent_gradients(stage))
+                others[0] -= (in_transit := sum(others) - self._borrowed_gradients(stage))
                 self.static["gradients"] += in_transit
             for segment, num_bytes in enumerate(others):
                 self._sum_until(self._at(Op.UPDATE, stage), num_bytes, stage, segment)
 
-    def _lent_gradients(self, stage: int) -> float:
+    def _borrowed_gradients(self, stage: int) -> float:
         """Sums of gradients of borrowed weights, which a stage sends to their owners."""
         links = (link for link in self.plan.links if link.payload is Payload.WEIGHT_GRADIENT)
         return sum(value_bytes(v, {}) for link in links if link.source == stage for v in link.values)
@@ -261,10 +260,8 @@ class _Account:
         """
         made = self._making(stage, segment)
         rounds, first = np.unique(np.searchsorted(reductions, made), return_index=True)
-        memory = self.stages[stage]
-        early = (
-            amount * memory.accumulated_in_place / memory.gradients if memory.accumulated_in_place else 0.0
-        )
+        in_place, gradients = self.stages[stage].accumulated_in_place, self.stages[stage].gradients
+        early = amount * in_place / gradients if in_place else 0.0
         self.grow("gradients", made[first], early, amount - early)
         self._keep_until_accumulated(np.delete(made, first), stage, amount - early)
         self.grow("gradients", reductions[rounds[rounds < reductions.size]], 0.0, -amount)
@@ -278,7 +275,7 @@ class _Account:
 
     def _keep_until_accumulated(self, made: Ints, stage: int, amount: float) -> None:
         """Gradients beside their sum. A compute accumulates those of all its segments but the last itself."""
-        own = made[np.append(np.diff(self.numbers) > 0, True)[made]]
+        own = made[self.is_last[made]]
         accumulates = self._at(Op.ACCUMULATE, stage)
         self.grow("gradients", own, 0.0, amount)
         self.grow("gradients", accumulates[np.searchsorted(accumulates, own)], 0.0, -amount)
@@ -288,17 +285,14 @@ class _Account:
         sends, moves, receives = (
             np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
-        own = np.array(self.plan.link_sender_bytes)
-        keys = columns.link_numbers[sends] * np.int64(self.plan.num_ranks) + columns.peers[sends]
-        order = np.argsort(keys, kind="stable")
-        sends, keys = sends[order], keys[order]
-        same = keys[NUM_SENDS_IN_TRANSIT:] == keys[:-NUM_SENDS_IN_TRANSIT]
-        self.grow("sent", sends, own[columns.link_numbers[sends]], 0.0)
-        gone = own[columns.link_numbers[sends[:-NUM_SENDS_IN_TRANSIT][same]]]
-        self.grow("sent", sends[NUM_SENDS_IN_TRANSIT:][same], -gone, 0.0)
-        replaced = np.full(len(sends), len(columns))
-        replaced[: same.size][same] = sends[NUM_SENDS_IN_TRANSIT:][same]
-        self._outlive_saved(sends, replaced)
+        own = self.plan.link_sender_bytes
+        for group in equal_groups(columns.link_numbers[sends], columns.peers[sends]):
+            of_peer, number = sends[group], int(columns.link_numbers[sends[group[0]]])
+            replacing = of_peer[NUM_SENDS_IN_TRANSIT:]
+            self.grow("sent", of_peer, own[number], 0.0)
+            self.grow("sent", replacing, -own[number], 0.0)
+            until_end = np.full(of_peer.size - replacing.size, len(columns))
+            self._outlive_saved(number, of_peer, np.append(replacing, until_end))
         for number in np.unique(columns.link_numbers[moves]):
             moved = moves[columns.link_numbers[moves] == number]
             reader = OP_CODE[Op(self.plan.link_reader_phases[number])]
@@ -315,24 +309,21 @@ class _Account:
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
 
-    def _outlive_saved(self, sends: Ints, replaced: Ints) -> None:
-        """Sent values that a stage also saves, from their free until their send is ``replaced``."""
-        columns, end = self.columns, len(self.columns)
-        for number in np.unique(columns.link_numbers[sends]).tolist():
-            link, amount = self.plan.links[number], self.plan.link_saved_bytes[number]
-            if not amount or link.payload not in _FREES:
-                continue
-            frees = _FREES[link.payload][columns.ops] & (columns.stages == link.source)
-            freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
-            freed[columns.microbatches[frees][::-1]] = np.flatnonzero(frees)[::-1]
-            of_link = columns.link_numbers[sends] == number
-            saved_until, sent_until = freed[columns.microbatches[sends[of_link]]], replaced[of_link]
-            outlives = saved_until < sent_until
-            self.grow("sent", saved_until[outlives], amount, 0.0)
-            self.grow("sent", sent_until[outlives & (sent_until < end)], -amount, 0.0)
+    def _outlive_saved(self, number: int, sends: Ints, replaced: Ints) -> None:
+        """Values sent on a link that a stage also saves, from their free until their send is ``replaced``."""
+        columns, link, amount = self.columns, self.plan.links[number], self.plan.link_saved_bytes[number]
+        if not amount or link.payload not in _FREES:
+            return
+        frees = _FREES[link.payload][columns.ops] & (columns.stages == link.source)
+        freed = np.full(int(columns.microbatches.max()) + 1, len(columns), np.int64)
+        freed[columns.microbatches[frees][::-1]] = np.flatnonzero(frees)[::-1]
+        saved_until = freed[columns.microbatches[sends]]
+        outlives = saved_until < replaced
+        self.grow("sent", saved_until[outlives], amount, 0.0)
+        self.grow("sent", replaced[outlives & (replaced < len(columns))], -amount, 0.0)
 
     def count_results(self) -> None:
-        """Results of microbatches, which stay until they are joined."""
+        """Results of microbatches, which stay until they are merged."""
         for link in self.plan.links:
             if link.payload is Payload.RESULT and link.source in self.own:
                 made = self._at(Op.FORWARD, link.source)
@@ -365,7 +356,7 @@ class _Account:
                 self.grow("gradients", ends[1:], 0.0, -bucket.shard_bytes)
                 self.grow("gradients", self._at(Op.UPDATE, stage)[:1], 0.0, -bucket.shard_bytes)
 
-    def count_prepared(self) -> None:
+    def count_precomputed(self) -> None:
         """Values precomputed from weights, until these are freed where they are gathered for use.
 
         In a stream there are those of several versions, all the time.
@@ -389,52 +380,50 @@ class _Account:
         for growths, amount in ((self.starts, start), (self.ends, end)):
             np.add.at(growths.setdefault(kind, np.zeros(len(self.columns))), positions, amount)
 
-    def on_host(self) -> Held:
+    def on_host(self) -> BytesOverTime:
         """The bytes of host memory, which only instructions of one segment change."""
         before = sum(self.stages[stage].host for stage in self.own)
         after = before + np.cumsum(self.host_starts + self.host_ends)
-        last = np.flatnonzero(np.append(np.diff(self.numbers) > 0, True)[: len(self.columns)])
-        return before, (after - self.host_ends)[last], after[last]
+        return before, (after - self.host_ends)[self.is_last], after[self.is_last]
 
-    def by_category(self) -> Mapping[str, Held]:
-        """The bytes of each category that occurs."""
-        size = len(self.columns)
-        zeros = np.zeros(size)
-        during = {
-            kind: amount
-            + np.cumsum(self.starts.get(kind, zeros) + self.ends.get(kind, zeros))
-            - self.ends.get(kind, zeros)
-            for kind, amount in self.static.items()
-        }
-        total = sum(during.values(), zeros)
-        highest = np.lexsort((total, self.numbers))[np.append(np.diff(self.numbers) > 0, True)[:size]]
-        last = np.flatnonzero(np.append(np.diff(self.numbers) > 0, True)[:size])
+    @cached_property
+    def while_running(self) -> Mapping[str, Floats]:
+        """The bytes of each category that changes, while each segment runs."""
         return {
-            kind: (self.static[kind], amounts[highest], (amounts + self.ends.get(kind, zeros))[last])
-            for kind, amounts in during.items()
-            if self.static[kind] or amounts.any()
-        }
-
-    def result(self) -> RankMemory:
-        size = len(self.columns)
-        if not size:
-            return RankMemory(self.program.rank, self.static)
-        while_running = {
             kind: self.static[kind] + np.cumsum(starts + self.ends[kind]) - self.ends[kind]
             for kind, starts in self.starts.items()
         }
-        base = sum(amount for kind, amount in self.static.items() if kind not in while_running)
-        most = base + sum(while_running.values(), np.zeros(size))
+
+    @property
+    def total(self) -> Floats:
+        """The bytes of all categories while each segment runs."""
+        constant = sum(amount for kind, amount in self.static.items() if kind not in self.while_running)
+        return sum(self.while_running.values(), np.full(len(self.columns), constant, float))
+
+    def by_category(self) -> Mapping[str, BytesOverTime]:
+        """The bytes of each category that occurs."""
+        highest, zeros = np.lexsort((self.total, self.numbers))[self.is_last], np.zeros(len(self.columns))
+        found = {}
+        for kind, before in self.static.items():
+            amounts, ends = self.while_running.get(kind, zeros + before), self.ends.get(kind, zeros)
+            if before or amounts.any():
+                found[kind] = before, amounts[highest], (amounts + ends)[self.is_last]
+        return found
+
+    def result(self) -> RankMemory:
+        size, most = len(self.columns), self.total
+        if not size:
+            return RankMemory(self.program.rank, self.static)
         peak = int(most.argmax())
         bytes_by_category = self.static | {
-            kind: float(amounts[peak]) for kind, amounts in while_running.items()
+            kind: float(amounts[peak]) for kind, amounts in self.while_running.items()
         }
         after = most + sum(self.ends.values(), np.zeros(size))
         pairs = int(in_flight(self.columns)[peak])
         _, host, host_after = self.on_host()
         host_bytes = float(host.max())
-        firsts = np.flatnonzero(np.diff(self.numbers, prepend=-1))
-        highest, at_last = np.maximum.reduceat(most, firsts), after[np.append(firsts[1:], size) - 1]
+        highest = np.maximum.reduceat(most, np.flatnonzero(np.diff(self.numbers, prepend=-1)))
+        at_last = after[self.is_last]
         number = int(self.numbers[peak])
         return RankMemory(
             self.program.rank, bytes_by_category, number, pairs, host_bytes, highest, at_last, host_after

@@ -21,9 +21,9 @@ for the programs of all replicas:
 
 Costs belong to stages and links, whichever replica runs them, so replicas of a kind also take the same time.
 So the times and the memory of a step are those of one replica of each kind, whose programs ``in_step``
-returns. tests/programs/test_alike.py compares all this with steps of all replicas. Representatives serve
-planning only: programs that run, or are written to a file, are those of all ranks, and are verified one by
-one.
+returns. tests/programs/test_representative_replicas.py compares all this with steps of all replicas.
+Representatives serve planning only: programs that run, or are written to a file, are those of all ranks, and
+are verified one by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ MAX_RANKS_WITHOUT_REPRESENTATIVES = 64
 class RepresentativeReplicas:
     """The ``schedule`` of the representatives, which are the replicas ``kept`` of the step.
 
-    ``ranks[position][replica]`` are the ranks of the step, and ``few_ranks`` those of ``schedule``: ranks at
+    ``ranks[position][replica]`` are the ranks of the step, and ``own_ranks`` those of ``schedule``: ranks at
     one position of their replicas have the same stages. The first replicas of a kind are in ``firsts``.
     """
 
@@ -51,12 +51,12 @@ class RepresentativeReplicas:
     kept: Sequence[int]
     firsts: Sequence[int]
     ranks: Placement
-    few_ranks: Placement
+    own_ranks: Placement
 
     def plan(self, plan: Plan) -> Plan:
         """The plan of the representatives."""
-        few = self.schedule
-        return replace(plan, placement=few.placement, num_microbatches=few.num_microbatches)
+        schedule = self.schedule
+        return replace(plan, placement=schedule.placement, num_microbatches=schedule.num_microbatches)
 
     def in_step(self, programs: Sequence[Program]) -> tuple[Program, ...]:
         """The programs of the first replica of each kind, as they are in the step, by rank.
@@ -64,8 +64,8 @@ class RepresentativeReplicas:
         ``programs`` are those of ``schedule``.
         """
         found = [
-            self._in_step(programs[few[place]], self.ranks[position][replica], place)
-            for position, few in enumerate(self.few_ranks)
+            self._in_step(programs[own[place]], self.ranks[position][replica], place)
+            for position, own in enumerate(self.own_ranks)
             for place, replica in enumerate(self.kept)
             if replica in self.firsts
         ]
@@ -79,13 +79,13 @@ class RepresentativeReplicas:
         rounds, places = np.divmod(matrix[2], len(self.kept))
         matrix[2] = np.where(matrix[2] < 0, -1, rounds * num_replicas + np.array(self.kept)[places])
         is_result = np.array([*(link.payload.is_result for link in columns.links), False])
-        own = np.full(self.schedule.num_ranks + 1, -1, np.int32)
+        in_replica = np.full(self.schedule.num_ranks + 1, -1, np.int32)
         represented = dict[int, Sequence[int]]()
-        for ranks, few in zip(self.ranks, self.few_ranks, strict=True):
-            own[list(few)] = ranks[self.kept[place]]
+        for ranks, own in zip(self.ranks, self.own_ranks, strict=True):
+            in_replica[list(own)] = ranks[self.kept[place]]
             bounds = pairwise([*self.kept, num_replicas])
-            represented |= {peer: ranks[slice(*each)] for peer, each in zip(few, bounds, strict=True)}
-        peers: list[Sequence[int]] = [[peer] for peer in own[matrix[4]].tolist()]
+            represented |= {peer: ranks[slice(*each)] for peer, each in zip(own, bounds, strict=True)}
+        peers: list[Sequence[int]] = [[peer] for peer in in_replica[matrix[4]].tolist()]
         for number in np.flatnonzero(is_result[matrix[3]]).tolist():
             peers[number] = represented[int(matrix[4, number])]
         matrix = matrix.repeat([len(each) for each in peers], axis=1)
@@ -102,8 +102,8 @@ def representative_programs(
 
     ``make`` lowers and verifies a schedule with its plan.
     """
-    few = representative_replicas(schedule)
-    return few.in_step(make(few.schedule, few.plan(plan))) if few else make(schedule, plan)
+    found = representative_replicas(schedule)
+    return found.in_step(make(found.schedule, found.plan(plan))) if found else make(schedule, plan)
 
 
 def representative_replicas(
@@ -157,18 +157,18 @@ def _of_representatives(
     schedule: Schedule, ranks: Placement, kept: Sequence[int], firsts: Sequence[int]
 ) -> RepresentativeReplicas:
     left = sorted(position[replica] for position in ranks for replica in kept)
-    number = {rank: few for few, rank in enumerate(left)}
-    few_ranks = tuple(tuple(number[position[replica]] for replica in kept) for position in ranks)
-    positions = dict(zip(ranks, few_ranks, strict=True))
+    number = {rank: own for own, rank in enumerate(left)}
+    own_ranks = tuple(tuple(number[position[replica]] for replica in kept) for position in ranks)
+    positions = dict(zip(ranks, own_ranks, strict=True))
     orders: dict[int, ComputeColumns] = {}
-    for position, few in positions.items():
+    for position, own in positions.items():
         for place, replica in enumerate(kept):
             matrix = _own_computes(schedule, position, replica, len(position))
             matrix[2] = matrix[2] * len(kept) + place
-            orders[few[place]] = ComputeColumns(matrix)
+            orders[own[place]] = ComputeColumns(matrix)
     counts = [len(range(replica, schedule.num_microbatches, len(ranks[0]))) for replica in kept]
     placement = tuple(positions[of_stage] for of_stage in schedule.placement)
     in_order = tuple(orders[rank] for rank in range(len(left)))
     return RepresentativeReplicas(
-        Schedule(schedule.name, sum(counts), placement, in_order), kept, firsts, ranks, few_ranks
+        Schedule(schedule.name, sum(counts), placement, in_order), kept, firsts, ranks, own_ranks
     )

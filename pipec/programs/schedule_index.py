@@ -33,14 +33,10 @@ class ScheduleIndex:
 
     Raises:
         VerifyError: a compute names a stage or microbatch that the schedule does not have, is on a rank that
-            does not hold its stage, or stands twice.
+            does not hold its stage, or is repeated.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        plan: Plan,
-    ) -> None:
+    def __init__(self, schedule: Schedule, plan: Plan) -> None:
         self.schedule = schedule
         self.computes = [ComputeColumns.of(order) for order in schedule.orders]
         self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
@@ -79,7 +75,7 @@ class ScheduleIndex:
         for phase in phases:
             found = np.where(found, found, positions[PHASES.index(phase), stage])
         if missing := np.flatnonzero(found == 0).tolist():
-            names = ", ".join(value.name for value in link.values)
+            names = ", ".join(link.names)
             rank = int(self.ranks[stage, missing[0]])
             raise VerifyError(
                 f"schedule {self.schedule.name!r} never runs {' or '.join(phases)} of stage {stage}, "

@@ -114,7 +114,7 @@ class SyncOrder:
                 yield self._collective(Op.CHECK, every)
 
     def _updates(self) -> Iterator[tuple[float, SyncOp]]:
-        for stage in self._updated():
+        for stage in range(self.index.schedule.num_stages if self.sync_spec.updates else 0):
             ready = self._last(stage, _GRADIENTS)
             if self.sync_spec.has_grad_norm or self._with_remote_gradients(stage):
                 ready = {rank: self._end(rank) for rank in ready}
@@ -182,9 +182,6 @@ class SyncOrder:
         found = self._last(bucket.stage, _GRADIENTS, before)
         segments = {rank: int(self.index.segments[rank][last - 1]) for rank, last in found.items()}
         return {rank: last - max(segments[rank] - bucket.segment, 0) for rank, last in found.items()}
-
-    def _updated(self) -> range:
-        return range(self.index.schedule.num_stages if self.sync_spec.updates else 0)
 
     def _ranks(self, stage: int) -> tuple[int, ...]:
         return self.index.schedule.placement[stage]

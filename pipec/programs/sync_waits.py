@@ -30,7 +30,7 @@ def with_sync_waits(
     """The program with waits, and with the accumulation of the gradients that other stages send.
 
     What nothing reads is awaited at the end of the program. ``sent_back[number]`` says whether a link carries
-    gradients of tied weights; its last entry stands for no link.
+    gradients of tied weights; its last entry is for no link.
     """
     starts = _IS_AWAITED.take(columns.ops)
     if sent_back.any():
@@ -75,8 +75,8 @@ class _Started:
                 return sync_spec.reduces_every_round(sync_spec.buckets[own.bucket])
             case Op.RECV, Op.REDUCE_GRAD:
                 assert own.link
-                names = {value.name for value in own.link.values}
-                return is_same_stage and not names.isdisjoint(sync_spec.buckets[reader.bucket].names)
+                names = sync_spec.buckets[reader.bucket].names
+                return is_same_stage and not {*own.link.names}.isdisjoint(names)
             case Op.GATHER_ROWS, Op.TAIL:
                 return is_same_stage
             case ((Op.SUM_COUNTS | Op.UNSHARD), _):

@@ -11,8 +11,8 @@ import numpy as np
 
 from pipec.ir.columns import Floats, Ints
 
-AVAILABLE_AT_START, NEVER_PRODUCED = -1, -2
-"""Producers that are not tasks: an input that is available at the start, and one that is never made."""
+AVAILABLE_AT_START = -1
+"""The producer of an input that is available at the start, in place of a task."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TaskTimes:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """The tasks at which resources wait for each other, or for an input that is never made."""
+    """The tasks at which resources wait for each other."""
 
     tasks: Ints
 
@@ -74,7 +74,7 @@ def _sweep(
     """
     if not _can_sweep(durations, inputs):
         return None
-    before, ends = np.empty(durations.size), np.zeros(durations.size + 2)
+    before, ends = np.empty(durations.size), np.zeros(durations.size + 1)
     slices = [slice(*bounds) for bounds in pairwise(first_tasks)]
     for own in slices:
         before[own] = np.cumsum(durations[own]) - durations[own]
@@ -89,7 +89,7 @@ def _sweep(
             converged = converged and np.array_equal(found, ends[own])
             ends[own] = found
         if converged:
-            return TaskTimes(np.subtract(ends[:-2], durations, out=before), ends[:-2], inputs)
+            return TaskTimes(np.subtract(ends[:-1], durations, out=before), ends[:-1], inputs)
         order.reverse()
     return None
 
@@ -100,11 +100,7 @@ def _can_sweep(durations: Floats, inputs: Sequence[Ints]) -> bool:
     if not (grains >= 0).all() or not grains.sum() < 2**53 or (grains != np.floor(grains)).any():
         return False
     instant = np.flatnonzero(durations <= 0)
-    return all(
-        producers.min(initial=AVAILABLE_AT_START) >= AVAILABLE_AT_START
-        and (producers[instant] < instant).all()
-        for producers in inputs
-    )
+    return all((producers[instant] < instant).all() for producers in inputs)
 
 
 def _run_in_rounds(
@@ -123,7 +119,7 @@ def _run_in_rounds(
     There are as many rounds as tasks in the longest chain of waits. A round takes a few operations on a
     column with an entry for each resource.
     """
-    starts, ends = np.empty(durations.size), np.full(durations.size + 2, np.inf)
+    starts, ends = np.empty(durations.size), np.full(durations.size + 1, np.inf)
     ends[AVAILABLE_AT_START] = 0.0
     next_task, last = np.array(first_tasks[:-1]), np.array(first_tasks[1:])
     clock = np.zeros(next_task.size)

@@ -1,4 +1,4 @@
-"""Static verification: the programs compute everything once, in order, without deadlock and within memory.
+"""Static verification: the programs compute everything once, in order and without deadlock.
 
 The verifier is data: ``RULES`` lists one small function per rule, which yields the faults that it finds. A
 rule may rely on the rules before it. The rules know the meaning of programs, but not how they were made. They
@@ -9,21 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pipec.errors import VerifyError
-from pipec.ir import (
-    Mode,
-    Plan,
-    Program,
-    StepPart,
-    plan_part,
-    program_part,
-    replica_counts,
-)
+from pipec.ir import Mode, Plan, Program, StepPart, plan_part, program_part, replica_counts
 from pipec.ir.columns import InstructionColumns
 from pipec.ir.periodic_program import microbatch_window, unroll
 from pipec.ir.text_format import instruction_lines
 from pipec.programs.counterexample import counterexample
 from pipec.programs.lower_periodic import num_microbatches_to_lower
-from pipec.programs.program_index import ProgramIndex
+from pipec.programs.program_index import ProgramIndex, Violation
 from pipec.programs.rules import (
     collective_rules,
     compute_rules,
@@ -38,7 +30,6 @@ from pipec.programs.rules import (
     wait_rules,
     weight_version_rules,
 )
-from pipec.programs.violation import Violation
 
 _CONTEXT_LINES = 3
 
@@ -69,18 +60,12 @@ def verify_parts(plan: Plan, programs: Sequence[Program]) -> None:
             verify_step(plan_part(plan, part), own)
 
 
-def verify_step(
-    plan: Plan, programs: Sequence[Program], max_in_flight: int | Sequence[int] | None = None
-) -> None:
+def verify_step(plan: Plan, programs: Sequence[Program]) -> None:
     """Prove that ``programs`` are one correct step of the plan's microbatches.
 
-    ``max_in_flight`` bounds how many pairs of stage and microbatch a rank holds between forward and free: one
-    number for all ranks, or one for each. Time and memory are linear in the number of instructions.
-
-    Raises VerifyError as ``verify``.
+    Time and memory are linear in the number of instructions. Raises VerifyError as ``verify``.
     """
-    limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
-    index = ProgramIndex(plan, programs, limits)
+    index = ProgramIndex(plan, programs)
     for rule in RULES:
         for fault in rule(index):
             raise VerifyError(_explain(index, fault))
@@ -124,11 +109,15 @@ def _explain(step: ProgramIndex, fault: Violation) -> str:
     rank, number = fault.site
     lines = instruction_lines(step.programs[rank])
     first, last = max(number - _CONTEXT_LINES, 0), number + _CONTEXT_LINES + 1
-    shown = [f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)]
+    marked_lines = [
+        f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)
+    ]
     orders = [columns.computes for columns in step.columns]
     marked = {where: _place(step.columns[where], at) for where, at in (fault.site, *fault.others)}
     drawn = counterexample(orders, step.plan.placement, marked) if any(map(len, orders)) else ""
-    return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown, drawn]).rstrip("\n")
+    return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *marked_lines, drawn]).rstrip(
+        "\n"
+    )
 
 
 def _place(columns: InstructionColumns, number: int) -> int:
@@ -160,5 +149,4 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     message_rules.channels_in_order,
     deadlock_rules.finishes,
     message_rules.receives_after_dependencies,
-    compute_rules.bounds_in_flight,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipec.errors import InputError, PipecError
 from pipec.runtime.messages.call_description import CallDescription
 from pipec.runtime.pipeline_context import PipelineContext
-from pipec.runtime.step.execution import require_no_accumulation, require_no_recording
+from pipec.runtime.step.execution import require_synchronous
 from pipec.runtime.stream.call_arguments import CallArguments, call_arguments_of
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
 from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
@@ -161,8 +161,9 @@ class StreamTraining:
                     # the losses of the batches that were begun come before the end
                     stream_session.drain(self._context.optimizer.hyperparameters())
                 recording = self._context.steps.recording
-                require_no_recording(recording.steps if recording is not None else None)
-                require_no_accumulation(self._context.steps.accumulates)
+                require_synchronous(
+                    self._context.steps.accumulates, recording.steps if recording is not None else None
+                )
                 if stream_session is None:
                     ahead.request(number)
                     item = ahead.item(number)

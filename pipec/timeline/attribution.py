@@ -68,7 +68,7 @@ def attribute_waits(timeline: Timeline) -> Attribution:
         before = events.latest_before(mask)
         follows = mask & (_at(events.ends, before, 0.0) > free)
         previous = np.where(follows, before, previous)
-    return Attribution(previous, idle, awaited, queued, _last_to_come(events, previous))
+    return Attribution(previous, idle, awaited, queued, _last_to_reach(events, previous))
 
 
 def _at(times: Floats, events: Ints, otherwise: float) -> Floats:
@@ -76,7 +76,7 @@ def _at(times: Floats, events: Ints, otherwise: float) -> Floats:
     return np.where(events < 0, otherwise, times[events])
 
 
-def _last_to_come(events: Events, previous: Ints) -> Ints:
+def _last_to_reach(events: Events, previous: Ints) -> Ints:
     """For each collective its event on the rank that reached it last; for a copy itself; -1 elsewhere.
 
     Ranks that began at the same time are compared by when they were free.

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, PHASES, Floats, InstructionColumns
 from pipec.programs.lower_periodic import steady_excerpt
-from pipec.programs.rank_memory import Held, memory_by_category
+from pipec.programs.rank_memory import BytesOverTime, memory_by_category
 from pipec.timeline.events import Timeline
 
 
@@ -24,10 +25,6 @@ class Curve:
         """The curve with these steps, each a time and the amount from then on."""
         times, amounts = np.array(steps, float).reshape(-1, 2).T
         return cls(times, amounts)
-
-    @property
-    def highest(self) -> float:
-        return float(self.amounts.max(initial=0.0))
 
     def __iter__(self) -> Iterator[tuple[float, float]]:
         return zip(self.times.tolist(), self.amounts.tolist(), strict=True)
@@ -59,7 +56,9 @@ def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
         changes = growths[own.instructions.phases].reshape(-1)
         times, changes = np.append(0.0, times[changes != 0]), np.append(0.0, changes[changes != 0])
         order = np.argsort(times, kind="stable")
-        curves.append(_last_of_each_time(times[order], np.cumsum(changes[order])))
+        times, amounts = times[order], np.cumsum(changes[order])
+        last = _is_last_of_its_time(times)
+        curves.append(Curve(times[last], amounts[last]))
     return tuple(curves)
 
 
@@ -87,20 +86,19 @@ def rank_memory_over_time(
         ends, starts = np.zeros(len(columns)), np.zeros(len(columns))
         starts[timed], ends[timed] = events.starts[chosen], events.ends[chosen]
         times = np.append(0.0, np.maximum.accumulate(np.stack([starts, ends], axis=1).reshape(-1)))
-        last = np.append(times[1:] != times[:-1], True)
+        last = _is_last_of_its_time(times)
         categories, on_host = memory_by_category(plan, program)
-        amounts = {category: _steps(held)[last] for category, held in categories.items()}
+        amounts = {category: _steps(found)[last] for category, found in categories.items()}
         total, host = sum(amounts.values(), np.zeros(int(last.sum()))), _steps(on_host)[last]
         curves.append(MemoryCurves(Curve(times[last], total), amounts, host if host.any() else None))
     return tuple(curves)
 
 
-def _steps(held: Held) -> Floats:
-    before, during, after = held
+def _steps(amounts: BytesOverTime) -> Floats:
+    before, during, after = amounts
     steps: Floats = np.append(before, np.stack([during, after], axis=1).reshape(-1))
     return steps
 
 
-def _last_of_each_time(times: Floats, amounts: Floats) -> Curve:
-    last = np.append(times[1:] != times[:-1], True)
-    return Curve(times[last], amounts[last])
+def _is_last_of_its_time(times: Floats) -> NDArray[np.bool_]:
+    return np.append(times[1:] != times[:-1], True)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import NO_SYNC, Instruction, Op, OpKind, Phase, RepresentativeRanks, SyncSpec
-from pipec.ir.columns import OP_CODE, OPS, Floats, InstructionColumns, Ints, constant
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, constant
 from pipec.timeline.step_events import Waits
 
 
@@ -222,10 +222,6 @@ class Timeline:
         return self.columns.where(self.columns.is_message)
 
     @cached_property
-    def collectives(self) -> Events:
-        return self.columns.where(self.columns.is_collective)
-
-    @cached_property
     def overlapped(self) -> Events:
         """The collectives and copies."""
         return self.columns.where(self.columns.is_overlapped)
@@ -235,12 +231,6 @@ class Timeline:
         """The computes and updates."""
         work = self.columns.is_blocking
         return self.columns.where(work) if np.count_nonzero(work) > len(self.computes) else self.computes
-
-    @cached_property
-    def phases(self) -> frozenset[Phase]:
-        """The phases that run."""
-        codes = np.flatnonzero(np.bincount(self.computes.instructions.ops, minlength=len(OPS))).tolist()
-        return frozenset(Phase(OPS[code]) for code in codes)
 
     @cached_property
     def stages(self) -> tuple[Sequence[int], ...]:
@@ -266,9 +256,9 @@ class Timeline:
 
     def _fraction_outside(self, *phases: Phase) -> float:
         computes = self.computes
-        counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
+        included = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
         counts = np.array(self.representatives.counts if self.representatives else [1] * self.num_ranks)
-        times = (computes.ends - computes.starts)[counted] * counts[computes.ranks[counted]]
+        times = (computes.ends - computes.starts)[included] * counts[computes.ranks[included]]
         return 1 - float(times.sum()) / (int(counts.sum()) * self.span) if self.span else 0.0
 
 

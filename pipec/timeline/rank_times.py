@@ -58,10 +58,10 @@ def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
     worked = np.zeros(num_ranks)
     np.maximum.at(worked, events.ranks[events.is_blocking], events.ends[events.is_blocking])
     is_result = np.array([*(link.payload.is_result for link in events.instructions.links), False])
-    counted = (waits.followed_by >= 0) | ~is_result[events.instructions.link_numbers[waits.awaited]]
+    holds_rank = (waits.followed_by >= 0) | ~is_result[events.instructions.link_numbers[waits.awaited]]
     over = worked.copy()
-    np.maximum.at(over, waits.ranks[counted], waits.ends[counted])
-    long = np.flatnonzero(counted & (waits.ends - waits.starts > NEGLIGIBLE * timeline.makespan))
+    np.maximum.at(over, waits.ranks[holds_rank], waits.ends[holds_rank])
+    long = np.flatnonzero(holds_rank & (waits.ends - waits.starts > NEGLIGIBLE * timeline.makespan))
     awaited = _by_reason(timeline, found, long)
     times = []
     for rank in range(num_ranks):
@@ -125,8 +125,8 @@ def _split_wait(
         end = min(end, float(events.ends[event]))
         begun = min(max(start, float(events.starts[last[event]])), end)
         earlier = int(before[event])
-        come = max(start, float(events.ends[earlier])) if earlier >= 0 else start
+        reached = max(start, float(events.ends[earlier])) if earlier >= 0 else start
         yield event, int(events.ranks[event]), max(end - begun, 0.0)
         if last[event] != event:
-            yield event, int(events.ranks[last[event]]), max(begun - come, 0.0)
-        event, end = earlier, min(begun, come)
+            yield event, int(events.ranks[last[event]]), max(begun - reached, 0.0)
+        event, end = earlier, min(begun, reached)

@@ -57,6 +57,9 @@ def _rank_data(timeline: Timeline, rank: int, time: RankTime) -> dict[str, objec
     }
 
 
+_OPTIONAL_FIELDS = ("bucket", "segment", "model_collective", "version")
+
+
 def _event_data(timeline: Timeline, event: Event) -> dict[str, object]:
     instruction = event.instruction
     return {
@@ -64,10 +67,7 @@ def _event_data(timeline: Timeline, event: Event) -> dict[str, object]:
         "op": instruction.op,
         "stage": instruction.stage,
         "microbatch": instruction.microbatch,
-        **({"bucket": instruction.bucket} if instruction.bucket >= 0 else {}),
-        **({"segment": instruction.segment} if instruction.segment >= 0 else {}),
-        **({"model_collective": instruction.model_collective} if instruction.model_collective >= 0 else {}),
-        **({"version": instruction.version} if instruction.version >= 0 else {}),
+        **{name: number for name in _OPTIONAL_FIELDS if (number := getattr(instruction, name)) >= 0},
         "start": event.start,
         "end": event.end,
     }

@@ -24,10 +24,8 @@ def steady_state(timeline: Timeline) -> SteadyState | None:
     The last stage repeats its computes with a period, until the last mini-batch; so the intervals of the
     second half of its forwards are those of an endless stream.
     """
-    stream, replicas = (
-        timeline.sync_spec.stream,
-        [len(timeline.replicas[s]) for s in sorted(timeline.replicas)],
-    )
+    stream = timeline.sync_spec.stream
+    replicas = [len(timeline.replicas[stage]) for stage in sorted(timeline.replicas)]
     if stream is None or not replicas:
         return None
     ends = _forward_ends(timeline, len(replicas) - 1)

@@ -67,13 +67,11 @@ def verify_programs(
     placement: Placement,
     links: Sequence[Link],
     num_microbatches: int,
-    *,
-    max_in_flight: int | Sequence[int] | None = None,
     **options: object,
 ) -> None:
     """Verify ``programs`` against ``plan_of`` these."""
     plan = plan_of(Schedule("test", num_microbatches, placement, ()), links, **options)  # type: ignore[arg-type]
-    verification.verify_step(plan, programs, max_in_flight)
+    verification.verify_step(plan, programs)
 
 
 def verify_periodic(

@@ -97,7 +97,7 @@ def test_the_plan_and_its_pictures_are_of_a_stream() -> None:
     (step,) = embedded(page_html([DrawnStep("pipedream", 10, timeline)]))["timelines"]
     assert step["computes"]["version"][:3] == [0, 0, 0]
     curves = rank_memory_over_time(pipe.plan, pipe.programs, timeline)
-    highest = [curve.total.highest for curve in curves]
+    highest = [curve.total.amounts.max() for curve in curves]
     assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])
 
 

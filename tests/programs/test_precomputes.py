@@ -76,6 +76,21 @@ def test_a_precompute_in_the_wrong_place_is_refused(edit: Edit, message: str) ->
         verify_step(plan, [Program(0, tuple(own)), programs[1]])
 
 
+def test_a_precompute_that_nobody_reads_is_refused() -> None:
+    """Its weights are freed before any compute of the stage."""
+    plan, programs = step(TWO_PIPELINES, chain_links(4), GATHERED)
+    changed = []
+    for program in programs:
+        own = [*program.instructions]
+        if program.rank in plan.placement[0]:
+            gathering = [own[places(program, op)[0]] for op in (Op.UNSHARD, Op.WAIT_UNSHARD)]
+            again = [*gathering, own[places(program, Op.PRECOMPUTE)[0]], own[places(program, Op.RESHARD)[0]]]
+            own[:0] = again
+        changed.append(Program(program.rank, tuple(own)))
+    with pytest.raises(VerifyError, match="precompute of stage 0 is not read"):
+        verify_step(plan, changed)
+
+
 def test_what_was_freed_with_the_weights_is_not_read() -> None:
     plan, programs = step(TWO_PIPELINES, chain_links(4), GATHERED)
     changed = []

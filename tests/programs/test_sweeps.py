@@ -16,7 +16,7 @@ from pipec.programs import task_times
 from pipec.programs.dependence import Dependence
 from pipec.programs.lower import chain_links
 from pipec.programs.program_computes import ProgramComputes
-from pipec.programs.task_times import AVAILABLE_AT_START, NEVER_PRODUCED, Deadlock, TaskInputs, run_tasks
+from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.schedules import make_schedule
 from pipec.schedules.search.workload import Workload
 from pipec.timeline.simulate import simulate
@@ -36,16 +36,12 @@ def wait_by_wait() -> object:
 
 @st.composite
 def cells(draw: st.DrawFn) -> tuple[np.ndarray, TaskInputs, list[int], list[int]]:
-    """Some resources with cells that read each other, perhaps in a ring or what is never made."""
+    """Some resources with cells that read each other, perhaps in a ring."""
     counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     total = sum(counts)
     durations = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 0.5, 0.1]), min_size=total, max_size=total))
     number = st.integers(0, max(total - 1, 0))
-    pairs = draw(
-        st.lists(
-            st.tuples(number, number | st.sampled_from([AVAILABLE_AT_START, NEVER_PRODUCED])), max_size=total
-        )
-    )
+    pairs = draw(st.lists(st.tuples(number, number | st.just(AVAILABLE_AT_START)), max_size=total))
     readers, producers = np.array(pairs, np.int32).reshape(-1, 2).T if total else np.empty((2, 0), np.int32)
     groups = [0, *sorted(draw(st.sets(st.integers(1, len(counts) - 1)) if len(counts) > 1 else st.just(())))]
     return np.array(durations), TaskInputs(readers, producers), [0, *np.cumsum(counts).tolist()], groups

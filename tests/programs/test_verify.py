@@ -15,6 +15,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
 from pipec.programs.deadlock import InstructionSite, WaitEdges, stalled_ranks, wait_cycle
 from pipec.programs.lower import chain_links
+from pipec.programs.rules import field_rules
 from pipec.programs.verify import RULES
 from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
 
@@ -156,6 +157,11 @@ FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
 )
 def test_every_field_fits_the_plan(edit: Edit, message: str) -> None:
     assert message in fault(1, edit)
+
+
+def test_kinds_that_are_too_many_for_a_table_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(field_rules, "_MOST_KINDS", 1)
+    assert "8: forward names microbatch 9; expected 0 to 3" in fault(1, change(Op.FORWARD, 1, microbatch=9))
 
 
 def test_a_move_stays_on_its_rank_and_names_no_peer() -> None:
@@ -495,18 +501,6 @@ def test_a_receive_is_not_posted_before_what_its_message_depends_on() -> None:
     assert ">  2  recv        stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0" in message
 
 
-@pytest.mark.parametrize("limit", [3, (4, 2, 1), (3, 2, 0)])
-def test_microbatches_in_flight_stay_within_the_limit(limit: int | tuple[int, ...]) -> None:
-    schedule, links = make_schedule("gpipe", 3, 4), chain_links(3)
-    programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, 4, max_in_flight=4)
-    bound = limit if isinstance(limit, int) else next(each for each in limit if each < 4)
-    with pytest.raises(
-        VerifyError, match=f"holds {bound + 1} microbatches in flight; expected at most {bound}"
-    ):
-        verify_programs(programs, schedule.placement, links, 4, max_in_flight=limit)
-
-
 sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
 
 
@@ -568,5 +562,4 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "channels_in_order",
         "finishes",
         "receives_after_dependencies",
-        "bounds_in_flight",
     ]

@@ -9,7 +9,7 @@ from hypothesis import given
 from symbolic_steps import schedules
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Op, Payload, Plan, Program, Schedule, Tail, Value
+from pipec.ir import Instruction, Link, Op, Payload, Plan, Program, Schedule, Tail, Value
 from pipec.ir.text_format import PHASE_LETTERS, format_program, parse_program
 from pipec.programs.lower import bare_plan, chain_links, lower
 from pipec.programs.rank_memory import peak_in_flight
@@ -58,7 +58,8 @@ def test_every_schedule_follows_forwards_that_save_nothing(schedule: Schedule) -
     most = [
         peak_in_flight(each) for each in lower(schedule, bare_plan(schedule, chain_links(len(plan.stages))))
     ]
-    verify_step(plan, programs, most)
+    verify_step(plan, programs)
+    assert all(found <= limit for found, limit in zip(map(peak_in_flight, programs), most, strict=True))
     assert has_two_forwards(ordered)
     assert without_first_forwards(ordered) == schedule
     for rank in plan.placement[-1]:
@@ -221,6 +222,23 @@ def test_programs_broken_for_a_rule_are_refused(edit: Edit, message: str, everyw
     with pytest.raises(VerifyError) as caught:
         verify(plan, programs)
     assert message.replace("rank 2", f"rank {plan.placement[1][0]}") in str(caught.value)
+
+
+def test_a_result_that_is_sent_before_the_tail_makes_it_is_refused() -> None:
+    schedule, loss = make_schedule("1f1b", 2, 4), Value("loss", "float32", ())
+    plan = plan_with_tail(schedule)
+    last = replace(plan.stages[-1], tail=Tail((ROWS,), (ROWS,), results=(loss.name,)))
+    links = (*plan.links, Link(1, -1, Payload.RESULT, (loss,)))
+    plan = replace(plan, stages=(*plan.stages[:-1], last), links=links)
+    programs = lower(with_forwards_first(schedule), plan)
+    verify(plan, programs)
+    instructions = list(programs[1].instructions)
+    (result,) = [each for each in instructions if each.link == links[-1] and each.op is Op.SEND]
+    instructions.remove(result)
+    (tail,) = [number for number, each in enumerate(instructions) if each.op is Op.TAIL]
+    instructions.insert(tail, result)
+    with pytest.raises(VerifyError, match=r"loss .* leaves before it is made"):
+        verify(plan, [programs[0], Program(1, tuple(instructions))])
 
 
 def test_a_gathering_that_one_replica_lacks_is_refused() -> None:

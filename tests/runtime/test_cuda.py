@@ -146,8 +146,9 @@ def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
     ranks = InProcessTransport([A, B])
     x: Any = Values(cuda, "x")
     for tag in (0, 1):
-        ranks.mailbox(tag, 0, 1).send([x], {})
-        ranks.mailbox(tag, 0, 1).wait()
+        mailbox = ranks.mailbox(tag, 0, 1)
+        mailbox.send([x], {})
+        mailbox.wait(mailbox.post({}))
     copied = [line for line in cuda.log if "is copied" in line]
     assert copied == ["x is copied by leaving to arriving"] * 2
 

@@ -288,7 +288,14 @@ def test_messages_of_a_link_arrive_in_order_and_by_reference() -> None:
             send([tensor], {"b": 2})
         return []
 
-    _, received = ranks.run([send_all, lambda: [tensor for _ in sent for tensor in receiver.wait()]])
+    def receive_all() -> list[Tensor]:
+        received = []
+        for _ in sent:
+            receiver.post({"b": 2})
+            received += receiver.wait()
+        return received
+
+    _, received = ranks.run([send_all, receive_all])
     assert all(found is expected for found, expected in zip(received, sent, strict=True))
 
 

@@ -281,7 +281,7 @@ def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> 
 @given(timelines)
 def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timeline) -> None:
     curves = in_flight_over_time(timeline)
-    assert tuple(curve.highest for curve in curves) == timeline.peak_in_flight
+    assert tuple(curve.amounts.max() for curve in curves) == timeline.peak_in_flight
     assert all(curve.amounts[-1] == 0 for curve in curves)
     for curve in curves:
         times = curve.times.tolist()

@@ -185,7 +185,7 @@ def test_collectives_have_a_band_below_the_lane_of_their_rank(open_page: Open) -
     timeline = ended(2, 4, **EVERYTHING)
     page = open_page({"2": timeline})
     band = {"reduce_grad": "#e39bb6", "unshard": "#7fc4c4", "grad_norm": "#b9b0a2"}
-    for event in timeline.collectives:
+    for event in timeline.overlapped:
         at = lane(
             event.rank,
             event.start + 0.1,

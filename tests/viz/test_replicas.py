@@ -117,7 +117,7 @@ def overlapping() -> Timeline:
 
 def test_collectives_that_overlap_hide_no_other() -> None:
     timeline = overlapping()
-    assert overlap_rows(timeline.collectives) == [0, 1, 0]
+    assert overlap_rows(timeline.overlapped) == [0, 1, 0]
     svg = ElementTree.fromstring(timeline_svg(timeline))
     tops = {rect.get("y") for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "reduce_grad"}
     assert len(tops) == 3  # two bands, and the legend

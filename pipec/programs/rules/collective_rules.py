@@ -10,11 +10,9 @@ import numpy as np
 
 from pipec.ir import WAIT_OF, Instruction, Link, Op, Payload, stages_on
 from pipec.ir.columns import COLLECTIVES, OP_CODE, OPS
-from pipec.programs.deadlock import InstructionSite
-from pipec.programs.program_index import COMPUTES, ProgramIndex
+from pipec.programs.program_index import COMPUTES, ProgramIndex, Violation
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.rules import weight_version_rules
-from pipec.programs.violation import Violation
 
 _SYNC_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
 _READ_GRADIENTS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
@@ -109,11 +107,6 @@ def _expected(step: ProgramIndex, rank: int) -> Mapping[CollectiveKey, int]:
     return keys | waits
 
 
-def names_of(link: Link) -> set[str]:
-    """The names of the values of a link."""
-    return {value.name for value in link.values}
-
-
 def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
     """Every gradient is reduced once, every stage updates once, and gathered parameters are freed. Refused::
 
@@ -123,7 +116,7 @@ def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
         for key, times in _expected(step, rank).items():
             count = len(own.get(key, ()))
             if times not in (count, -1):
-                site = _site(rank, own.get(key, ()), len(step.columns[rank]) - 1)
+                site = step.probable_site(own.get(key, ()), rank)
                 often = "once" if times == 1 else f"{times} times"
                 yield Violation(site, f"{key} is there {count} times on rank {rank}; expected {often}")
             if key.op is Op.RESHARD and times:
@@ -136,15 +129,10 @@ def _alternates(
     gathered, dropped = own.get(key._replace(op=Op.UNSHARD), []), own.get(key, [])
     both = sorted([*((number, True) for number in gathered), *((number, False) for number in dropped)])
     if [is_unshard for _, is_unshard in both] != [True, False] * (len(both) // 2) or not both:
-        site = _site(rank, [number for number, _ in both], len(step.columns[rank]) - 1)
+        site = step.probable_site([number for number, _ in both], rank)
         counts = f"{len(gathered)} unshard and {len(dropped)} reshard"
         bucket = f"stage {key.stage}, bucket {key.bucket}"
         yield Violation(site, f"{bucket} has {counts} on rank {rank}; expected one after the other")
-
-
-def _site(rank: int, numbers: Sequence[int], last: int) -> InstructionSite | None:
-    number = numbers[-1] if numbers else last
-    return (rank, number) if number >= 0 else None
 
 
 def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -197,7 +185,7 @@ def _delivers_gradient(step: ProgramIndex, link: Link, key: CollectiveKey, stage
     """Whether a link carries gradients that an instruction for these stages reads."""
     if link.payload is not Payload.WEIGHT_GRADIENT or link.target not in stages:
         return False
-    return key.bucket < 0 or not names_of(link).isdisjoint(step.plan.sync_spec.buckets[key.bucket].names)
+    return key.bucket < 0 or not {*link.names}.isdisjoint(step.plan.sync_spec.buckets[key.bucket].names)
 
 
 def _last(step: ProgramIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
@@ -255,7 +243,7 @@ def _computes_while_gathered(
     computes = computes[columns.stages[computes] == key.stage]
     gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.WAIT_UNSHARD, Op.RESHARD))
     available = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
-    for number in computes[~available].tolist()[:1]:
+    for number in computes[~available].tolist():
         message = f"{columns[number].op} of stage {key.stage} runs while bucket {key.bucket} is not gathered"
         yield Violation((rank, number), message)
 
@@ -266,7 +254,7 @@ def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
     rank 0: ... reduce_grad stage 0 bucket 0, reduce_grad stage 0 bucket 1
     rank 1: ... reduce_grad stage 0 bucket 1, reduce_grad stage 0 bucket 0
     """
-    sequences = [collectives(step, rank) for rank in range(len(step.columns))]
+    sequences = [_collectives(step, rank) for rank in range(len(step.columns))]
     pairs = {pair for ranks in step.plan.placement for pair in combinations(sorted(ranks), 2)}
     for one, other in sorted(pairs):
         mine, theirs = (
@@ -277,17 +265,14 @@ def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
             if key != another:
                 message = f"{key} meets {another} of rank {other}; ranks start collectives in one order"
                 yield Violation((one, number), message, ((other, at),))
-                break
-        else:
-            if len(mine) != len(theirs):
-                longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, other)
-                key, number = longer[min(len(mine), len(theirs))]
-                yield Violation(
-                    (rank, number), f"{key} waits for rank {one + other - rank}, which has no such"
-                )
+        if len(mine) != len(theirs):
+            longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, other)
+            key, number = longer[min(len(mine), len(theirs))]
+            message = f"{key} waits for rank {one + other - rank}, which has no such"
+            yield Violation((rank, number), message)
 
 
-def collectives(step: ProgramIndex, rank: int) -> Sequence[tuple[CollectiveKey, int]]:
+def _collectives(step: ProgramIndex, rank: int) -> Sequence[tuple[CollectiveKey, int]]:
     """The collectives of a rank in order, each with its number."""
     columns = step.columns[rank]
     numbers = columns.numbers_of(*COLLECTIVES)

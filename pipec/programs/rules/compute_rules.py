@@ -1,4 +1,4 @@
-"""The rules of computes: each once and in order, nothing read after it was freed, not too much in flight."""
+"""The rules of computes: each once and in order, and nothing read after it was freed."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,9 +6,7 @@ import numpy as np
 
 from pipec.ir import Op, rank_of
 from pipec.ir.columns import OP_CODE, OPS, InstructionColumns, Ints, constant, entries, taken
-from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex
-from pipec.programs.rank_memory import in_flight
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import BACKWARDS, COMPUTES, ProgramIndex, Violation
 
 
 def _segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -51,7 +49,7 @@ def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Viol
         own = forwards[columns.stages[forwards] == stage]
         later = np.flatnonzero(columns.segments[own] > 0)
         mixed = later[columns.microbatches[own[later]] != columns.microbatches[own[later - 1]]]
-        for place in mixed.tolist()[:1]:
+        for place in mixed.tolist():
             one, other = columns.microbatches[own[[place, place - 1]]].tolist()
             message = (
                 f"the forward of stage {stage}, microbatch {one} goes on behind that of microbatch {other}"
@@ -108,11 +106,11 @@ def computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """
     yield from _segments_in_order(step)
     latest = step.numbers[OP_CODE[COMPUTES[0]]].copy()
-    latest_op = np.full(latest.shape, OP_CODE[COMPUTES[0]])
+    latest_op = np.full_like(latest, OP_CODE[COMPUTES[0]])
     for op in COMPUTES[1:]:
         numbers = step.numbers[OP_CODE[op]]
         begins, runs = step.begins[OP_CODE[op]], numbers >= 0
-        for stage, microbatch in np.argwhere(runs & (begins < latest)).tolist()[:1]:
+        for stage, microbatch in np.argwhere(runs & (begins < latest)).tolist():
             earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
             where = f"of stage {stage}, microbatch {microbatch}"
             site = rank_of(step.plan.placement, stage, microbatch), int(begins[stage, microbatch])
@@ -149,22 +147,6 @@ def frees_after_last_use(step: ProgramIndex) -> Iterator[Violation]:
             where = f"stage {stage}, microbatch {microbatch}"
             message = f"needs {where}, which was freed at {freed[stage, microbatch]}"
             yield Violation((rank, number), f"{columns[number].op} {message}")
-    for stage, microbatch in np.argwhere(freed < 0).tolist()[:1]:
-        probable_site = step.probable_site(
-            (), rank_of(step.plan.placement, stage, microbatch), stage, microbatch
-        )
-        yield Violation(probable_site, f"stage {stage}, microbatch {microbatch} is never freed")
-
-
-def bounds_in_flight(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank has more microbatches between forward and free than its limit. Refused with a limit of 1::
-
-    forward stage 0 mb 0, forward stage 0 mb 1, backward stage 0 mb 0, ...
-    """
-    if step.limits is None:
-        return
-    for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):
-        pairs = in_flight(columns)
-        for number in np.flatnonzero(pairs > limit).tolist()[:1]:
-            message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
-            yield Violation((rank, number), message)
+    for stage, microbatch in np.argwhere(freed < 0).tolist():
+        site = step.probable_site((), int(step.ranks[stage, microbatch]), stage, microbatch)
+        yield Violation(site, f"stage {stage}, microbatch {microbatch} is never freed")

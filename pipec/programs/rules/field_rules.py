@@ -8,7 +8,7 @@ import numpy as np
 from pipec.ir import Instruction, Op, OpKind, Payload, count_ranks, rank_of, stages_on
 from pipec.ir.columns import InstructionColumns, Ints, constant, is_constant
 from pipec.ir.text_format import format_link
-from pipec.programs.program_index import ProgramIndex
+from pipec.programs.program_index import ProgramIndex, Violation
 from pipec.programs.routes import rank_pairs
 from pipec.programs.rules import (
     collective_rules,
@@ -17,7 +17,6 @@ from pipec.programs.rules import (
     sync_spec_rules,
     weight_version_rules,
 )
-from pipec.programs.violation import Violation
 
 
 def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
@@ -135,7 +134,7 @@ def _transfer_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -
     op, traits, link = instruction.op, instruction.op.traits, instruction.link
     if link is None or link not in step.link_set:
         yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
-        return
+    assert link is not None
     ways: Sequence[tuple[int, int]]
     if link.payload is Payload.MICROBATCH_RESULT:
         source = rank_of(step.plan.placement, link.source, instruction.microbatch)
@@ -188,18 +187,15 @@ def fits_plan(step: ProgramIndex) -> Iterator[Violation]:
         yield Violation(None, f"programs are of ranks {ranks}; expected one for each of ranks 0 to {last}")
     for program in step.programs:
         if program.period:
-            yield Violation(
-                None, f"the program of rank {program.rank} repeats; expected that of a single step"
-            )
+            message = f"the program of rank {program.rank} repeats; expected that of a single step"
+            yield Violation(None, message)
     for link in step.plan.links:
         ends = (link.source,) if link.payload.is_result else (link.source, link.target)
         if not all(0 <= stage < len(step.plan.placement) for stage in ends):
-            yield Violation(
-                None, f"{format_link(link)} names a stage beyond the plan's {len(step.plan.placement)}"
-            )
-    for misfit in sync_spec_rules.violations(
-        step.plan.sync_spec, step.plan.placement, step.plan.links, step.segments
-    ):
+            message = f"{format_link(link)} names a stage beyond the plan's {len(step.plan.placement)}"
+            yield Violation(None, message)
+    plan = step.plan
+    for misfit in sync_spec_rules.violations(plan.sync_spec, plan.placement, plan.links, step.segments):
         yield Violation(None, misfit)
     for rank, columns in enumerate(step.columns):
         for number in _first_of_each_kind(step, rank):

@@ -1,17 +1,16 @@
 """The rules for messages between stages: each is sent and received once, in time and in channel order."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from pipec.ir import Link, Op
 from pipec.ir.columns import OP_CODE, stable_order, taken
 from pipec.ir.text_format import format_link
-from pipec.programs.program_index import ProgramIndex, transfer_ops
+from pipec.programs.program_index import ProgramIndex, Violation, transfer_ops
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.shared_receives import holding_stages, releasing_op, runs_stages_in_order
-from pipec.programs.violation import Violation
 
 
 def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
@@ -28,11 +27,9 @@ def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
             key = (op, route.number, route.source, route.target)
             carried, numbers = step.transfers.get(key, (nothing, nothing))
             counts = np.bincount(carried - first, minlength=expected.size)
-            for wrong in np.flatnonzero(counts != expected).tolist()[:1]:
-                microbatch = wrong + first
-                rank, stage = route.target, link.target
-                if op is Op.SEND:
-                    rank, stage = route.source, link.source
+            for wrong in np.flatnonzero(counts != expected).tolist():
+                microbatch, sends = wrong + first, op is Op.SEND
+                rank, stage = (route.source, link.source) if sends else (route.target, link.target)
                 message = f"{op} of {_message_name(link, microbatch)} to rank {route.target}"
                 site = step.probable_site(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
                 yield Violation(site, f"{message} is there {counts[wrong]} times; expected once")
@@ -54,7 +51,7 @@ def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
             if before is not link:
                 again[number] = value.name, before
     if again and runs_stages_in_order(columns.computes for columns in step.columns):
-        for each in cross_rank_messages(step):
+        for each in step.deliveries_between_ranks:
             if each.route.number in again:
                 name, before = again[each.route.number]
                 both = f"{format_link(each.route.link)} and {format_link(before)}"
@@ -68,10 +65,9 @@ def sent_after_made(step: ProgramIndex) -> Iterator[Violation]:
     rank 0: send mb 0 to rank 1, forward stage 0 mb 0
     """
     for each in step.deliveries:
-        for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
-            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+        for wrong in np.flatnonzero(each.sends < each.made).tolist():
             site = each.route.source, int(each.sends[wrong])
-            yield Violation(site, f"{name} leaves before it is made at {each.made[wrong]}")
+            yield Violation(site, f"{_name(each, wrong)} leaves before it is made at {each.made[wrong]}")
 
 
 def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
@@ -80,14 +76,12 @@ def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
     rank 1: recv mb 0 from rank 0, forward stage 1 mb 0, wait_recv mb 0 from rank 0
     """
     for each in step.deliveries:
-        for wrong in np.flatnonzero(each.waits < each.receives).tolist()[:1]:
-            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
-            site = each.route.target, int(each.waits[wrong])
+        for wrong in np.flatnonzero(each.waits < each.receives).tolist():
+            name, site = _name(each, wrong), (each.route.target, int(each.waits[wrong]))
             yield Violation(site, f"awaits {name}, which is received only at {each.receives[wrong]}")
-        for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.waits)).tolist()[:1]:
-            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
-            site = each.route.target, int(each.reads[wrong])
+        for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.waits)).tolist():
             way = "awaited" if each.route.crosses_ranks else "moved"
+            name, site = _name(each, wrong), (each.route.target, int(each.reads[wrong]))
             yield Violation(site, f"reads {name}, which is {way} only at {each.waits[wrong]}")
 
 
@@ -115,7 +109,7 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
             released = step.numbers[OP_CODE[releasing_op(link)]][held]
             until[own] = np.where(step.ranks[held] == rank, released, -1).max(axis=0)
         live = until > after
-        for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True))[:1]:
+        for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True)):
             link = columns.links[columns.link_numbers[number]]
             name = f"slot {columns.slots[number]} of {format_link(link)}"
             held = columns.microbatches[holder]
@@ -129,21 +123,16 @@ def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
     rank 1: recv mb 1 from rank 0, recv mb 0 from rank 0
     """
     channels: dict[tuple[int, int], list[DeliveredMessages]] = defaultdict(list)
-    for each in step.deliveries:
-        if each.route.crosses_ranks:
-            channels[each.route.source, each.route.target].append(each)
+    for each in step.deliveries_between_ranks:
+        channels[each.route.source, each.route.target].append(each)
     for (source, target), deliveries in channels.items():
         sends, receives = (
             np.concatenate([getattr(each, way) for each in deliveries]) for way in ("sends", "receives")
         )
         order = np.argsort(sends)
-        for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist()[:1]:
+        for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist():
             late, early = order[place], order[place + 1]
-            names = [
-                _message_name(each.route.link, microbatch)
-                for each in deliveries
-                for microbatch in each.route.microbatches.tolist()
-            ]
+            names = [_name(each, number) for each in deliveries for number in range(each.sends.size)]
             sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
             message = f"{names[early]} is received before {names[late]}, but {sent}"
             yield Violation((target, int(receives[early])), message)
@@ -157,19 +146,16 @@ def receives_after_dependencies(step: ProgramIndex) -> Iterator[Violation]:
         rank 0: recv gradient mb 0 from rank 1, forward stage 0 mb 0, send mb 0 to rank 1
     """
     assert step.computes, "these programs do not finish"
-    between_ranks = cross_rank_messages(step)
-    depends = step.computes.depend_on_next_compute(between_ranks)
-    for each, of_route in zip(between_ranks, depends, strict=True):
-        for wrong in np.flatnonzero(of_route).tolist()[:1]:
-            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
-            site = each.route.target, int(each.receives[wrong])
-            yield Violation(site, f"{name} is received before the next compute, which it depends on")
+    messages = step.deliveries_between_ranks
+    for each, of_route in zip(messages, step.computes.depend_on_next_compute(messages), strict=True):
+        for wrong in np.flatnonzero(of_route).tolist():
+            message = f"{_name(each, wrong)} is received before the next compute, which it depends on"
+            yield Violation((each.route.target, int(each.receives[wrong])), message)
 
 
 def _message_name(link: Link, microbatch: int) -> str:
     return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
 
 
-def cross_rank_messages(step: ProgramIndex) -> Sequence[DeliveredMessages]:
-    """The messages between ranks."""
-    return [each for each in step.deliveries if each.route.crosses_ranks]
+def _name(messages: DeliveredMessages, number: int) -> str:
+    return _message_name(messages.route.link, int(messages.route.microbatches[number]))

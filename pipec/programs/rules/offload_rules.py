@@ -6,8 +6,7 @@ import numpy as np
 
 from pipec.ir import Op, rank_of
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 _READERS = [OP_CODE[op] for op in (Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)]
 
@@ -29,11 +28,11 @@ def offloads_in_order(step: ProgramIndex) -> Iterator[Violation]:
 
 def _only_once(step: ProgramIndex, rank: int, columns: InstructionColumns, op: Op) -> Iterator[Violation]:
     own = columns.numbers_of(op)
-    for number in own[~np.isin(columns.stages[own], list(step.offload))].tolist()[:1]:
+    for number in own[~np.isin(columns.stages[own], list(step.offload))].tolist():
         where = f"stage {columns.stages[number]}"
         yield Violation((rank, number), f"{op} of {where}, which keeps what it saves; expected none")
     keys = _keys(step, columns, own)
-    for number in np.delete(own, np.unique(keys, return_index=True)[1]).tolist()[:1]:
+    for number in np.delete(own, np.unique(keys, return_index=True)[1]).tolist():
         where = f"of stage {columns.stages[number]}, microbatch {columns.microbatches[number]}"
         yield Violation((rank, number), f"{op} {where} is there more than once; expected it once at most")
 
@@ -51,9 +50,8 @@ def _in_order(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Ite
         if number < forward:
             yield Violation((rank, number), f"offload {where} runs before its forward at {forward}")
         if returns < 0:
-            yield Violation(
-                (rank, number), f"offload {where} has no prefetch; expected one before it is read"
-            )
+            message = f"offload {where} has no prefetch; expected one before it is read"
+            yield Violation((rank, number), message)
         elif returns < over[key]:
             yield Violation((rank, returns), f"prefetch {where} runs before its wait_offload at {over[key]}")
         else:
@@ -68,7 +66,7 @@ def _reads_what_is_there(
     step: ProgramIndex, stage: int, microbatch: int, offloaded: int, returned: int
 ) -> Iterator[Violation]:
     begins = step.begins[_READERS, stage, microbatch]
-    for number in begins[(begins >= 0) & (begins < returned)].tolist()[:1]:
+    for number in begins[(begins >= 0) & (begins < returned)].tolist():
         rank = rank_of(step.plan.placement, stage, microbatch)
         what = f"what stage {stage} saved for microbatch {microbatch}"
         message = f"reads {what}, which is away from its offload at {offloaded} to {returned}"

@@ -7,8 +7,7 @@ import numpy as np
 from pipec.ir import Instruction, Op, stages_on
 from pipec.ir.columns import OP_CODE
 from pipec.programs.precomputed_reads import precomputed_reads
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 
 def violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:

@@ -12,8 +12,7 @@ import numpy as np
 
 from pipec.ir import Op, Payload, Stream, replica_counts
 from pipec.ir.columns import OP_CODE
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 
 def pauses_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -38,10 +37,8 @@ def _out_of_order(step: ProgramIndex, rank: int, stream: Stream) -> Iterator[Vio
     awaited = (columns.ops == OP_CODE[Op.WAIT_RECV]) & is_result[columns.link_numbers]
     made = (columns.ops == OP_CODE[Op.FORWARD]) & np.isin(columns.stages, makers) & (columns.segments <= 0)
     pauses, updates = columns.ops == OP_CODE[Op.PAUSE], columns.ops == OP_CODE[Op.UPDATE]
-    replicas, last = (
-        replica_counts(step.plan.placement),
-        step.plan.num_microbatches // stream.microbatches - 1,
-    )
+    replicas = replica_counts(step.plan.placement)
+    last = step.plan.num_microbatches // stream.microbatches - 1
     num_requested, num_complete, results = 0, 0, Counter[int]()
     checks = columns.ops == OP_CODE[Op.CHECK]
     for number in np.flatnonzero(awaited | made | pauses | updates | checks).tolist():
@@ -51,7 +48,6 @@ def _out_of_order(step: ProgramIndex, rank: int, stream: Stream) -> Iterator[Vio
             if place or batch != num_requested:
                 expected = num_requested * stream.microbatches
                 yield Violation((rank, number), f"pauses for microbatch {microbatch}; expected {expected}")
-                return
             if num_complete < batch:
                 what = f"pauses for mini-batch {batch} before it has the results of {num_complete}"
                 yield Violation((rank, number), f"{what}, which the script waits for")

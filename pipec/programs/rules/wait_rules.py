@@ -7,8 +7,7 @@ import numpy as np
 from pipec.ir import WAIT_OF, Instruction, Op
 from pipec.ir.columns import OPS, InstructionColumns, Ints, one_of, taken
 from pipec.programs.awaited_starts import IS_WAIT, STARTED_OP, starts_and_waits
-from pipec.programs.program_index import BACKWARDS, ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import BACKWARDS, ProgramIndex, Violation
 
 _MAKES_GRADIENTS = one_of(*BACKWARDS)
 _READ_SUMS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
@@ -31,7 +30,7 @@ def _not_in_turn(rank: int, columns: InstructionColumns, numbers: Ints, fields: 
     is_first = np.append(True, np.diff(fields, axis=1).any(axis=0))
     is_last = np.append(is_first[1:], True)
     after_wait = is_first | np.append(True, is_wait[:-1])
-    for place in np.flatnonzero((is_wait == after_wait) | (is_last & ~is_wait)).tolist()[:1]:
+    for place in np.flatnonzero((is_wait == after_wait) | (is_last & ~is_wait)).tolist():
         number = int(numbers[place])
         found, op = _fields(columns[number]), OPS[STARTED_OP[columns.ops[number]]]
         if is_wait[place]:
@@ -61,17 +60,15 @@ def accumulated_once(step: ProgramIndex) -> Iterator[Violation]:
     for rank, columns in enumerate(step.columns):
         made, added = columns.numbers_of(*BACKWARDS), columns.numbers_of(Op.ACCUMULATE)
         added = added[taken(columns.link_numbers, added) < 0]
-        readers = np.concatenate(
-            [columns.compute_numbers, columns.numbers_of(*_READ_SUMS), step.tied_transfers(rank)]
-        )
-        readers = np.sort(readers, kind="stable")
+        sums_read = columns.numbers_of(*_READ_SUMS), step.tied_transfers(rank)
+        readers = np.sort(np.concatenate([columns.compute_numbers, *sums_read]), kind="stable")
         place = np.searchsorted(readers, added) - 1
         before = np.where(place >= 0, np.append(readers, -1)[place], -1)
         right = (before >= 0) & _MAKES_GRADIENTS[taken(columns.ops, before)]
         for column in (columns.stages, columns.microbatches, columns.segments):
             right &= taken(column, before) == taken(column, added)
         right &= np.append(True, before[1:] != before[:-1])[: added.size]
-        for number in added[~right].tolist()[:1]:
+        for number in added[~right].tolist():
             message = "accumulates what the compute before it did not make, or what is accumulated already"
             yield Violation((rank, number), message)
         if added.size < made.size:
@@ -83,14 +80,14 @@ def accumulated_once(step: ProgramIndex) -> Iterator[Violation]:
 
 
 def _tied_not_accumulated(step: ProgramIndex, rank: int, columns: InstructionColumns) -> Iterator[Violation]:
-    """Gradients of tied weights that are not accumulated once, after they have come."""
+    """Gradients of tied weights that are not accumulated once, after they have arrived."""
     waits = step.tied_transfers(rank, Op.WAIT_RECV)
     added = columns.numbers_of(Op.ACCUMULATE)
     added = added[taken(columns.link_numbers, added) >= 0]
-    came = {(columns.link_numbers[k], columns.peers[k]): k for k in waits.tolist()}
+    arrived = {(columns.link_numbers[k], columns.peers[k]): k for k in waits.tolist()}
     for number in added.tolist():
-        before = came.pop((columns.link_numbers[number], columns.peers[number]), len(columns))
+        before = arrived.pop((columns.link_numbers[number], columns.peers[number]), len(columns))
         if number < before:
             yield Violation((rank, number), "accumulates gradients that are not awaited before")
-    for number in came.values():
+    for number in arrived.values():
         yield Violation((rank, number), "the gradients that came here are never accumulated")

@@ -2,11 +2,13 @@
 
 Every stage updates as soon as the gradients of a round, or of a mini-batch, are summed. ``RULES`` prove that
 each microbatch reads the version that ``Stream`` specifies, the same in forward and backward; that sums and
-updates come in the order of mini-batches, equally on all replicas; and that no stage ever needs more versions
-than it may hold.
+updates come in the order of mini-batches, equally on all replicas; and that versions are there when they are
+read. So no stage needs more versions than ``Stream.max_live_versions``: before the gradients of a microbatch
+are made, a stage has made no update that uses them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -21,8 +23,7 @@ from pipec.ir import (
     stages_on,
 )
 from pipec.ir.columns import OP_CODE, Ints, constant, taken
-from pipec.programs.program_index import ProgramIndex
-from pipec.programs.violation import Violation
+from pipec.programs.program_index import ProgramIndex, Violation
 
 _NAME_VERSIONS = (Op.PRECOMPUTE, Op.STASH, Op.UPDATE)
 _PREPARING = (Op.CHECK, Op.STAGE_NORM, Op.STASH)
@@ -64,9 +65,9 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
         others = columns.versions != -1
         others[computes] = False
         others[columns.numbers_of(*_NAME_VERSIONS) if stream else []] = False
-        for number in np.flatnonzero(others).tolist()[:1]:
-            op, version = columns[number].op, columns.versions[number]
-            yield Violation((rank, number), f"{op} names version {version}; expected none")
+        for number in np.flatnonzero(others).tolist():
+            message = f"{columns[number].op} names version {columns.versions[number]}; expected none"
+            yield Violation((rank, number), message)
         if stream is None:
             expected = constant(-1, computes.size)
         else:
@@ -75,10 +76,9 @@ def versions_as_specified(step: ProgramIndex) -> Iterator[Violation]:
                 columns.microbatches[computes].tolist(), columns.stages[computes].tolist(), strict=True
             )
             expected = np.array([stream.version(*pair, replicas) for pair in pairs], np.int64)
-        wrong = computes[taken(columns.versions, computes) != expected]
-        for number in wrong.tolist()[:1]:
-            right = int(expected[computes == number][0])
-            found = f"reads version {columns.versions[number]}; expected {right}"
+        for place in np.flatnonzero(taken(columns.versions, computes) != expected).tolist():
+            number = int(computes[place])
+            found = f"reads version {columns.versions[number]}; expected {expected[place]}"
             where = f"stage {columns.stages[number]}, microbatch {columns.microbatches[number]}"
             yield Violation((rank, number), f"{columns[number].op} of {where} {found}")
 
@@ -97,30 +97,23 @@ def updates_in_order(step: ProgramIndex) -> Iterator[Violation]:
     for stage, ranks in enumerate(step.plan.placement):
         size = stream.microbatches_per_update(stage, replicas)
         for rank in ranks:
-            faults = [*_not_round_by_round(step, rank, stage, size)]
-            faults = faults or [*_wrong_gradients(step, rank, stage, size)]
-            yield from faults or _unprepared(step, rank, stage)
+            yield from _not_round_by_round(step, rank, stage, size)
+            yield from _wrong_gradients(step, rank, stage, size)
+            yield from _unprepared(step, rank, stage)
 
 
 def _not_round_by_round(step: ProgramIndex, rank: int, stage: int, size: int) -> Iterator[Violation]:
     """Updates and sums of a stage that are missing, repeated or out of order."""
     columns, count = step.columns[rank], -(-step.plan.num_microbatches // size)
-    for op, bucket in [
-        (Op.UPDATE, -1),
-        *(
-            (op, k)
-            for k in step.plan.sync_spec.buckets_of(stage)
-            for op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)
-        ),
-    ]:
+    sums = product(step.plan.sync_spec.buckets_of(stage), (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD))
+    for bucket, op in [(-1, Op.UPDATE), *sums]:
         numbers = _numbers(step, rank, stage, op, bucket)
-        what = (
-            f"stage {stage} is updated" if op is Op.UPDATE else f"bucket {bucket} of stage {stage} is summed"
-        )
         if len(numbers) != count:
-            site = step.probable_site(numbers, rank, stage, -1)
-            yield Violation(site, f"{what} {len(numbers)} times; expected {count}")
-            return
+            what = (
+                f"bucket {bucket} of stage {stage} is summed" if bucket >= 0 else f"stage {stage} is updated"
+            )
+            message = f"{what} {len(numbers)} times; expected {count}"
+            yield Violation(step.probable_site(numbers, rank), message)
         for made, number in enumerate(numbers, start=1):
             if op is Op.UPDATE and columns.versions[number] != made:
                 message = f"update of stage {stage} makes version {columns.versions[number]}; expected {made}"
@@ -143,9 +136,8 @@ def _wrong_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> It
                 yield Violation((rank, updated), f"{what} for it at {summed}")
             if version < len(sums) and sums[version] < updated:
                 what = f"bucket {bucket} of stage {stage} is summed for version {version + 1}"
-                yield Violation(
-                    (rank, sums[version]), f"{what} before version {version} is made at {updated}"
-                )
+                message = f"{what} before version {version} is made at {updated}"
+                yield Violation((rank, sums[version]), message)
     if not buckets:
         yield from _uses_others(step, rank, stage, size, updates)
 
@@ -153,25 +145,28 @@ def _wrong_gradients(step: ProgramIndex, rank: int, stage: int, size: int) -> It
 def _unprepared(step: ProgramIndex, rank: int, stage: int) -> Iterator[Violation]:
     """Updates without the check of their gradients, or without the norm by which they are clipped."""
     sync_spec, updates = step.plan.sync_spec, _numbers(step, rank, stage, Op.UPDATE)
-    sums = [_numbers(step, rank, stage, Op.WAIT_REDUCE_GRAD, each) for each in sync_spec.buckets_of(stage)]
     needed = {Op.CHECK: sync_spec.on_nan is not None, Op.STAGE_NORM: sync_spec.clips}
     for op in (op for op, is_needed in needed.items() if is_needed):
-        found = np.array([-1, *_numbers(step, rank, stage, op)])
-        for made, updated in enumerate(updates):
-            first = max([updates[made - 1] if made else -1, *(each[made] for each in sums)])
-            first = max(first, _last_gradient_before(step, rank, stage, updated))
-            if ((found > first) & (found < updated)).sum() != 1:
+        found = np.array(_numbers(step, rank, stage, op))
+        for complete, updated in zip(_gradients_complete(step, rank, stage), updates, strict=True):
+            if ((found > complete) & (found < updated)).sum() != 1:
                 message = f"update of stage {stage} without one {op} of its gradients before it"
                 yield Violation((rank, updated), message)
-                return
 
 
-def _last_gradient_before(step: ProgramIndex, rank: int, stage: int, number: int) -> int:
-    """The last accumulation of gradients before an instruction, if no sum over replicas follows."""
-    if step.plan.sync_spec.buckets_of(stage):
-        return -1
-    added = _numbers(step, rank, stage, Op.ACCUMULATE)
-    return max((each for each in added if each < number), default=-1)
+def _gradients_complete(step: ProgramIndex, rank: int, stage: int) -> list[int]:
+    """For each update of a stage, the last instruction that adds to its gradients, or the update before."""
+    updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.plan.sync_spec.buckets_of(stage)
+    ends = [_numbers(step, rank, stage, Op.WAIT_REDUCE_GRAD, bucket) for bucket in buckets]
+    ends = ends or [_last_before(updates, _numbers(step, rank, stage, Op.ACCUMULATE))]
+    return [max(numbers) for numbers in zip([-1, *updates][: len(updates)], *ends, strict=True)]
+
+
+def _last_before(updates: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    """For each update, the last of these instructions before it, or -1."""
+    found = np.array([-1, *numbers])
+    last: list[int] = found[np.searchsorted(found, updates) - 1].tolist()
+    return last
 
 
 def _uses_others(
@@ -196,62 +191,47 @@ def _numbers(step: ProgramIndex, rank: int, stage: int, op: Op, bucket: int = -1
 
 
 def versions_available(step: ProgramIndex) -> Iterator[Violation]:
-    """A version is made before it is read, and a stage never needs more versions than it may hold. Refused::
+    """A version is made before it is read, and stashed if it is read after the next update. Refused::
 
     forward stage 0 mb 1 version 1, update stage 0 makes version 1
     """
-    stream = step.plan.sync_spec.stream
-    if stream is None:
-        return
-    replicas = replica_counts(step.plan.placement)
-    for rank, stage in [(rank, stage) for stage, ranks in enumerate(step.plan.placement) for rank in ranks]:
+    placement = step.plan.placement if step.plan.sync_spec.stream else ()
+    for rank, stage in [(rank, stage) for stage, ranks in enumerate(placement) for rank in ranks]:
         columns, numbers = step.columns[rank], _numbers(step, rank, stage, Op.UPDATE)
         own = columns.compute_numbers[columns.stages[columns.compute_numbers] == stage]
         read = columns.versions[own]
         made = np.searchsorted(numbers, own)
         yield from _not_stashed(step, rank, stage, numbers, own[read < made])
-        for place in np.flatnonzero(read > made).tolist()[:1]:
+        for place in np.flatnonzero(read > made).tolist():
             message = f"reads version {read[place]} of stage {stage}, which is not made yet"
-            yield Violation((rank, int(own[place])), message)
-        needed = np.minimum.accumulate(read[::-1])[::-1]  # the oldest that is read from here on
-        most = stream.max_live_versions(stage, replicas)
-        for place in np.flatnonzero(made - needed + 1 > most).tolist()[:1]:
-            live = int(made[place] - needed[place] + 1)
-            message = f"stage {stage} holds {live} versions of its weights here; expected at most {most}"
             yield Violation((rank, int(own[place])), message)
 
 
 def _not_stashed(
     step: ProgramIndex, rank: int, stage: int, updates: Sequence[int], late: Ints
 ) -> Iterator[Violation]:
-    """Computes that read a version after the update that changes it, if that is not stashed before."""
+    """Computes that read a version after the update that changes it, if that is not stashed before.
+
+    A stash keeps the weights that have a gradient, unless the check has found that the update is skipped.
+    """
     columns, stashes = step.columns[rank], dict[int, int]()
+    checks = _last_before(updates, _numbers(step, rank, stage, Op.CHECK))
+    ready = [*map(max, _gradients_complete(step, rank, stage), checks), max(updates, default=-1)]
     for number in _numbers(step, rank, stage, Op.STASH):
         version = int(columns.versions[number])
+        what = f"stashes version {version} of stage {stage}"
         if not 0 <= version <= len(updates):
-            yield Violation(
-                (rank, number), f"stashes version {version} of stage {stage}, which is never made"
-            )
-            return
+            yield Violation((rank, number), f"{what}, which is never made")
         if version in stashes:
-            message = (
-                f"stashes version {version} of stage {stage} again; expected it once, at {stashes[version]}"
-            )
-            yield Violation((rank, number), message)
-            return
+            yield Violation((rank, number), f"{what} again; expected it once, at {stashes[version]}")
         stashes[version] = number
-        first, last = (updates[version - 1] if version else -1), [*updates, len(columns)][version]
-        if not first < number < last:
-            message = (
-                f"stashes version {version} of stage {stage} at another time than before the update at {last}"
-            )
-            yield Violation((rank, number), message)
-            return
+        last = [*updates, len(columns)][version]
+        if not ready[version] < number < last:
+            yield Violation((rank, number), f"{what} at another time than before the update at {last}")
     for number in late.tolist():
         if (version := int(columns.versions[number])) not in stashes:
             message = f"reads version {version} of stage {stage}, which is not stashed before the update"
             yield Violation((rank, number), f"{message} at {updates[version]}")
-            return
 
 
 def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
@@ -277,14 +257,12 @@ def _unsupported(stream: Stream, replicas: Sequence[int]) -> Iterator[Violation]
             found = f"a mini-batch has {stream.microbatches} microbatches"
             yield Violation(None, f"{found}; versions that are {stream.versions} need 1")
         if stream.versions is VersionPolicy.VERTICAL and most > 1:
-            yield Violation(
-                None, f"a stage has {most} replicas; vertical sync has no rule of versions for them"
-            )
+            message = f"a stage has {most} replicas; vertical sync has no rule of versions for them"
+            yield Violation(None, message)
     elif min(replicas) != most or stream.microbatches % most:
         found = f"{stream.microbatches} microbatches of a mini-batch for {replicas} replicas of the stages"
-        yield Violation(
-            None, f"{found}; two versions need as many microbatches for each replica of each stage"
-        )
+        message = f"{found}; two versions need as many microbatches for each replica of each stage"
+        yield Violation(None, message)
     elif stream.microbatches < len(replicas) * most:
         found = f"a mini-batch has {stream.microbatches} microbatches"
         yield Violation(None, f"{found}; two versions need {len(replicas) * most}")

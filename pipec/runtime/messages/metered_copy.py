@@ -27,11 +27,11 @@ Send = Callable[[Sequence[Tensor], Sizes], None]
 
 
 class Mailbox(Protocol):
-    """The messages of one link for one rank."""
+    """The messages of one link for one rank, by number."""
 
-    def post(self, sizes: Sizes) -> None: ...
+    def post(self, sizes: Sizes) -> int: ...
 
-    def wait(self) -> Sequence[Tensor]: ...
+    def wait(self, number: int) -> Sequence[Tensor]: ...
 
 
 def metered_send(send: Send, key: object) -> Send:
@@ -59,6 +59,7 @@ class MeteredReceiver:
         self._message_layouts = MessageLayouts(instruction.link)
         self._into: Sequence[Tensor] = ()
         self._sizes: Sizes | None = None
+        self._number = 0
 
     def held(self) -> list[Tensor]:
         """The buffers that a process would hold since the last message, while a meter counts."""
@@ -69,13 +70,12 @@ class MeteredReceiver:
         return [memory for buffer in self._buffers() for memory in buffer.held()]
 
     def post(self, sizes: Sizes) -> None:
-        self._mailbox.post(sizes)
-        self._sizes = sizes
+        self._number, self._sizes = self._mailbox.post(sizes), sizes
         if current_memory_meter():
             self._into = link_values(self._memory(sizes))
 
     def wait(self) -> Sequence[Tensor]:
-        arrived = self._mailbox.wait()
+        arrived = self._mailbox.wait(self._number)
         into, self._into = self._into, ()
         return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived
 

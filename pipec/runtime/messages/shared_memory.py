@@ -22,7 +22,7 @@ import mmap
 import os
 import socket
 import struct
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -200,15 +200,19 @@ class IncomingChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = MessageSocket(connection)
-        self._arrived: defaultdict[int, deque[tuple[SharedSlot, int]]] = defaultdict(deque)
+        self._arrived: defaultdict[int, dict[int, tuple[SharedSlot, int]]] = defaultdict(dict)
+        self._num_posted, self._num_arrived = Counter[int](), Counter[int]()
         self._returned: defaultdict[int, dict[int, SharedSlot]] = defaultdict(dict)
         self._holding: dict[int, SharedSlot] = {}
 
     def held(self) -> Iterator[Tensor]:
         return (slot.memory.whole for slot in self._holding.values())
 
-    def post(self, tag: int, before: SharedSlot | None) -> None:
-        """Allow one more message, and return the slot of the message ``before`` if it is free."""
+    def post(self, tag: int, before: SharedSlot | None) -> int:
+        """Allow one more message, and send back the slot of the message ``before`` if it is free.
+
+        Returns the number of the message among those of its tag.
+        """
         is_free = before is not None and before.memory.is_free
         number = _NO_SLOT
         if before is not None:
@@ -217,19 +221,21 @@ class IncomingChannel:
             if is_free:
                 self._returned[tag][number] = before
         self.socket.send(_POST.pack(tag, number, is_free))
+        self._num_posted[tag] += 1
+        return self._num_posted[tag] - 1
 
-    def wait(self, tag: int, message_layout: MessageLayout) -> SharedSlot:
-        """Wait for the next message of a tag, which has this layout.
+    def wait(self, tag: int, number: int, message_layout: MessageLayout) -> SharedSlot:
+        """Wait for a message of a tag by its number, which has this layout.
 
         Meanwhile it prepares the tensors of slots in which the message may arrive.
         """
         arrived = self._arrived[tag]
-        if not arrived:
+        if number not in arrived:
             for slot in self._returned[tag].values():
                 slot.memory.prepare(message_layout)
-        while not arrived:
+        while number not in arrived:
             self._read()
-        slot, num_bytes = arrived.popleft()
+        slot, num_bytes = arrived.pop(number)
         if num_bytes != message_layout.num_bytes:
             raise TransportError(
                 f"received a message of {num_bytes:,} bytes, but the plan expects "
@@ -250,7 +256,8 @@ class IncomingChannel:
             finally:
                 os.close(file)
         slot = self._holding[number] = slots.pop(number)
-        self._arrived[tag].append((slot, num_bytes))
+        self._arrived[tag][self._num_arrived[tag]] = slot, num_bytes
+        self._num_arrived[tag] += 1
 
 
 def _mapped(file: int) -> MessageMemory:
@@ -298,7 +305,7 @@ class SharedReceiver:
             received_slot,
         )
         self._error_context = error_context
-        self._message_layout = MessageLayout((), 0)
+        self._message_layout, self._number = MessageLayout((), 0), -1
 
     def post(self, sizes: Sizes) -> None:
         (self._message_layout,) = self._message_layouts.of(sizes)
@@ -306,7 +313,7 @@ class SharedReceiver:
             return
         before, self._received_slot.slot = self._received_slot.slot, None
         try:
-            self._incoming.post(self._tag, before)
+            self._number = self._incoming.post(self._tag, before)
         except ConnectionError:
             with self._error_context:  # entered only on failure, because a post does not wait
                 raise
@@ -315,7 +322,8 @@ class SharedReceiver:
         if not self._message_layout.num_bytes:
             return _EMPTY.values(self._message_layout)
         with self._error_context:
-            slot = self._received_slot.slot = self._incoming.wait(self._tag, self._message_layout)
+            slot = self._incoming.wait(self._tag, self._number, self._message_layout)
+        self._received_slot.slot = slot
         return slot.memory.values(self._message_layout)
 
 

@@ -43,7 +43,8 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """One rank's end. Messages with the same tag between the same ranks arrive in the order they were sent.
 
-    ``tag`` is the position of the instruction's link in the plan, which is the same on every rank.
+    So the k-th message is for the k-th receive that is posted, whichever receive is awaited first. ``tag`` is
+    the position of the instruction's link in the plan, which is the same on every rank.
     """
 
     def sender(self, instruction: Instruction, tag: int) -> Send: ...
@@ -232,7 +233,7 @@ _DeviceCopy = Callable[[Sequence[Tensor]], _Receive]
 
 
 class _Mailbox:
-    """The messages of one link for one rank, oldest first.
+    """The messages of one link for one rank: the k-th message is for the k-th receive that is posted.
 
     The sender calls ``device_copy``, and the reader calls the function that it returns. ``check_running``
     raises if the ranks have stopped.
@@ -242,24 +243,36 @@ class _Mailbox:
         self._queue: SimpleQueue[_Receive] = SimpleQueue()
         self._device_copy = device_copy
         self._check_running = check_running
+        self._arrived: dict[int, _Receive] = {}
+        self._num_posted = self._num_arrived = 0
 
     def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         self._check_running()
         self._queue.put(self._device_copy(tensors))
 
-    def post(self, sizes: Sizes) -> None:
-        """Do nothing: the message owns its memory."""
+    def post(self, sizes: Sizes) -> int:
+        """The number of the message, which owns its memory."""
+        number, self._num_posted = self._num_posted, self._num_posted + 1
+        return number
 
-    def wait(self) -> Sequence[Tensor]:
-        take = self._queue.get()
-        self._check_running()
-        return take()
+    def wait(self, number: int) -> Sequence[Tensor]:
+        """Wait for a message. Others may be awaited later, though they were sent earlier."""
+        while self._num_arrived <= number:
+            received = self._queue.get()
+            self._check_running()
+            self._num_arrived += 1
+            if self._num_arrived > number:
+                return received()
+            self._arrived[self._num_arrived - 1] = received
+        return self._arrived.pop(number)()
 
     def wake(self) -> None:
         """Wake a waiting reader, so that it notices that the ranks have stopped."""
         self._queue.put(tuple)
 
     def clear(self) -> None:
+        self._arrived.clear()
+        self._num_posted = self._num_arrived = 0
         with contextlib.suppress(Empty):
             while True:
                 self._queue.get_nowait()

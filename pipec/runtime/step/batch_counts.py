@@ -13,7 +13,7 @@ from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveW
 from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.stages.bound_stage import parameter_names
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.step_results import empty_result
+from pipec.runtime.step.step_results import zeros_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def batch_counts(
     Code for microbatches of one size cannot take the whole batch; its values are sums over microbatches.
     """
     found: dict[str, Tensor] = {}
-    whole = {given.value.name: leaves[given.position] for given in plan.inputs}
+    whole = {leaf.value.name: leaves[leaf.position] for leaf in plan.inputs}
     for function in functions:
         if plan.dynamic_batch:
             found |= function.values(whole, {**batch_slice.values, "b": batch_slice.batch})
@@ -101,7 +101,7 @@ class ReplicaCounts:
             if sizes[each]
         ]
         for value in function.stage.batch_count_sums:
-            none = torch.zeros_like(empty_result(value, values, function.device))
+            none = zeros_of(value, {**values, "b": 0}, function.device)
             term = functools.reduce(torch.add, [part[value.name] for part in parts]) if parts else none
             terms = term.new_empty(group.size, *term.shape)
             wait = group.all_gather(terms.view(-1), term.contiguous().view(-1))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipec.ir import Sizes
 
@@ -50,7 +51,7 @@ class BatchSlice:
     def num_rows(self) -> int:
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def loss_weights(self) -> Sequence[float]:
         """The weight of each microbatch's loss."""
         return self.custom_loss_weights or [size / self.batch for size in self.sizes]

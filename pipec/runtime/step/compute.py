@@ -11,6 +11,10 @@ Action = Callable[[], None]
 FetchArguments = Callable[[], Sequence[Any]]
 
 
+def nothing() -> None:
+    """The action that does nothing."""
+
+
 def bind_function(
     name: str,
     phase: Phase,

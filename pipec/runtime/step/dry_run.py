@@ -23,14 +23,15 @@ from torch import Tensor
 from pipec.errors import PipecError
 from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes, StepPart
 from pipec.ir.periodic_program import unroll
-from pipec.ir.text_format import evaluate_dim
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.stages.cuda_graphs import StageGraphs
 from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.compute import nothing
 from pipec.runtime.step.interpreter import Interpreter
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.step_results import zeros_of
 
 log = logging.getLogger("pipec")
 
@@ -125,12 +126,16 @@ class DryRuns:
             self._known.add(self._sizes_of(batch_slice))
 
     def _sizes_of(self, batch_slice: BatchSlice) -> object:
-        """The sizes that decide which kernels run; numbers do not."""
-        sizes = (*batch_slice.sizes, *(batch_slice.values.get(name, 0) for name in self._sizes))
+        """The sizes up to which kernels are alike."""
+        sizes = self._all_sizes(batch_slice)
         return sizes if self._every_size else tuple(int(size).bit_length() for size in sizes)
 
+    def _all_sizes(self, batch_slice: BatchSlice) -> tuple[float, ...]:
+        """The sizes that decide which kernels run; numbers do not."""
+        return (*batch_slice.sizes, *(batch_slice.values.get(name, 0) for name in self._sizes))
+
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int) -> None:
-        leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}
+        leaves = {name: _with_own_gradient(tensor) for name, tensor in self._parameters.items()}
         if len(microbatches) < self._num_microbatches:
             microbatches, batch_slice = _repeated(microbatches, batch_slice, self._num_microbatches)
         if not self._graphs:
@@ -150,7 +155,7 @@ class DryRuns:
 
     def _shortened(self, batch_slice: BatchSlice) -> BatchSlice:
         """The slice with rows for one microbatch of each size, if none of its sizes is larger than before."""
-        sizes = (*batch_slice.sizes, *(batch_slice.values.get(name, 0) for name in self._sizes))
+        sizes = self._all_sizes(batch_slice)
         if not any(all(map(le, sizes, before)) for before in self._whole):
             self._whole.append(sizes)
             return batch_slice
@@ -184,11 +189,11 @@ def _repeated(
 ) -> tuple[Sequence[Mapping[str, Tensor]], BatchSlice]:
     """``count`` microbatches, by repeating the given ones."""
     places = [number % len(microbatches) for number in range(count)]
-    sizes, shares = [batch_slice.sizes[k] for k in places], [batch_slice.loss_weights[k] for k in places]
-    return [microbatches[k] for k in places], replace(batch_slice, sizes=sizes, custom_loss_weights=shares)
+    sizes, weights = [batch_slice.sizes[k] for k in places], [batch_slice.loss_weights[k] for k in places]
+    return [microbatches[k] for k in places], replace(batch_slice, sizes=sizes, custom_loss_weights=weights)
 
 
-def _another(tensor: Tensor) -> Tensor:
+def _with_own_gradient(tensor: Tensor) -> Tensor:
     """A tensor with the same values in the same memory, and a gradient of its own."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
@@ -220,7 +225,7 @@ class _StubTransport:
         """Nothing is cut off."""
 
     def fail(self, error: BaseException) -> None:
-        """Nobody asks."""
+        """No other rank is told."""
 
 
 class _Zeros:
@@ -233,36 +238,25 @@ class _Zeros:
         self._sizes = sizes
 
     def wait(self) -> Sequence[Tensor]:
-        return [
-            torch.zeros(
-                [evaluate_dim(dim, self._sizes) for dim in value.shape],
-                dtype=getattr(torch, value.dtype),
-                device=self._device,
-            )
-            for value in self._values
-        ]
-
-
-def _nothing() -> None:
-    """Wait for nobody."""
+        return [zeros_of(value, self._sizes, self._device) for value in self._values]
 
 
 @dataclass
 class _StubGroup:
-    """A group whose other members stay away."""
+    """A group without its other members."""
 
     index: int
     size: int
 
     def all_reduce(self, tensor: Tensor) -> CollectiveWait:
-        return _nothing
+        return nothing
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
         output.copy_(tensor.view(self.size, -1)[self.index].view(output.shape))
-        return _nothing
+        return nothing
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
         """Repeat the own part. An output of which it is a view is memory that lasts, and keeps its values."""
         if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             output.view(self.size, -1).copy_(tensor.view(1, -1))
-        return _nothing
+        return nothing

@@ -43,7 +43,7 @@ def _explained(transport: Transport, describe: Callable[[str], str], error: Exce
 
 def failure_message(program: Program, place: int, instruction: Instruction, problem: str) -> str:
     """The problem of an instruction, which is at ``place`` of a program or of its round."""
-    where = ", ".join([f"rank {program.rank}", *_cell_of(instruction), instruction.op])
+    where = ", ".join([f"rank {program.rank}", *_fields_of(instruction), instruction.op])
     lines = instruction_lines(program)[max(0, place + 1 - _NUM_LINES) : place + 1]
     heading = f"last instructions of rank {program.rank}:"
     return "\n".join([f"{where}: {problem}", heading, *(f"    {line}" for line in lines)])
@@ -57,6 +57,10 @@ def _described(error: Exception) -> str:
     )
 
 
-def _cell_of(instruction: Instruction) -> list[str]:
-    cell = {"stage": instruction.stage, "microbatch": instruction.microbatch, "segment": instruction.segment}
-    return [f"{word} {number}" for word, number in cell.items() if number != -1]
+def _fields_of(instruction: Instruction) -> list[str]:
+    fields = {
+        "stage": instruction.stage,
+        "microbatch": instruction.microbatch,
+        "segment": instruction.segment,
+    }
+    return [f"{word} {number}" for word, number in fields.items() if number != -1]

@@ -6,7 +6,7 @@ import json
 import math
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -20,11 +20,7 @@ from pipec.runtime.memory.meter import MemoryMeter, make_memory_meter
 from pipec.runtime.messages.cuda import CudaGraphRecorder, pinned_copy
 from pipec.runtime.stages.cuda_graphs import GraphRecorder, StageGraphs, require_recordable
 from pipec.runtime.stages.kernels import load_kernels
-from pipec.runtime.step.batch_counts import (
-    BatchCountsFunction,
-    batch_counts,
-    batch_fraction,
-)
+from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_counts, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
 from pipec.runtime.step.interpreter import BatchSource, Interpreter
@@ -61,7 +57,7 @@ class Execution:
     ) -> None:
         self.artifact = artifact
         self.non_finite: NonFinite | None = None
-        """Why nothing came of the last step or mini-batch, if the plan looks for that."""
+        """Why the last step or mini-batch was skipped, if the plan checks that."""
         self._ranks, self._updates, self._parameters = ranks, updates, parameters
         plan, is_distributed = artifact.plan, ranks.world.is_distributed
         if ranks.kernels == "cudagraphs":
@@ -70,37 +66,37 @@ class Execution:
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.canonical_text())
         self._interpreters: list[Interpreter] = []
-        self._of_batch: list[BatchCountsFunction] = []
-        self._read_by_gpus: set[str] = set()
+        self._batch_counts: list[BatchCountsFunction] = []
         self._dry_runs: list[DryRuns] = []
+        readers: list[tuple[torch.device, Set[str]]] = []
         for rank, device in ranks.devices.items():
             recorder = CudaGraphRecorder(device) if ranks.kernels == "cudagraphs" else None
             modules = {k: self._load(k, recorder) for k in stages_on(plan.placement, rank)}
-            held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
+            buffers_here = {
+                **buffers,
+                **{name: value.to(device) for name, value in artifact.constants.items()},
+            }
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
-                Interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
+                Interpreter(
+                    program, plan, modules, parameters, buffers_here, transport, device, owns, updates
+                )
             )
             if ranks.has_gpu_messages or ranks.kernels != "source":
                 every_size = ranks.kernels != "source"
                 self._dry_runs.append(
-                    DryRuns(program, plan, modules, parameters, held, device, updates, every_size)
+                    DryRuns(program, plan, modules, parameters, buffers_here, device, updates, every_size)
                 )
-            if device.type == "cuda":
-                self._read_by_gpus |= self._interpreters[-1].inputs | self._interpreters[-1].counted_inputs
-            self._of_batch += [
-                BatchCountsFunction(plan.stages[k], module, held, device)
+            readers.append((device, self._interpreters[-1].inputs))
+            self._batch_counts += [
+                BatchCountsFunction(plan.stages[k], module, buffers_here, device)
                 for k, module in modules.items()
                 if k not in plan.sync_spec.count_stages
             ]
-        for function in self._of_batch:
-            if function.device.type == "cuda":
-                self._read_by_gpus |= function.inputs
-        self._read_here = set[str]().union(
-            *(each.inputs | each.counted_inputs for each in self._interpreters),
-            *(each.inputs for each in self._of_batch),
-        )
+        readers += [(each.device, each.inputs) for each in self._batch_counts]
+        self._read_here = {name for _, names in readers for name in names}
+        self._read_by_gpus = {name for device, names in readers if device.type == "cuda" for name in names}
 
     def _load(self, number: int, recorder: GraphRecorder | None) -> types.ModuleType:
         stage = self.artifact.plan.stages[number]
@@ -134,7 +130,7 @@ class Execution:
         """The inputs of the stages for each microbatch, by name."""
         leaves = self._staged(leaves)
         microbatches = self._split(leaves, batch_slice)
-        whole = batch_counts(self._of_batch, self.artifact.plan, leaves, microbatches, batch_slice)
+        whole = batch_counts(self._batch_counts, self.artifact.plan, leaves, microbatches, batch_slice)
         for microbatch, size, first in zip(
             microbatches, batch_slice.sizes, batch_slice.first_rows, strict=True
         ):
@@ -148,30 +144,28 @@ class Execution:
     def _staged(self, leaves: Sequence[object]) -> Sequence[object]:
         """The leaves, with copies in pinned memory of those on the host that GPUs read."""
         staged = [*leaves]
-        for given in self.artifact.plan.inputs:
-            tensor = leaves[given.position]
-            if given.value.name in self._read_by_gpus and isinstance(tensor, Tensor) and tensor.is_cpu:
-                staged[given.position] = pinned_copy(tensor)
+        for leaf in self.artifact.plan.inputs:
+            tensor = leaves[leaf.position]
+            if leaf.value.name in self._read_by_gpus and isinstance(tensor, Tensor) and tensor.is_cpu:
+                staged[leaf.position] = pinned_copy(tensor)
         return staged
 
     def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch whose rows this process has; nothing for others."""
         microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
-        own, sizes = (
-            [microbatches[each] for each in batch_slice.own_microbatches],
-            [batch_slice.sizes[each] for each in batch_slice.own_microbatches],
-        )
-        for given in self.artifact.plan.inputs:
-            if given.value.name not in self._read_here:
+        own = [microbatches[each] for each in batch_slice.own_microbatches]
+        sizes = [batch_slice.sizes[each] for each in batch_slice.own_microbatches]
+        for leaf in self.artifact.plan.inputs:
+            if leaf.value.name not in self._read_here:
                 continue
-            tensor = leaves[given.position]
+            tensor = leaves[leaf.position]
             assert isinstance(tensor, Tensor)
-            if given.batched:
+            if leaf.batched:
                 parts = tensor[batch_slice.start : batch_slice.start + sum(sizes)].split(sizes)
             else:
                 parts = (tensor,) * len(own)
             for microbatch, part in zip(own, parts, strict=True):
-                microbatch[given.value.name] = part
+                microbatch[leaf.value.name] = part
         return microbatches
 
     def run(
@@ -194,12 +188,10 @@ class Execution:
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
             update: Whether the step ends with the update that the program has, if it has one.
-            measured: If the step succeeds, what the ranks of this process held is appended.
+            measured: If the step succeeds, the memory of the ranks of this process is appended.
         """
         if self.is_stream:
-            require_no_accumulation(not update)
-            require_no_recording(recorded)
-            require_no_measuring(measured)
+            require_synchronous(not update, recorded, measured)
             return self._run_batch(leaves, batch_slice, seed)
         if self._updates is not None:
             self._updates.follow_script()
@@ -217,7 +209,7 @@ class Execution:
         self, recorded: list[RecordedStep] | None = None, measured: list[RankMemory] | None = None
     ) -> None:
         """Run the update alone, with the gradients of all steps since the last one; otherwise as ``run``."""
-        assert self._updates is not None, "the caller has looked for gradients"
+        assert self._updates is not None, "the caller has checked that there are gradients"
         self._updates.follow_script()
         self._run_part(StepPart.UPDATE, Interpreter.update, recorded, measured)
 
@@ -246,7 +238,7 @@ class Execution:
         except BaseException as error:
             if self._updates is not None and self.artifact.plan.sync_spec.updates:
                 self._updates.drop_gradients()
-                if isinstance(error, PipecError) and (note := self._half_made()):
+                if isinstance(error, PipecError) and (note := self._partial_update_note()):
                     error.add_note(note)
             raise
         if self._updates is not None:
@@ -260,7 +252,7 @@ class Execution:
             recorded.append(RecordedStep(programs, timestamps, part))
         return results
 
-    def _half_made(self) -> str | None:
+    def _partial_update_note(self) -> str | None:
         """A note on updates that had begun when the step failed. All living ranks call this."""
         begun = {stage for each in self._interpreters for stage in each.begun_updates}
         for stages in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
@@ -285,19 +277,11 @@ class Execution:
 
     def batch(self, leaves: Sequence[object], batch_slice: BatchSlice) -> StreamBatch:
         """A mini-batch of a stream: split, with its batch counts."""
-        return StreamBatch(
-            self._microbatches(leaves, batch_slice),
-            batch_slice.sizes,
-            batch_slice.loss_weights,
-            batch_slice.values,
-        )
+        return StreamBatch(self._microbatches(leaves, batch_slice), batch_slice)
 
     def begin(self, source: BatchSource, first: StreamBatch, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source, which all have the sizes of its first one."""
-        batch_slice = BatchSlice(
-            first.sizes, sum(first.sizes), custom_loss_weights=first.loss_weights, values=first.values
-        )
-        self.dry_run(first.microbatches, batch_slice, seed)
+        self.dry_run(first.microbatches, first.batch_slice, seed)
         if self._ranks.world.is_distributed:
             return ProcessStreamRun(self._interpreters, self._num_ahead, source, seed)
         if self._updates is not None:
@@ -352,26 +336,25 @@ class Execution:
         return results
 
 
-def require_no_accumulation(accumulates: bool) -> None:
-    """Raise InputError if gradients of several mini-batches are to be added up."""
+def require_synchronous(
+    accumulates: bool = False,
+    recorded: list[RecordedStep] | None = None,
+    measured: list[RankMemory] | None = None,
+) -> None:
+    """Raise InputError if a stream is asked for what needs the end of a step.
+
+    It is asked to add up the gradients of several mini-batches, to record times, or to measure memory.
+    """
     if accumulates:
         raise InputError(
             "an asynchronous schedule updates after every mini-batch, so that it accumulates no gradients; "
             "leave out accumulate(), or pass schedule='1f1b'"
         )
-
-
-def require_no_recording(recorded: list[RecordedStep] | None) -> None:
-    """Raise InputError if the times of a stream are to be recorded, which has no end to note them at."""
     if recorded is not None:
         raise InputError(
             "an asynchronous schedule cannot be recorded or traced, because its programs do not end; use "
             "simulate() and visualize(...), or record schedule='1f1b'"
         )
-
-
-def require_no_measuring(measured: list[RankMemory] | None) -> None:
-    """Raise InputError if the memory of a stream is to be measured, which has no end to note it at."""
     if measured is not None:
         raise InputError(
             "the memory of an asynchronous schedule cannot be measured, because its programs do not end; use "

@@ -17,24 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.ir import (
-    Mode,
-    Op,
-    Payload,
-    Plan,
-    Program,
-    StepPart,
-    Value,
-    program_part,
-    rank_of,
-    replica_counts,
-)
-from pipec.ir.periodic_program import (
-    num_frames,
-    num_versions_behind,
-    unrolled_instructions,
-    version_read,
-)
+from pipec.ir import Mode, Op, Payload, Plan, Program, StepPart, Value, program_part, rank_of, replica_counts
+from pipec.ir.periodic_program import num_frames, num_versions_behind, unrolled_instructions, version_read
 from pipec.ir.step_parts import instructions_of_part
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.memory.meter import MemoryMeter
@@ -189,13 +173,9 @@ class Interpreter:
 
     @property
     def inputs(self) -> set[str]:
-        """The inputs of the model that this rank reads."""
-        return set[str]().union(*(stage.inputs for stage in self._stages.values()))
-
-    @property
-    def counted_inputs(self) -> set[str]:
-        """The inputs of the model in which this rank counts."""
-        return set[str]().union(*(counts.inputs for counts in self._rank.counts.values()))
+        """The inputs of the model that this rank reads, also those in which it counts."""
+        of_stages = (stage.inputs for stage in self._stages.values())
+        return set[str]().union(*of_stages, *(counts.inputs for counts in self._rank.counts.values()))
 
     @contextlib.contextmanager
     def _running_alone(self) -> Iterator[None]:
@@ -299,7 +279,7 @@ class Interpreter:
         self._step_results.is_local = batch_slice.is_local
         self._rank.sizes[:] = [*batch_slice.sizes, batch_slice.num_rows]
         self._rank.use(batch_slice.values)
-        shares, scale = batch_slice.loss_weights, self._update_state.loss_scale
+        weights, scale = batch_slice.loss_weights, self._update_state.loss_scale
         for counts in self._rank.counts.values():
             counts.begin_step(microbatches, batch_slice)
         for stage in self._stages.values():
@@ -308,7 +288,7 @@ class Interpreter:
             self._fill_tail(index, microbatches, batch_slice, seed, scale)
         for microbatch, size in enumerate(batch_slice.sizes):
             key = seed, batch_slice.first + microbatch
-            self._fill(microbatch, size, microbatches[microbatch], key, shares[microbatch] * scale)
+            self._fill(microbatch, size, microbatches[microbatch], key, weights[microbatch] * scale)
 
     def _fill_tail(
         self,
@@ -334,7 +314,7 @@ class Interpreter:
             tail.frame["grad_loss"] = loss_gradient(scale, self._rank.loss.dtype, self._device)
 
     def _end_step(self) -> None:
-        """Write the buffers that the step has changed, unless nothing is to come of it."""
+        """Write the buffers that the step has changed, unless the step is skipped."""
         for stage in self._stages.values() if self.non_finite is None else ():
             stage.end_step()
 
@@ -381,7 +361,7 @@ class Interpreter:
             timestamps += clock.times(marks)
 
     def _execute_and_measure(self, actions: Sequence[Action], meter: MemoryMeter) -> None:
-        meter.begin(self._held())
+        meter.begin(self._memory_at_start())
         num_instructions = len(self._part.linked)
         for position, action in enumerate(actions):
             self.position = position
@@ -400,7 +380,7 @@ class Interpreter:
         found = (updates.on(each, stage) for each in owners) if updates else iter(())
         return next(filter(None, found), None)
 
-    def _held(self) -> dict[str, list[Tensor]]:
+    def _memory_at_start(self) -> dict[str, list[Tensor]]:
         """The memory of the rank at the start of a step, by kind.
 
         Replicas of one process share parameters and state; each is counted with what it would have.
@@ -476,17 +456,19 @@ class Interpreter:
     @property
     def held_versions(self) -> dict[int, set[int]]:
         """The weight versions that each stage holds, by the number of mini-batches before them."""
-        held = {}
-        for index, stage in self._stages.items():
-            per_version = self._microbatches_per_update(index) // self._plan.num_microbatches
-            held[index] = {version * per_version for version in stage.versions.held}
-        return held
+        return {
+            index: {version * self._batches_per_update(index) for version in stage.versions.held}
+            for index, stage in self._stages.items()
+        }
 
     def restore(self, batch: int | None) -> None:
         """Restore the weights and buffers of all stages after a mini-batch; None leaves each its latest."""
         for index, stage in self._stages.items():
-            per_version = self._microbatches_per_update(index) // self._plan.num_microbatches
-            stage.restore(stage.versions.number if batch is None else batch // per_version)
+            latest = stage.versions.number
+            stage.restore(latest if batch is None else batch // self._batches_per_update(index))
+
+    def _batches_per_update(self, stage: int) -> int:
+        return self._microbatches_per_update(stage) // self._plan.num_microbatches
 
     def _microbatches_per_update(self, stage: int) -> int:
         stream = self._plan.sync_spec.stream
@@ -530,10 +512,10 @@ class Interpreter:
             else:
                 if place == 0:
                     self._stream_results.expect(number, self._batch)
-                    self._rank.use(self._batch.values)
-                size, inputs = self._batch.sizes[place], self._batch.microbatches[place]
-                key = self._seed, self._num_admitted
-                self._fill(self._num_admitted, size, inputs, key, self._batch.loss_weights[place])
+                    self._rank.use(self._batch.batch_slice.values)
+                batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
+                size, weight = batch_slice.sizes[place], batch_slice.loss_weights[place]
+                self._fill(self._num_admitted, size, inputs, (self._seed, self._num_admitted), weight)
                 self._num_admitted += 1
         return microbatch < self._end
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipec.ir import Instruction
-from pipec.runtime.step.compute import Action
+from pipec.runtime.step.compute import Action, nothing
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,7 @@ class LinkedInstruction:
     def for_sizes(self, sizes: Sequence[int]) -> Action:
         """The action for a step whose microbatches have these rows."""
         is_idle = self.microbatches and not any(sizes[each] for each in self.microbatches)
-        return _nothing if is_idle else self.action
-
-
-def _nothing() -> None:
-    """The action of microbatches without rows."""
+        return nothing if is_idle else self.action
 
 
 def in_sequence(actions: Sequence[Action]) -> Action:

@@ -80,16 +80,21 @@ class Linker:
 
     def _wait(self, instruction: Instruction) -> Action:
         """Wait for what an instruction before has started. Its values are present then."""
-        link, key = instruction.link, (instruction.stage, instruction.microbatch)
-        if link and link.payload is Payload.WEIGHT:
-            self._tied_weights[link.target] |= {value.name for value in link.values}
-        elif link and link.payload.readers:
-            self._provide(key, {value.name for value in link.values})
+        key = instruction.stage, instruction.microbatch
+        if instruction.link:
+            self._note_arrived(instruction.link, instruction.microbatch)
         elif instruction.op is Op.WAIT_PREFETCH:
             self._present[key].add("saved")
         elif instruction.model_collective >= 0:
             self._present[key].add(self._collective(instruction).value.name)
         return self._ends[_key(instruction)]
+
+    def _note_arrived(self, link: Link, microbatch: int) -> None:
+        """Note that the values of a link are present where they are read."""
+        if link.payload is Payload.WEIGHT:
+            self._tied_weights[link.target] |= {*link.names}
+        elif link.payload.readers:
+            self._provide((link.target, microbatch), {*link.names})
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
         """The microbatches of an instruction, or of the values that it moves; none if it has none."""
@@ -129,14 +134,14 @@ class Linker:
             return lambda: sizes[microbatch]
         if self._is_of_tail(_link_of(instruction)):
             return lambda: sizes[-1]
-        results, away = self._rank.step_results, self._is_other_pipeline(instruction.peer)
+        results, to_other = self._rank.step_results, self._is_other_pipeline(instruction.peer)
         made_of = self._microbatches(instruction)
-        return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
+        return lambda: 0 if to_other and results.is_local else sum(sizes[each] for each in made_of)
 
     def _is_of_tail(self, link: Link) -> bool:
         """Whether a link carries what a tail makes of the whole batch."""
         tail = self._rank.plan.stages[link.source].tail
-        return tail is not None and {value.name for value in link.values} <= {*tail.results}
+        return tail is not None and {*link.names} <= {*tail.results}
 
     def _is_other_pipeline(self, peer: int) -> bool:
         """Whether a rank belongs to another one of several whole pipelines."""
@@ -151,10 +156,7 @@ class Linker:
         link, microbatch = _link_of(instruction), instruction.microbatch
         source = self._value_reader(link, microbatch)
         write_output = self._output_writer(link, microbatch, -1)
-        if link.payload is Payload.WEIGHT:
-            self._tied_weights[link.target] |= {value.name for value in link.values}
-        elif link.payload.readers:
-            self._provide((link.target, microbatch), {value.name for value in link.values})
+        self._note_arrived(link, microbatch)
         return lambda: write_output(source())
 
     def _accumulate(self, instruction: Instruction) -> Action:
@@ -163,7 +165,7 @@ class Linker:
         if link is None:
             return stage.gradients.accumulate
         received, key = self._received, (self._tag(link), instruction.peer)
-        indices = [stage.code.PARAMETERS.index(value.name) for value in link.values]
+        indices = [stage.code.PARAMETERS.index(name) for name in link.names]
 
         def add() -> None:
             for index, gradient in zip(indices, received.pop(key), strict=True):
@@ -196,9 +198,9 @@ class Linker:
     def _tag(self, link: Link) -> int:
         return self._rank.plan.links.index(link)
 
-    def _value_reader(self, link: Link, microbatch: int, away: bool = False) -> ValueReader:
+    def _value_reader(self, link: Link, microbatch: int, to_other_pipeline: bool = False) -> ValueReader:
         """The function that fetches a link's value from where it was stored."""
-        names = [value.name for value in link.values]
+        names = link.names
         match link.payload:
             case Payload.FORWARD_ONLY | Payload.ACTIVATION | Payload.GRADIENT | Payload.MICROBATCH_RESULT:
                 return self._argument_fetcher(
@@ -206,8 +208,8 @@ class Linker:
                 )
             case Payload.RESULT:
                 results, rank = self._rank.step_results, self._rank
-                away = away and not self._is_of_tail(link)
-                fetch = results.sent_to_other_pipeline if away else results.merged
+                to_other = to_other_pipeline and not self._is_of_tail(link)
+                fetch = results.sent_to_other_pipeline if to_other else results.merged
                 return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
@@ -217,7 +219,7 @@ class Linker:
 
     def _output_writer(self, link: Link, microbatch: int, peer: int) -> OutputWriter:
         """The function that stores a link's value where its reader finds it."""
-        names = [value.name for value in link.values]
+        names = link.names
         if link.payload is Payload.MICROBATCH_RESULT:
             results = self._rank.results
             return lambda tensors: results.collect(microbatch, dict(zip(names, tensors, strict=True)))
@@ -250,8 +252,8 @@ class Linker:
             accumulate = self._rank.stages[instruction.stage].gradients.accumulate
             actions = [each for call in actions for each in (call, accumulate)][:-1]
         if instruction.version >= 0:
-            show = self._rank.stages[instruction.stage].select_version
-            actions = [functools.partial(show, instruction.microbatch), *actions]
+            select = self._rank.stages[instruction.stage].select_version
+            actions = [functools.partial(select, instruction.microbatch), *actions]
         return actions[0] if len(actions) == 1 else in_sequence(actions)
 
     def _call(self, instruction: Instruction, names: Sequence[str], segment: int) -> Action:
@@ -267,11 +269,10 @@ class Linker:
         parameters = parameter_names(function)
         if not {"w", "precomputed"}.isdisjoint(parameters):
             self._check_tied_weights(stage.index, name)
-        take = self._argument_fetcher(stage.index, microbatch, parameters, name)
+        fetch_arguments = self._argument_fetcher(stage.index, microbatch, parameters, name)
         self._note_made(stage.index, microbatch, phase, is_last)
-        return bind_function(
-            name, phase, is_last, stage, microbatch, take, self._collector(stage.index, phase)
-        )
+        results = self._collector(stage.index, phase)
+        return bind_function(name, phase, is_last, stage, microbatch, fetch_arguments, results)
 
     def _collector(self, stage: int, phase: Phase) -> ResultCollector:
         """Who takes the results of a phase: the tail its inputs, and the step what forwards return."""
@@ -298,12 +299,7 @@ class Linker:
         """Note that what a function of ``phase`` leaves in the frame is present from now on."""
         links = [link for link in self._rank.plan.links if is_last and phase in link.payload.producers]
         sent, received = (
-            {
-                value.name
-                for link in links
-                if link.payload.per_microbatch and getattr(link, end) == stage
-                for value in link.values
-            }
+            {name for x in links if x.payload.per_microbatch and getattr(x, end) == stage for name in x.names}
             for end in ("source", "target")
         )
         self._provide((stage, microbatch), sent - received)  # what it has received, it hands on
@@ -379,7 +375,7 @@ def _fetching(
 ) -> FetchArguments:
     fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
 
-    def take() -> Sequence[Any]:
+    def fetch_arguments() -> Sequence[Any]:
         for action in first:
             action()
         values: Sequence[Any] = fetch(frame)
@@ -387,7 +383,7 @@ def _fetching(
             del frame[name]
         return values
 
-    return take
+    return fetch_arguments
 
 
 def _key(instruction: Instruction) -> object:

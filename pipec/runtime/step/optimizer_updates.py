@@ -155,7 +155,7 @@ class OptimizerUpdates:
             bucket.follow_script()
 
     def mark_gradients(self) -> None:
-        """Show the script which of the parameters in shares have a gradient."""
+        """Show the script which sharded parameters have a gradient."""
         for bucket in self._buckets:
             bucket.mark_gradients()
 
@@ -179,11 +179,11 @@ class OptimizerUpdates:
         """Make the updates of a rank with little tensors of the same types, which use the same kernels."""
         for update in [each for (number, _), each in self._stages.items() if number == rank]:
             names = [piece.name for piece in update.optimizer.pieces]
-            own = {name: _little(self._like[name], device) for name in names}
+            own = {name: _small_like(self._like[name], device) for name in names}
             owned: dict[ParameterShard, Tensor] = {
                 ParameterShard(name, 0, x.numel()): x for name, x in own.items()
             }
-            whole = {name: own.get(name, _little(like, "meta")) for name, like in self._like.items()}
+            whole = {name: own.get(name, _small_like(like, "meta")) for name, like in self._like.items()}
             gradients = {name: torch.zeros_like(x) for name, x in own.items()}
             squares = sum_of_squares(gradients.values())
             factor = self.factor(squares) if self.max_norm is not None else None
@@ -252,8 +252,10 @@ class OptimizerUpdates:
                     own = self._copied(plan.stages[stage], rank, parameters, devices[rank])
                 whole = self._whole_on(plan, rank, stage, owner_ranks)
                 if not is_distributed:
-                    shares = {*plan.stages[stage].parameters} if plan.sync_spec.stream else set[str]()
-                    whole = {name: who for name, who in whole.items() if rank == who[0] or name in shares}
+                    updated_by_all = {*plan.stages[stage].parameters} if plan.sync_spec.stream else set[str]()
+                    whole = {
+                        name: who for name, who in whole.items() if rank == who[0] or name in updated_by_all
+                    }
                 self._add(plan, rank, stage, shards, {**parameters, **own}, whole)
             for number, bucket in buckets.items():
                 updates = {rank: self._stages[rank, stage] for rank in here}
@@ -354,7 +356,7 @@ class OptimizerUpdates:
         return [bucket for bucket in self._buckets if not bucket.keeps_parameters]
 
 
-def _little(like: Tensor, device: torch.device | str) -> nn.Parameter:
+def _small_like(like: Tensor, device: torch.device | str) -> nn.Parameter:
     """A parameter of the same type and number of dimensions."""
     shape = [min(size, 2) for size in like.shape]
     return parameter_on(torch.zeros(shape, dtype=like.dtype, device=device), like)

@@ -23,9 +23,9 @@ def norm_table(rank: RankState, device: torch.device) -> Tensor:
     names, plan = parameter_order(rank), rank.plan
     size = len(names) + (plan.num_microbatches + plan.num_ranks if plan.sync_spec.may_skip_step else 0)
     table = torch.zeros(size, dtype=torch.float64, device=device)
-    counted = {name: x for gradients in _gradients_on(rank) for name, x in gradients.items()}
-    found = gradient_norms(counted.values(), exactly=plan.sync_spec.clips)
-    norms = dict(zip(counted, found, strict=True))
+    gradients = {name: x for of_stage in _gradients_on(rank) for name, x in of_stage.items()}
+    found = gradient_norms(gradients.values(), exactly=plan.sync_spec.clips)
+    norms = dict(zip(gradients, found, strict=True))
     if norms:
         none = torch.zeros((), dtype=torch.float64, device=device)
         table[: len(names)] = torch.stack([norms.get(name, none) for name in names]).square_()
@@ -35,7 +35,7 @@ def norm_table(rank: RankState, device: torch.device) -> Tensor:
             places = [len(names) + microbatch for microbatch in losses]
             table[places] = torch.stack(list(losses.values())).isnan().double()
         if norms and not bool(torch.stack(found).isfinite().all()):  # which may be so of very large gradients
-            last = max((names.index(name) + 1 for name in non_finite(counted)), default=0)
+            last = max((names.index(name) + 1 for name in non_finite(gradients)), default=0)
             table[len(names) + plan.num_microbatches + rank.number] = last
     return table
 
@@ -87,7 +87,7 @@ def _found_in(rank: RankState, table: Tensor) -> NonFinite | None:
 
 
 def parameter_order(rank: RankState) -> Sequence[str]:
-    """The parameters whose gradients are looked at, in the model's order."""
+    """The parameters whose gradients are checked, in the model's order."""
     updates, plan = rank.update_state.updates, rank.plan
     return [*updates.shapes] if updates else [value.name for value in plan.parameters]
 

@@ -17,9 +17,9 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import (
     ResultCollector,
     StepResults,
-    empty_result,
     has_rows,
     merge_replicas,
+    zeros_of,
 )
 from pipec.runtime.step.stream_results import StreamResults
 from pipec.runtime.step.tail import StageTail
@@ -61,13 +61,11 @@ class RankState:
     """The state on which the actions of one rank work.
 
     ``counts`` are those of the stages whose replicas sum them, and ``tails`` those of stages that have one.
-    ``results`` are those of the step, or of the
-    stream. ``sizes`` is set for each step: the number of samples
+    ``results`` are those of the step, or of the stream. ``sizes`` is set for each step: the number of samples
     in each microbatch, then that in the batch. A link that moves once per step has microbatch -1, and so
-    finds the size of the batch at ``sizes[-1]``.
-    ``values`` is set by ``use``: the other sizes that shapes have names for.
-    ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
-    differentiates.
+    finds the size of the batch at ``sizes[-1]``. ``values`` is set by ``use``: the other sizes that shapes
+    have names for. ``received`` has what other ranks made of results, by name and rank; ``loss`` is the
+    result that training differentiates.
     """
 
     number: int
@@ -113,7 +111,8 @@ def merged_results(rank: RankState, batch_slice: BatchSlice, device: torch.devic
                 merged[value.name] = _made_by(rank, value, ranks[0], batch_slice)
             elif batch_slice.is_local and has_rows(value):
                 own = _part(rank, value, ranks[batch_slice.replica], made.source, batch_slice)
-                merged[value.name] = empty_result(value, batch_slice.values, device) if own is None else own
+                nothing = zeros_of(value, {**batch_slice.values, "b": 0}, device)
+                merged[value.name] = nothing if own is None else own
             else:
                 parts = [_part(rank, value, other, made.source, batch_slice) for other in ranks]
                 merged[value.name] = merge_replicas(

@@ -19,7 +19,7 @@ def restore_common_version(interpreters: Sequence[Interpreter], ranks: Ranks) ->
     """
     held = [(stage, found) for each in interpreters for stage, found in each.held_versions.items()]
     every = ranks.exchange_final_status(json.dumps([(stage, sorted(found)) for stage, found in held]))
-    held += [(stage, {*found}) for told in every for stage, found in json.loads(told or "[]")]
+    held += [(stage, {*found}) for reply in every for stage, found in json.loads(reply or "[]")]
     common = max(set.intersection(*(found for _, found in held)), default=None) if None not in every else None
     for each in interpreters:
         each.restore(common)

@@ -60,7 +60,7 @@ class ShardedBucket:
         """
         self._follow_gradients()
         if not self.keeps_parameters:
-            self._take_in()
+            self._shard_new_values()
         elif any(x.data_ptr() != address or not x.is_contiguous() for x, address in self._addresses):
             self._move()
         self.mark_gradients()
@@ -85,7 +85,7 @@ class ShardedBucket:
         """Gather the parameters."""
         if self.keeps_parameters:
             return
-        self._take_in()
+        self._shard_new_values()
         for rank, (shard, _) in self._members.items():
             shard.start_gather(group_of(rank, self._bucket.stage))
             for name, tensor in shard.finish_gather().items():
@@ -138,24 +138,20 @@ class ShardedBucket:
 
     def _move(self) -> None:
         """Let the parameters lie together again, in new memory: the script may hold what was theirs."""
-        dtype = self._shards[0].dtype
-        for name, parameter in self._parameters.items():
-            if parameter.dtype != dtype or parameter.numel() != self._size(name):
-                raise self._unlike(name)
+        for name in self._parameters:
+            self._require_like_shards(name)
         flat = flatten_parameters(self._bucket, self._shards[0].sharding, self._parameters)
         for shard, optimizer in self._members.values():
             shard.move_to(flat)
             optimizer.move_to(shard.owned())
         self._note_addresses()
 
-    def _take_in(self) -> None:
+    def _shard_new_values(self) -> None:
         """Take the shards of parameters that the script has given whole values."""
-        dtype = self._shards[0].dtype
         for name, parameter in self._parameters.items():
             if is_absent(parameter):
                 continue
-            if parameter.dtype != dtype or parameter.numel() != self._size(name):
-                raise self._unlike(name)
+            self._require_like_shards(name)
             for shard in self._shards:
                 shard.set_parameter(name, parameter)
             release_sharded(name, parameter)
@@ -164,13 +160,15 @@ class ShardedBucket:
         sharding = self._shards[0].sharding
         return sharding.sizes[sharding.names.index(name)]
 
-    def _unlike(self, name: str) -> InputError:
-        parameter = self._parameters[name]
-        return InputError(
-            f"{name}.data is now of {parameter.dtype} and shape {list(parameter.shape)}, but the shards of "
-            f"{name} have {self._size(name)} elements of {self._shards[0].dtype}; give it a whole tensor of "
-            "that type, or call pipe.load_state_dict(...), and change types with the pipeline's own methods"
-        )
+    def _require_like_shards(self, name: str) -> None:
+        """Raise InputError if a parameter has another dtype or size than its shards."""
+        parameter, dtype, size = self._parameters[name], self._shards[0].dtype, self._size(name)
+        if parameter.dtype != dtype or parameter.numel() != size:
+            raise InputError(
+                f"{name}.data is now of {parameter.dtype} and shape {list(parameter.shape)}, but the shards "
+                f"of {name} have {size} elements of {dtype}; give it a whole tensor of that type, or call "
+                "pipe.load_state_dict(...), and change types with the pipeline's own methods"
+            )
 
 
 def _mark(parameter: Tensor) -> Tensor:

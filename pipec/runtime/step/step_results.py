@@ -3,6 +3,7 @@
 A replica makes a part of a result of its own microbatches. The parts of all replicas then make the whole.
 """
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -93,21 +94,36 @@ class StepResults:
         """The part of a result that this rank's microbatches make; see ``merge``."""
         if name not in self._merged:
             parts = self._parts.pop(name)
-            own = [microbatch for microbatch in self._own[name] if sizes[microbatch]]
-            in_order = [parts[microbatch] for microbatch in own]
-            if name == "loss" and self.loss_weights is not None:
-                shares = [self.loss_weights[microbatch] for microbatch in own]
-                self._merged[name] = weighted_sum(in_order, shares)
-            else:
-                own_sizes, is_sum = [sizes[microbatch] for microbatch in own], name in self._sums
-                value, batch = self._values[name], sum(sizes)
-                self._merged[name] = merge(value, in_order, own_sizes, batch, values, is_sum)
+            own = {microbatch: parts[microbatch] for microbatch in self._own[name] if sizes[microbatch]}
+            self._merged[name] = merge_microbatches(
+                self._values[name], own, sizes, self.loss_weights, values, name in self._sums
+            )
         return self._merged[name]
 
     def sent_to_other_pipeline(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """The part of a result that ranks of other pipelines receive."""
         whole, value = self.merged(name, sizes, values), self._values[name]
-        return empty_result(value, values, whole.device) if self.is_local and has_rows(value) else whole
+        is_empty = self.is_local and has_rows(value)
+        return zeros_of(value, {**values, "b": 0}, whole.device) if is_empty else whole
+
+
+def merge_microbatches(
+    value: Value,
+    parts: Mapping[int, Tensor],
+    sizes: Sequence[int],
+    loss_weights: Sequence[float] | None,
+    values: Sizes,
+    is_sum: bool = False,
+) -> Tensor:
+    """Merge a result's ``parts`` of some microbatches, in their order.
+
+    ``sizes`` and ``loss_weights`` are those of all microbatches. The latter are None if they are the
+    fractions of the rows.
+    """
+    if value.name == "loss" and loss_weights is not None:
+        return weighted_sum([*parts.values()], [loss_weights[microbatch] for microbatch in parts])
+    own_sizes = [sizes[microbatch] for microbatch in parts]
+    return merge(value, [*parts.values()], own_sizes, sum(sizes), values, is_sum)
 
 
 def merge(
@@ -137,11 +153,7 @@ def merge(
 
 
 def merge_replicas(
-    value: Value,
-    made: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    values: Sizes,
-    is_sum: bool = False,
+    value: Value, made: Sequence[Tensor | None], sizes: Sequence[int], values: Sizes, is_sum: bool = False
 ) -> Tensor:
     """The result of the batch from the merged results of each replica.
 
@@ -202,10 +214,10 @@ def has_rows(value: Value) -> bool:
     return bool(_batch_dims(value))
 
 
-def empty_result(value: Value, values: Sizes, device: torch.device) -> Tensor:
-    """A result for a part of the batch without rows."""
-    shape = [evaluate_dim(dim, {**values, "b": 0}) for dim in value.shape]
-    return torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
+def zeros_of(value: Value, sizes: Sizes, device: torch.device) -> Tensor:
+    """Zeros in the shape that a value has with these sizes."""
+    shape = [evaluate_dim(dim, sizes) for dim in value.shape]
+    return torch.zeros(shape, dtype=getattr(torch, value.dtype), device=device)
 
 
 def _batch_dims(value: Value) -> list[int]:
@@ -224,8 +236,6 @@ def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, sizes: Sizes) 
     return joined
 
 
-def weighted_sum(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    total = parts[0] * shares[0]
-    for part, share in zip(parts[1:], shares[1:], strict=True):
-        total = total + part * share
-    return total
+def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    terms = (part * weight for part, weight in zip(parts, weights, strict=True))
+    return functools.reduce(torch.add, terms)

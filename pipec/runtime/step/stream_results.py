@@ -8,21 +8,17 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from pipec.ir import Plan, Sizes
-from pipec.runtime.step.step_results import merge, result_values, weighted_sum
+from pipec.ir import Plan
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.step_results import merge_microbatches, result_values
 
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """One mini-batch of a stream, split: the inputs by name and the rows of each microbatch.
-
-    ``loss_weights`` are the microbatch weights, ``values`` the other sizes that shapes have names for.
-    """
+    """One mini-batch of a stream, split: the inputs of each microbatch by name, and their sizes."""
 
     microbatches: Sequence[Mapping[str, Tensor]]
-    sizes: Sequence[int]
-    loss_weights: Sequence[float]
-    values: Sizes = field(default_factory=dict)
+    batch_slice: BatchSlice
 
 
 class BatchResult(NamedTuple):
@@ -48,7 +44,7 @@ class _Parts:
     @functools.cached_property
     def places(self) -> list[int]:
         """The microbatches that have rows."""
-        return [place for place, size in enumerate(self.batch.sizes) if size]
+        return [place for place, size in enumerate(self.batch.batch_slice.sizes) if size]
 
 
 class StreamResults:
@@ -63,7 +59,7 @@ class StreamResults:
         self._values = {value.name: value for value in result_values(plan)}
         self._sums = plan.summed_outputs
         self._per_batch = plan.num_microbatches
-        self._looks = plan.sync_spec.on_nan is not None
+        self._checks_losses = plan.sync_spec.on_nan is not None
         self.begin(lambda number, results: None)
 
     def begin(self, emit: Callable[[int, Mapping[str, Tensor]], None]) -> None:
@@ -76,7 +72,7 @@ class StreamResults:
 
     def is_finite(self, number: int) -> bool:
         """Whether a mini-batch is trained on, not skipped; read before the update that it is for."""
-        if self._looks:
+        if self._checks_losses:
             assert self._losses_left.pop(number) == 0, "losses come before updates"
         return number < self.num_finite
 
@@ -87,19 +83,19 @@ class StreamResults:
 
     @property
     def num_finite(self) -> float:
-        """The number of the first mini-batch of which nothing is to come, nor of those behind it."""
+        """The number of the first mini-batch that is skipped, as are all behind it."""
         return self.first_nan if math.isinf(self.first_nan) else self.first_nan // self._per_batch
 
     def expect(self, number: int, batch: StreamBatch) -> None:
         """Note that a mini-batch will follow."""
         self._parts[number] = _Parts(batch)
-        if self._looks:
+        if self._checks_losses:
             self._losses_left[number] = len(self._parts[number].places)
 
     def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
         """Keep the results of the microbatch that is in this frame now."""
         number, place = divmod(self.microbatch, self._per_batch)
-        if self._looks and "loss" in sent:
+        if self._checks_losses and "loss" in sent:
             self._losses_left[number] -= 1
             if sent["loss"].isnan().any():
                 self.first_nan = min(self.first_nan, self.microbatch)
@@ -114,13 +110,10 @@ class StreamResults:
         return all(len(parts.found.get(name, ())) == count for name in self._values)
 
     def _merged(self, parts: _Parts) -> dict[str, Tensor]:
-        batch, merged = parts.batch, dict[str, Tensor]()
+        batch, merged = parts.batch.batch_slice, dict[str, Tensor]()
         for name, value in self._values.items():
-            places = parts.places
-            in_order = [parts.found[name][place] for place in places]
-            if name == "loss":
-                merged[name] = weighted_sum(in_order, [batch.loss_weights[place] for place in places])
-            else:
-                sizes = [batch.sizes[place] for place in places]
-                merged[name] = merge(value, in_order, sizes, sum(sizes), batch.values, name in self._sums)
+            own = {place: parts.found[name][place] for place in parts.places}
+            merged[name] = merge_microbatches(
+                value, own, batch.sizes, batch.custom_loss_weights, batch.values, name in self._sums
+            )
         return merged

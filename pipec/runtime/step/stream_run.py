@@ -31,16 +31,12 @@ class StreamRun(ABC):
     """
 
     def __init__(
-        self,
-        interpreters: Sequence[Interpreter],
-        max_batches_ahead: int,
-        source: BatchSource,
-        seed: int,
+        self, interpreters: Sequence[Interpreter], max_batches_ahead: int, source: BatchSource, seed: int
     ) -> None:
         self._interpreters, self._source = interpreters, source
         self.max_batches_ahead = max_batches_ahead
         self._results: dict[int, ResultsByName] = {}
-        self._num_asked = self._num_given = 0
+        self._num_requested = self._num_returned = 0
         self._end: int | None = None
         self._drains = self._is_complete = False
         self._last: GroupHyperparameters = ()
@@ -48,13 +44,23 @@ class StreamRun(ABC):
         for each in interpreters:
             each.begin(self._batch, self._emit, seed)
 
-    @abstractmethod
     def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
         """The results of the next mini-batch; None if there is none, and the run is over.
 
         Raises:
             ExecutionError, TransportError: a rank failed.
         """
+        number, self._num_requested, self._last = self._num_requested, self._num_requested + 1, groups
+        self._request(number, groups)
+        if number in self._results:
+            return self._results[number]
+        self._num_requested = number
+        self._finish()
+        return None
+
+    @abstractmethod
+    def _request(self, number: int, groups: GroupHyperparameters) -> None:
+        """Let ranks run until the results of a mini-batch are known, or there are none."""
 
     def drain(self, groups: GroupHyperparameters) -> None:
         """Complete all mini-batches in flight, and end the run.
@@ -71,7 +77,7 @@ class StreamRun(ABC):
         if not self._is_complete:
             return []
         assert self._end is not None, "a run that is over has ended"
-        return [self._results[number] for number in range(self._num_given, self._end)]
+        return [self._results[number] for number in range(self._num_returned, self._end)]
 
     @abstractmethod
     def _finish(self) -> None:
@@ -82,19 +88,23 @@ class StreamRun(ABC):
         """Stop at once, because the process ends or nobody can ask for results any longer."""
 
     def _drain_at_once(self) -> None:
-        """Let no rank begin what none has begun when all have made the last update that was asked for."""
+        """Let no rank begin what none has begun when all have made the last update that was requested."""
         with self._changed:
             self._drains = True
-        self._stop_at(self._num_asked + self.max_batches_ahead if self._num_asked else 0)
+        self._stop_at(self._num_requested + self.max_batches_ahead if self._num_requested else 0)
 
     def _batch(self, number: int) -> StreamBatch | None:
         with self._changed:
-            if self._end is not None and number >= self._end:
+            if self._has_ended(number):
                 return None
         batch = self._source(number)
         if batch is None:
             self._stop_at(number)
         return batch
+
+    def _has_ended(self, number: int) -> bool:
+        """Whether a mini-batch is beyond the end of the run."""
+        return self._end is not None and number >= self._end
 
     def _stop_at(self, number: int) -> None:
         with self._changed:
@@ -104,15 +114,15 @@ class StreamRun(ABC):
     def _emit(self, number: int, results: ResultsByName) -> None:
         """Keep the results of a mini-batch. Every rank has them, one after the other."""
         with self._changed:
-            if number >= self._num_given:
+            if number >= self._num_returned:
                 self._results.setdefault(number, results)
             self._changed.notify_all()
 
     def forget_results(self) -> None:
         """Drop the results of the next mini-batch, which the script receives."""
         with self._changed:
-            del self._results[self._num_given]
-            self._num_given += 1
+            del self._results[self._num_returned]
+            self._num_returned += 1
 
 
 class ThreadedStreamRun(StreamRun):
@@ -136,17 +146,11 @@ class ThreadedStreamRun(StreamRun):
         self._worker = Worker("pipec stream")
         self._worker.submit(in_process.on_callers_streams(self._run))
 
-    def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
-        number, self._num_asked = self._num_asked, self._num_asked + 1
+    def _request(self, number: int, groups: GroupHyperparameters) -> None:
         with self._changed:
-            self._groups[number] = self._last = groups
+            self._groups[number] = groups
             self._changed.notify_all()
-        self._wait_until(lambda: number in self._results or (self._end is not None and number >= self._end))
-        if number in self._results:
-            return self._results[number]
-        self._num_asked = number
-        self._finish()
-        return None
+        self._wait_until(lambda: number in self._results or self._has_ended(number))
 
     def abandon(self) -> None:
         with self._changed:
@@ -222,13 +226,9 @@ class ThreadedStreamRun(StreamRun):
         self._stop_at(0)
 
     def _allowed(self, number: int) -> GroupHyperparameters | None:
-        """The hyperparameters of an update once it is asked for, or None if nobody will ask for it."""
+        """The hyperparameters of an update once it is requested, or None if nobody will request it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    number in self._groups or self._drains or (self._end is not None and number >= self._end)
-                )
-            )
+            self._changed.wait_for(lambda: number in self._groups or self._drains or self._has_ended(number))
             return self._groups.get(number)
 
 
@@ -236,18 +236,11 @@ class ProcessStreamRun(StreamRun):
     """The rank of this process, on the thread of the script."""
 
     def abandon(self) -> None:
-        """Do nothing: this rank works only while it is asked for results."""
+        """Do nothing: this rank works only while results are requested."""
 
-    def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
+    def _request(self, number: int, groups: GroupHyperparameters) -> None:
         (interpreter,) = self._interpreters
-        number, self._num_asked = self._num_asked, self._num_asked + 1
-        self._last = groups
         interpreter.advance(number, groups)
-        if number in self._results:
-            return self._results[number]
-        self._num_asked = number
-        self._finish()
-        return None
 
     def _finish(self) -> None:
         (interpreter,) = self._interpreters

@@ -9,7 +9,7 @@ from pipec.runtime.optimizers import sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.stages.bucket_shard import BucketShard
 from pipec.runtime.stages.replica_reductions import BufferAverage, GradientReduction
-from pipec.runtime.step.compute import Action
+from pipec.runtime.step.compute import Action, nothing
 from pipec.runtime.step.non_finite import require_finite
 from pipec.runtime.step.optimizer_updates import StageUpdate
 from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
@@ -38,7 +38,7 @@ class SyncLinker:
             Op.CHECK: self._check,
             Op.STASH: self._stash,
             Op.UPDATE: self._update,
-            Op.PAUSE: lambda instruction: _nothing,
+            Op.PAUSE: lambda instruction: nothing,
             Op.RESHARD: self._reshard,
         }
 
@@ -62,10 +62,8 @@ class SyncLinker:
         return functools.partial(tail.start_gather, group), tail.finish_gather
 
     def _reduce(self, instruction: Instruction) -> StartAndEnd:
-        stage, bucket = (
-            self._rank.stages[instruction.stage],
-            self._rank.plan.sync_spec.buckets[instruction.bucket],
-        )
+        stage = self._rank.stages[instruction.stage]
+        bucket = self._rank.plan.sync_spec.buckets[instruction.bucket]
         group, shard = self._group(stage.index, bucket), self._shard(instruction)
         if shard is not None:
             return functools.partial(_start_scatter, shard, stage, bucket, group), shard.finish_reduce
@@ -159,8 +157,8 @@ class SyncLinker:
         update = self._stage_update(instruction.stage)
         if instruction.version >= 0:
             return self._update_version(stage, update)
-        if update is None:
-            return _nothing
+        if update is None:  # another replica makes it
+            return nothing
 
         def act() -> None:
             update_state.begun.add(stage.index)
@@ -189,19 +187,23 @@ class SyncLinker:
     def _unshard(self, instruction: Instruction) -> StartAndEnd:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
         stage, shard = self._rank.stages[instruction.stage], self._shard(instruction)
-        if shard is None:
-            return _nothing, _nothing
+        if shard is None:  # of an evaluation with whole parameters
+            return nothing, nothing
         bucket = self._rank.plan.sync_spec.buckets[instruction.bucket]
         group = self._group(stage.index, bucket)
-        if not self._rank.plan.sync_spec.reshards_after_use(bucket):
-            start, finish = (lambda: shard.start_gather(group)), (lambda: _ignore(shard.finish_gather()))
-            return self._unless_skipped(start), self._unless_skipped(finish)
-        return (lambda: shard.start_gather(group)), functools.partial(_show_gathered, shard, stage)
+        start = functools.partial(shard.start_gather, group)
+        if self._rank.plan.sync_spec.reshards_after_use(bucket):
+            return start, functools.partial(_set_gathered, shard, stage)
+
+        def finish() -> None:
+            shard.finish_gather()
+
+        return self._unless_skipped(start), self._unless_skipped(finish)
 
     def _reshard(self, instruction: Instruction) -> Action:
         stage, shard = self._rank.stages[instruction.stage], self._shard(instruction)
         if shard is None:
-            return _nothing
+            return nothing
 
         def reshard() -> None:
             shard.drop()
@@ -243,15 +245,7 @@ def _start_scatter(shard: BucketShard, stage: BoundStage, bucket: Bucket, group:
     shard.start_reduce({name: stage.gradients.pop(index) for name, index in indices.items()}, group)
 
 
-def _show_gathered(shard: BucketShard, stage: BoundStage) -> None:
+def _set_gathered(shard: BucketShard, stage: BoundStage) -> None:
     gathered = shard.finish_gather()
     if not shard.keeps_parameters:
         stage.set_weights({name: x for name, x in gathered.items() if name in stage.code.PARAMETERS})
-
-
-def _ignore(gathered: object) -> None:
-    """Drop views that nobody needs."""
-
-
-def _nothing() -> None:
-    """An update that another replica makes, a gathering of whole parameters, or a pause."""

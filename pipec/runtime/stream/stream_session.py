@@ -55,7 +55,7 @@ class StreamSession:
         self._num_announced = self._num_allowed = first
         self._left: list[BatchResult] = []
         self._refused: list[BatchResult] = []
-        self._num_given = 0
+        self._num_returned = 0
         self._found: tuple[int, NonFinite] | None = None
         self._over = False
         self._run = self._execution.begin(self._batch, batch, compiled.seed)
@@ -74,7 +74,7 @@ class StreamSession:
         if self._over:
             self._ahead.wait()
             left = self._left or self._refused
-            self._num_given += bool(left)
+            self._num_returned += bool(left)
             return left.pop(0) if left else None
         self._read_ahead(number)
         try:
@@ -91,7 +91,7 @@ class StreamSession:
         self._ahead.wait()
         self._ahead.release(number - self._run.max_batches_ahead - 1)  # no rank has one so old in flight
         self._run.forget_results()
-        self._num_given += 1
+        self._num_returned += 1
         return self._batch_result(results)
 
     def found(self, number: int) -> NonFinite | None:
@@ -118,7 +118,7 @@ class StreamSession:
         """Store the unrequested results, without those of skipped steps."""
         left = [self._batch_result(results) for results in self._run.left]
         self._found = self._execution.found()
-        num_finite = max(self._found[0] - self._num_given, 0) if self._found else len(left)
+        num_finite = max(self._found[0] - self._num_returned, 0) if self._found else len(left)
         self._left, self._refused = left[:num_finite], left[num_finite:]
 
     def _batch_result(self, results: Mapping[str, Tensor]) -> BatchResult:
@@ -167,7 +167,7 @@ class StreamSession:
             return None
 
     def _close(self) -> None:
-        """Take in what the other ranks have announced beyond the end of the run."""
+        """Receive what the other ranks have announced beyond the end of the run."""
         self._over = True
         self._leaving.detach()
         for wait in self._announced.values():

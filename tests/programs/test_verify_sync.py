@@ -430,9 +430,9 @@ def bring_last(instructions: list[Instruction]) -> None:
 
 def bring_after(op: Op) -> Edit:
     def edit(instructions: list[Instruction]) -> None:
-        brought = last_gradients(instructions)
+        sent_back = last_gradients(instructions)
         place = find(instructions, op) + 1
-        instructions[place:place] = brought
+        instructions[place:place] = sent_back
 
     return edit
 
@@ -458,11 +458,11 @@ def bring_after(op: Op) -> Edit:
         ),
     ],
 )
-def test_a_tied_weights_gradient_is_brought_home_first(step: Step, edit: Edit, message: str) -> None:
+def test_the_gradient_of_a_tied_weight_arrives_first(step: Step, edit: Edit, message: str) -> None:
     assert message in fault(step, {0: edit})
 
 
-def test_what_is_brought_home_on_one_rank_comes_before_the_update() -> None:
+def test_what_is_sent_back_on_one_rank_comes_before_the_update() -> None:
     """Stage 0 and the stage that borrows from it are on one rank, so that a move brings the gradient."""
     step = make_step(make_schedule("zb-v", 2, 3), tied=(0, 3), updates=True)
     programs = [each.instructions for each in step.programs()]
@@ -581,7 +581,7 @@ BUCKET = Bucket(0, (value("w", 2),))
         ),
     ],
 )
-def test_the_ending_fits_the_stages(sync_spec: SyncSpec, message: str) -> None:
+def test_the_sync_spec_fits_the_stages(sync_spec: SyncSpec, message: str) -> None:
     step = TIED_TO_TWO
     programs = step.programs()
     with pytest.raises(VerifyError, match=message):
@@ -590,7 +590,7 @@ def test_the_ending_fits_the_stages(sync_spec: SyncSpec, message: str) -> None:
 
 def plan(**options: object) -> Plan:
     stages = (
-        Stage(0, 0, 1, parameters=("w", "lent"), borrowed_parameters=("lent",)),
+        Stage(0, 0, 1, parameters=("w", "borrowed"), borrowed_parameters=("borrowed",)),
         Stage(1, 2, 3, parameters=("v",)),
     )
     placement = round_robin(4, [2, 1]).placement
@@ -616,8 +616,8 @@ def plan(**options: object) -> Plan:
             "bucket 0 has v; expected parameters",
         ),
         (
-            {"sync_spec": SyncSpec((Bucket(0, (value("lent", 2),)),))},
-            "bucket 0 has lent; expected",
+            {"sync_spec": SyncSpec((Bucket(0, (value("borrowed", 2),)),))},
+            "bucket 0 has borrowed; expected",
         ),
         (
             {"sync_spec": SyncSpec((Bucket(7, (value("w", 2),)),))},
@@ -640,12 +640,12 @@ def plan(**options: object) -> Plan:
         ),
     ],
 )
-def test_the_ending_fits_the_tensors_of_the_stages(options: dict[str, object], message: str) -> None:
+def test_the_sync_spec_fits_the_tensors_of_the_stages(options: dict[str, object], message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify(plan(**options), ())
 
 
-def is_ending(each: Instruction) -> bool:
+def is_sync_instruction(each: Instruction) -> bool:
     """Whether an instruction belongs to no microbatch, or is run in parts because of such ones.
 
     Waits and accumulations are edited as well.
@@ -748,8 +748,8 @@ def edited(draw: st.DrawFn, step: Step) -> Sequence[Program]:
     It happens on one rank, or on all that have the same instruction.
     """
     programs = [list(each.instructions) for each in step.programs()]
-    assume(any(map(is_ending, itertools.chain(*programs))))
-    sites = [(rank, each) for rank, own in enumerate(programs) for each in own if is_ending(each)]
+    assume(any(map(is_sync_instruction, itertools.chain(*programs))))
+    sites = [(rank, each) for rank, own in enumerate(programs) for each in own if is_sync_instruction(each)]
     rank, each = draw(st.sampled_from(sites))
     how, everywhere = draw(st.sampled_from(["drop", "double", "move", "swap"])), draw(st.booleans())
     place = draw(st.integers(0, max(map(len, programs))))
@@ -771,7 +771,9 @@ def edited(draw: st.DrawFn, step: Step) -> Sequence[Program]:
 @given(st.data())
 def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObject) -> None:
     step = data.draw(
-        steps().filter(lambda step: any(is_ending(x) for p in step.programs() for x in p.instructions))
+        steps().filter(
+            lambda step: any(is_sync_instruction(x) for p in step.programs() for x in p.instructions)
+        )
     )
     programs = data.draw(edited(step))
     try:
@@ -785,7 +787,7 @@ def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObje
 @pytest.mark.parametrize(
     "step", [WHOLE, SKIPPING, COUNTED, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED]
 )
-def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step, part: StepPart) -> None:
+def test_no_instruction_of_the_sync_can_be_left_out_or_doubled(step: Step, part: StepPart) -> None:
     """Also of a step that accumulates, and of an update alone."""
     plan = plan_part(
         plan_of(step.schedule, step.links, sync_spec=step.sync_spec, segments=step.segments), part
@@ -796,7 +798,7 @@ def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step, part
     for rank, program in enumerate(programs):
         own = program.instructions
         for number, each in enumerate(own):
-            for copies in ((), (each, each)) if is_ending(each) else ():
+            for copies in ((), (each, each)) if is_sync_instruction(each) else ():
                 others = list(programs)
                 others[rank] = Program(rank, (*own[:number], *copies, *own[number + 1 :]))
                 with pytest.raises(VerifyError):

@@ -1,4 +1,4 @@
-"""What replicas join within phases: lowered between parts, simulated, and each rule finds what breaks it."""
+"""Model collectives: lowered between segments, simulated, and each rule finds what breaks it."""
 
 import functools
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from pipec.timeline.simulate import SimulationCosts, simulate
 Edit = Callable[[list[Instruction]], object]
 
 LINKS = chain_links(2)
-NUM_MICROBATCHES, JOIN_TIME = 4, 5.0
+NUM_MICROBATCHES, COLLECTIVE_TIME = 4, 5.0
 
 
-def join(op: Op, phase: Phase, segment: int) -> ModelCollective:
+def collective(op: Op, phase: Phase, segment: int) -> ModelCollective:
     return ModelCollective(op, phase, segment, Value(f"{op}_{segment}", "float32", ("b", 8)))
 
 
 @dataclass(frozen=True)
-class Joined:
+class Step:
     """Two stages on two ranks each. Stage 1 gathers features, sums a count, and scatters gradients."""
 
     name: str
@@ -45,9 +45,9 @@ class Joined:
     def model_collectives(self) -> dict[int, tuple[ModelCollective, ...]]:
         return {
             1: (
-                join(Op.ALL_GATHER, Phase.FORWARD, 1),
-                join(Op.ALL_REDUCE, Phase.FORWARD, 2),
-                join(Op.REDUCE_SCATTER, self.backward, 1),
+                collective(Op.ALL_GATHER, Phase.FORWARD, 1),
+                collective(Op.ALL_REDUCE, Phase.FORWARD, 2),
+                collective(Op.REDUCE_SCATTER, self.backward, 1),
             )
         }
 
@@ -70,7 +70,7 @@ class Joined:
         )
 
 
-GPIPE = Joined("gpipe")
+GPIPE = Step("gpipe")
 
 
 def fault(rank: int, edit: Edit) -> str:
@@ -144,6 +144,12 @@ def exchange_microbatches(instructions: list[Instruction]) -> None:
         instructions[one], instructions[other] = instructions[other], instructions[one]
 
 
+def interleave_forwards(instructions: list[Instruction]) -> None:
+    """Let the first segment of a rank's second forward come before the second segment of its first one."""
+    first = find(instructions, Op.FORWARD, 1)
+    instructions.insert(first, instructions.pop(find(instructions, Op.FORWARD, 3)))
+
+
 _OF_FORWARD = (Op.FORWARD, Op.ALL_GATHER, Op.WAIT_ALL_GATHER, Op.ALL_REDUCE, Op.WAIT_ALL_REDUCE)
 
 
@@ -196,6 +202,10 @@ FAULTS = {
         change(Op.FORWARD, model_collective=0),
         "forward names model collective 0; expected none",
     ),
+    "in the forward of another microbatch": (
+        interleave_forwards,
+        "the forward of stage 1, microbatch 1 goes on behind that of microbatch 3",
+    ),
     "of the other round": (
         exchange_microbatches,
         "all_gather of stage 1, model collective 0, round 0 meets "
@@ -210,7 +220,7 @@ def test_the_verifier_finds(name: str) -> None:
     assert message in fault(3, edit)
 
 
-def test_a_phase_that_is_run_as_a_whole_leaves_no_place_to_join() -> None:
+def test_a_phase_that_is_run_as_a_whole_leaves_no_place_for_a_collective() -> None:
     def edit(instructions: list[Instruction]) -> None:
         parts = [number for number, each in enumerate(instructions) if each.op is Op.FORWARD][:3]
         instructions[parts[0]] = replace(instructions[parts[0]], segment=-1)
@@ -220,8 +230,8 @@ def test_a_phase_that_is_run_as_a_whole_leaves_no_place_to_join() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_nothing_that_replicas_join_can_be_left_out_or_doubled(name: str) -> None:
-    step = Joined(name)
+def test_no_model_collective_can_be_left_out_or_doubled(name: str) -> None:
+    step = Step(name)
     programs = step.programs()
     step.verify(programs)
     for rank, program in enumerate(programs):
@@ -232,12 +242,12 @@ def test_nothing_that_replicas_join_can_be_left_out_or_doubled(name: str) -> Non
                     step.verify((*programs[:rank], Program(rank, edited), *programs[rank + 1 :]))
 
 
-def test_a_forward_in_parts_is_one_microbatch_in_flight() -> None:
-    joined = [*map(peak_in_flight, GPIPE.programs())]
-    assert joined == [*map(peak_in_flight, lower(GPIPE.schedule, LINKS))]
+def test_a_forward_in_segments_is_one_microbatch_in_flight() -> None:
+    segmented = [*map(peak_in_flight, GPIPE.programs())]
+    assert segmented == [*map(peak_in_flight, lower(GPIPE.schedule, LINKS))]
 
 
-def test_programs_with_joins_read_back_from_their_text() -> None:
+def test_programs_with_model_collectives_read_back_from_their_text() -> None:
     program = GPIPE.programs()[3]
     text = format_program(program)
     line = next(line for line in text.splitlines() if "model_collective 1" in line)
@@ -245,32 +255,34 @@ def test_programs_with_joins_read_back_from_their_text() -> None:
     assert parse_program(text, LINKS) == program
 
 
-def test_a_part_begins_when_the_last_replica_has_come_and_what_they_join_is_there() -> None:
-    """Stage 1 waits for three joins of each of its two microbatches a rank; stage 0 has none."""
+def test_a_segment_begins_when_the_last_replica_has_reached_its_collective() -> None:
+    """Stage 1 waits for three collectives of each of its two microbatches a rank; stage 0 has none."""
     costs = replace(
         SimulationCosts.uniform(2),
         segments={(1, phase): [1 / count] * count for (_, phase), count in GPIPE.segments.items()},
     )
     without = simulate(GPIPE.programs(), costs).makespan
-    joins = {(1, number): JOIN_TIME for number in range(3)}
-    timeline = simulate(GPIPE.programs(), replace(costs, model_collectives=joins))
-    assert timeline.makespan == pytest.approx(without + 2 * 3 * JOIN_TIME)
+    times = {(1, number): COLLECTIVE_TIME for number in range(3)}
+    timeline = simulate(GPIPE.programs(), replace(costs, model_collectives=times))
+    assert timeline.makespan == pytest.approx(without + 2 * 3 * COLLECTIVE_TIME)
     for event in timeline.computes:
         if event.instruction.segment > 0:
-            ends = [each.end for each in timeline.collectives if each.rank == event.rank]
+            ends = [each.end for each in timeline.overlapped if each.rank == event.rank]
             assert any(end == pytest.approx(event.start) for end in ends)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_meets_in_one_order_where_every_stage_joins(name: str, replicas: int) -> None:
+def test_every_schedule_has_one_order_of_collectives_where_every_stage_has_some(
+    name: str, replicas: int
+) -> None:
     """Also where a rank has several stages, whose replicas are the same ranks."""
     schedule = replicate_schedule(functools.partial(SCHEDULES[name], 2), 4 * replicas, replicas)
     phases = {Phase(op) for order in schedule.orders for op in {cell.phase for cell in order}}
     backward = Phase.BACKWARD if Phase.BACKWARD in phases else Phase.BACKWARD_INPUT
     of_each = (
-        *(join(Op.ALL_GATHER, Phase.FORWARD, 1), join(Op.ALL_REDUCE, Phase.FORWARD, 1)),
-        join(Op.REDUCE_SCATTER, backward, 1),
+        *(collective(Op.ALL_GATHER, Phase.FORWARD, 1), collective(Op.ALL_REDUCE, Phase.FORWARD, 1)),
+        collective(Op.REDUCE_SCATTER, backward, 1),
     )
     stages, links = range(schedule.num_stages), chain_links(schedule.num_stages)
     parts = {(stage, phase): 2 for stage in stages for phase in (Phase.FORWARD, backward)}
@@ -282,5 +294,5 @@ def test_every_schedule_meets_in_one_order_where_every_stage_joins(name: str, re
         segments=dict.fromkeys(parts, (0.5, 0.5)),
         model_collectives={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
     )
-    joined = [event for event in simulate(programs, costs).columns if event.instruction.model_collective >= 0]
-    assert len(joined) == len(of_each) * schedule.num_stages * schedule.num_microbatches
+    found = [event for event in simulate(programs, costs).columns if event.instruction.model_collective >= 0]
+    assert len(found) == len(of_each) * schedule.num_stages * schedule.num_microbatches

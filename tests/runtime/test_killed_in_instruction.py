@@ -1,0 +1,224 @@
+"""A rank that is killed in an instruction, whichever op it has: all others end in time, and name it."""
+
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from slow_params import slow_but
+from torch import Tensor, nn
+from whole_batch_losses import LOSSES, Towers
+from worker_processes import new_store, start_ranks
+
+import pipec
+from pipec import ops
+from pipec.errors import TransportError
+from pipec.hardware.devices import DEVICES, HostCost
+from pipec.ir import Instruction, Op
+from pipec.runtime.step.linked_instruction import LinkedInstruction
+from pipec.runtime.step.linker import Linker
+
+TIMEOUT = 6.0
+SGD = functools.partial(torch.optim.SGD, lr=0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline of two ranks, and a batch for it. ``ops`` are those in which a rank of it is killed."""
+
+    ops: tuple[Op, ...]
+    compiled: Callable[[], pipec.Pipeline]
+    args: tuple[Tensor, ...]
+    target: Tensor | None = None
+
+
+def mlp(norm: type[nn.Module] | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    norms = [norm(8)] if norm else []
+    return nn.Sequential(nn.Linear(6, 8), *norms, *(x for _ in "123" for x in (nn.Tanh(), nn.Linear(8, 8))))
+
+
+class DeepTower(nn.Module):
+    """It saves much more than the rows that its loss compares: in little memory its forwards run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        self.a, self.b = nn.Sequential(*layers, nn.Linear(64, 4)), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.a(x) @ self.b(y).T, torch.arange(len(x)))
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 512), nn.GELU(), nn.Linear(512, 6)) for _ in "1234"))
+
+
+def joined(x: Tensor, y: Tensor) -> Tensor:
+    """A loss with a gathering, its gradient, and a sum over replicas."""
+    logits = x @ ops.all_gather(x.tanh()).T
+    return logits.logsumexp(1).mean() + (x.square().sum(1) * y).sum() / ops.all_reduce(y.sum())
+
+
+def compiled(model: Callable[[], nn.Module] = mlp, loss_fn: Any = F.cross_entropy, **options: Any) -> Any:
+    return functools.partial(_compiled, model, loss_fn, options)
+
+
+def _compiled(model: Callable[[], nn.Module], loss_fn: Any, options: dict[str, Any]) -> pipec.Pipeline:
+    return pipec.compile(model(), 2, loss_fn=loss_fn, timeout=TIMEOUT, **{"microbatches": 4} | options)
+
+
+X, CLASSES = torch.ones(8, 6), torch.arange(8) % 3
+PADDED = torch.tensor([0, -100, 1, 2])
+
+CASES = {
+    "1f1b": Case(
+        (Op.RECV, Op.WAIT_RECV, Op.SEND, Op.FORWARD, Op.BACKWARD, Op.ACCUMULATE, Op.FREE),
+        compiled(),
+        (X,),
+        CLASSES,
+    ),
+    "zb-v": Case((Op.MOVE, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), compiled(schedule="zb-v"), (X,), CLASSES),
+    "recompute": Case(
+        (Op.RECOMPUTE, Op.PRECOMPUTE), compiled(recompute="full", precision="bf16-mixed"), (X,), CLASSES
+    ),
+    "offload": Case(
+        (Op.OFFLOAD, Op.WAIT_OFFLOAD, Op.PREFETCH, Op.WAIT_PREFETCH),
+        compiled(
+            wide,
+            F.mse_loss,
+            schedule="gpipe",
+            microbatches=8,
+            dynamic=False,
+            recompute="none",
+            offload="activations",
+            memory_limit="480kB",
+            device_model=replace(DEVICES["cpu"], host=HostCost()),
+        ),
+        (torch.ones(64, 6),),
+        torch.ones(64, 6),
+    ),
+    "sharded": Case(
+        (
+            *(Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.WAIT_AVERAGE_BUFFERS),
+            *(Op.UNSHARD, Op.WAIT_UNSHARD, Op.RESHARD, Op.GRAD_NORM, Op.CHECK, Op.UPDATE),
+        ),
+        compiled(
+            functools.partial(mlp, nn.BatchNorm1d),
+            stages=1,
+            optimizer=SGD,
+            shard="parameters",
+            clip_grad_norm=1.0,
+            on_nan="skip",
+        ),
+        (X,),
+        CLASSES,
+    ),
+    "local batch": Case(
+        (Op.SUM_COUNTS, Op.WAIT_SUM_COUNTS), compiled(stages=1, batch="local"), (X[:4],), PADDED
+    ),
+    "tail": Case(
+        (Op.GATHER_ROWS, Op.WAIT_GATHER_ROWS, Op.TAIL),
+        compiled(lambda: Towers(LOSSES["info_nce"]), None, stages=1, batched={"x": 0, "y": 0}),
+        (torch.rand(12, 6), torch.rand(12, 6)),
+    ),
+    "two forwards": Case(
+        (Op.FORWARD_ONLY,),
+        compiled(
+            DeepTower,
+            None,
+            microbatches=8,
+            batched={"x": 0, "y": 0},
+            memory_limit=327_424,
+            recompute="none",
+            schedule="1f1b",
+        ),
+        (torch.rand(128, 64), torch.rand(128, 64)),
+    ),
+    "model collectives": Case(
+        (
+            *(Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
+            *(Op.WAIT_ALL_REDUCE, Op.WAIT_ALL_GATHER, Op.WAIT_REDUCE_SCATTER),
+        ),
+        compiled(functools.partial(mlp, nn.SyncBatchNorm), joined, stages=1, microbatches=2),
+        (X,),
+        torch.ones(8),
+    ),
+    "stream": Case(
+        (Op.PAUSE, Op.STASH, Op.STAGE_NORM),
+        compiled(schedule="pipedream", microbatches=None, optimizer=SGD, clip_grad_norm=1.0, dynamic=False),
+        (X,),
+        CLASSES,
+    ),
+}
+OPS = {op: name for name, case in CASES.items() for op in case.ops}
+
+
+def test_every_op_has_its_case() -> None:
+    assert OPS.keys() == {*Op}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("op", slow_but(Op, Op.FORWARD, Op.REDUCE_GRAD))
+def test_a_rank_that_is_killed_in_an_instruction_is_named_by_the_other(op: Op, tmp_path: Path) -> None:
+    store = new_store()
+    ranks = start_ranks(live, [(op, tmp_path)] * 2, tmp_path, store.port)
+    try:
+        for process in ranks:
+            process.join(60)
+        codes = [process.exitcode for process in ranks]
+        errors = [path.read_text() for path in tmp_path.glob("error_*")]
+        assert sorted(codes, key=str) == [-signal.SIGKILL, 0], (codes, errors)
+        victim = codes.index(-signal.SIGKILL)
+        seconds, said = (tmp_path / f"said_{1 - victim}").read_text().split(" ", 1)
+        assert re.search(rf"rank {victim}\b.*(died|ended)", said), said
+        assert float(seconds) < TIMEOUT + 2
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def live(op: Op, scratch: Path) -> None:
+    """One rank, which steps until it is killed, or writes the error that it sees and how late it came."""
+    case, rank = CASES[OPS[op]], int(os.environ["RANK"])
+    kwargs = {} if case.target is None else {"target": case.target}
+    pipe, armed = case.compiled(), list[bool]()
+    wrap_actions(op, armed, scratch)
+    pipe.step(*case.args, **kwargs)
+    programs = pipe.plan.programs
+    victim = max(each.rank for each in programs if any(x.op is op for x in each.instructions))
+    armed += [True] * (rank == victim)
+    try:
+        while True:
+            pipe.step(*case.args, **kwargs)
+    except TransportError as error:
+        late = time.time() - float((scratch / "killed").read_text())
+        (scratch / f"said_{rank}").write_text(f"{late} {error}")
+
+
+def wrap_actions(op: Op, armed: list[bool], scratch: Path) -> None:
+    """Let a rank that is armed be killed when it comes to an instruction with this op."""
+    link = Linker.link
+
+    def linking(self: Linker, instruction: Instruction) -> LinkedInstruction:
+        linked = link(self, instruction)
+
+        def act() -> None:
+            if armed:
+                (scratch / "killed").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            linked.action()
+
+        return replace(linked, action=act) if instruction.op is op else linked
+
+    Linker.link = linking  # type: ignore[method-assign]
