@@ -266,9 +266,20 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
                 unproven = unproven or str(marked.args[1])
             kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
-    logs, model_output = _logs_and_output(returned, fixed, traced.mode)
+    logs, output_spec = output_structure(returned, fixed, traced.mode)
+    return _Results(tuple(role for _, role in kept), logs, output_spec, unproven)
+
+
+def output_structure(
+    returned: Any, fixed: Mapping[int, object], mode: Mode
+) -> tuple[tuple[str, ...], pytree.TreeSpec]:
+    """The names of logs, and the tree of the model's output, of a module that ``returned`` positions.
+
+    ``fixed`` are the results that are no tensors, by position.
+    """
+    logs, model_output = _logs_and_output(returned, fixed, mode)
     tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, model_output)
-    return _Results(tuple(role for _, role in kept), logs, pytree.tree_structure(tree), unproven)
+    return logs, pytree.tree_structure(tree)
 
 
 def _marked(role: Output, marked: fx.Node, traced: TracedCall) -> tuple[Output, fx.Node]:

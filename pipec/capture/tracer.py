@@ -6,6 +6,7 @@ differentiates something itself, forward and backward are traced together. Each 
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
 from pipec.capture.split_fused_attention import split_fused_attention
 from pipec.capture.split_recurrent import split_recurrent_layers
+from pipec.capture.trace_text import TraceText
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
@@ -53,6 +55,9 @@ _warned: WeakSet[nn.Module] = WeakSet()
 
 Timed = Callable[[str], AbstractContextManager[None]]
 """Measures a block, which is a step of this name."""
+
+Find = Callable[[Callable[[], TraceText]], tuple[str, TrainingGraph | None]]
+"""Takes a function that makes the text of a trace. Returns the text, or "", and the graph if it is known."""
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]
 
@@ -78,6 +83,7 @@ def capture(
     num_replicas: int | None = 1,
     batch: ModelCall | None = None,
     timed: Timed = lambda step: nullcontext(),
+    find: Find = lambda trace: ("", None),
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -97,6 +103,7 @@ def capture(
         batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
             those of arguments.
         timed: Measures each step of the capture, by its name.
+        find: Finds the graph of a trace of Dynamo's for any number of rows; if it does, the rest is skipped.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -113,7 +120,17 @@ def capture(
         branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
         names = canonical or {}
         tracer = _Tracer(
-            step, mode, call, names, device, rewrite_loss, may_have_tail, num_replicas, branches, timed
+            step,
+            mode,
+            call,
+            names,
+            device,
+            rewrite_loss,
+            may_have_tail,
+            num_replicas,
+            branches,
+            timed,
+            find,
         )
         generators = NonTorchGenerators(step)
         if not symbolic and call.ambiguous_leaves:
@@ -125,15 +142,15 @@ def capture(
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
         with timed("compare operators without gradients"):
-            depends = mode is not Mode.TRAIN or tracer.depends_on_grad_mode()
+            depends = mode is not Mode.TRAIN or tracer.is_found or tracer.depends_on_grad_mode()
         batched = step.batched
     step.batched = batched  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
-    if mode is Mode.TRAIN:
+    if mode is Mode.TRAIN and not tracer.is_found:
         _check_trained(graph)
     graph = replace(graph, model_guards=tracer.model_guards(), depends_on_grad_mode=depends)
-    if symbolic and graph.batch is None:
+    if symbolic and graph.batch is None and not tracer.is_found:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
             graph.batch_size,
@@ -245,6 +262,7 @@ class _Tracer:
         num_replicas: int | None,
         branches: BranchDecider,
         timed: Timed,
+        find: Find,
     ) -> None:
         self._step = step
         self._mode = mode
@@ -255,9 +273,9 @@ class _Tracer:
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
         self._branches = branches
-        self._timed = timed
+        self._timed, self._find = timed, find
         self._captured: CapturedGraph | None = None
-        self.draws_with_numpy = self.has_traced_backward = False
+        self.draws_with_numpy = self.has_traced_backward = self.is_found = False
 
     @property
     def refused_branch(self) -> str:
@@ -309,6 +327,13 @@ class _Tracer:
                 )
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
+        text = ""
+        if proves:
+            trace = functools.partial(TraceText.of, captured, self._step, self._constants)
+            text, known = self._find(trace)
+            if known is not None:
+                self.is_found = True
+                return known
         split_recurrent_layers(captured.module)
         split_fused_attention(captured.module)
         operators = number_operators(captured.module)
@@ -350,7 +375,7 @@ class _Tracer:
 
         with self._timed("differentiate"):
             runs = [] if findings.assumed else self._repeated_blocks(captured)
-            return self._differentiate(captured, runs, read)
+            return replace(self._differentiate(captured, runs, read), text=text)
 
     def _repeated_blocks(self, captured: CapturedGraph) -> list[RepeatedBlocks]:
         """The runs of equal blocks in a graph of Dynamo's that is about to be differentiated."""

@@ -85,7 +85,7 @@ class Candidate:
             len(placement),
             parameter_stages(graph),
             graph.assignment.ranks,
-            staged.operator_stages,
+            tuple(staged.operator_stages),
         )
         return replace(self, placement=placement, cut=cut)
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 
+import torch
 from torch import nn
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.extract_forward import extract_forward
 from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
+from pipec.capture.trace_text import describe, model_text
 from pipec.capture.tracer import capture
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
@@ -34,7 +36,9 @@ from pipec.compiler.candidate import Candidate
 from pipec.compiler.capture_key import CaptureKey
 from pipec.compiler.compile_cache import CompiledGraphs
 from pipec.compiler.compile_settings import CompileSettings
+from pipec.compiler.disk_cache import disk_cache
 from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
+from pipec.compiler.kept_call import KeptCall, Lookup, RestoredGraph, RestoredStages, process_text
 from pipec.compiler.microbatch_groups import (
     CompiledArtifact,
     MicrobatchGroups,
@@ -58,7 +62,7 @@ class CompileRequest:
 
     With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
     microbatch. ``warn`` issues each warning once. ``trained`` are the graphs of steps on such calls, from
-    which an evaluation may be cut.
+    which an evaluation may be cut. ``lookup`` finds what an earlier process compiled.
     """
 
     settings: CompileSettings
@@ -70,6 +74,7 @@ class CompileRequest:
     warn: Callable[[str], None]
     refuses_mixed_rows: bool = False
     trained: Sequence[TrainingGraph] = ()
+    lookup: Lookup | None = None
 
     @property
     def batch(self) -> int:
@@ -104,12 +109,108 @@ def compile_call(request: CompileRequest, candidate: Candidate, cached: Compiled
     Raises:
         CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
     """
+    if request.settings.calibrates_cpu and candidate.cut is None:
+        with request.stopwatch.timed("calibrate the CPU"):
+            candidate = candidate.on_device_model(cached_calibration())
+    cache = disk_cache()
+    if cache is None:
+        return _compile(request, candidate, cached)
+    lookup = Lookup(cache, functools.partial(_request_text, request), request.warn)
+    with lookup.listening():
+        return _compile(replace(request, lookup=lookup, warn=lookup.warn), candidate, cached)
+
+
+def _compile(request: CompileRequest, candidate: Candidate, cached: CompiledGraphs) -> CompiledCall:
+    if request.lookup and (found := _find_on_known_graph(request, request.lookup, candidate, cached)):
+        return _restored(request, candidate, cached, *found)
+    cached = _recaptured(cached)
     graph, candidate = _capture_call(request, candidate, cached.graphs)
+    if isinstance(graph, RestoredGraph):
+        return _restored(request, candidate, cached, RestoredStages(graph, candidate.options), graph.kept)
     choice = _choose(request, candidate, graph, cached.graphs)
     _warn_of_batch(request, choice)
-    compiled = _generate_groups(request, choice, cached)
+    compiled = _generate_groups(replace(request, lookup=None), choice, cached)
     _check_microbatches(request, compiled)
+    (artifact, sizes), *others = compiled.groups
+    is_whole = sizes == split_sizes(request.batch, artifact.artifact.plan.num_microbatches) and not others
+    if (
+        request.lookup
+        and is_whole
+        and compiled.cached.artifacts.get((choice.staged, len(sizes), sizes[0])) is artifact
+    ):
+        request.lookup.keep(candidate, compiled.decided, choice.staged, artifact)
     return compiled
+
+
+# kept for later processes
+
+
+def _request_text(request: CompileRequest) -> str:
+    """All that a compilation reads, besides the graph and the candidate."""
+    settings, key, call = request.settings, request.key, request.call
+    parts = (
+        *(settings.loss_fn is None, settings.device, settings.precision, settings.microbatch_weight),
+        *(settings.requires_proof, settings.calibrates_cpu, request.refuses_mixed_rows),
+        *(key.mode, key.call_signature, key.outputs, key.variables, request.values),
+        *(call.batch_size, call.axes, call.paths, call.ambiguous_leaves),
+    )
+    return "\n".join(
+        [
+            process_text(settings.device.type == "cuda"),
+            *map(describe, parts),
+            *model_text(request.model, request.canonical),
+        ]
+    )
+
+
+def _find_on_known_graph(
+    request: CompileRequest, lookup: Lookup, candidate: Candidate, cached: CompiledGraphs
+) -> tuple[StagedGraph, KeptCall] | None:
+    """What was kept for the call on a graph that is known, or on the forward of one, and its stages."""
+    sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
+    if staged := _valid_graph(cached.graphs, sizes[0], request.values):
+        kept = lookup.find(candidate, staged.graph.text)
+        return (staged, kept) if kept else None
+    graph = next((each for each in request.trained if _may_extract(request, each, sizes)), None)
+    text = _text_of_forward(graph) if graph else ""
+    kept = lookup.find(candidate, text)
+    if graph is None or kept is None:
+        return None
+    forward = kept.graph(request.key.mode, text, graph.output_spec)
+    return RestoredStages(replace(forward, model_guards=graph.model_guards), candidate.options), kept
+
+
+def _restored(
+    request: CompileRequest, candidate: Candidate, cached: CompiledGraphs, staged: StagedGraph, kept: KeptCall
+) -> CompiledCall:
+    """What compiling the call would return, of what was kept."""
+    assert request.lookup is not None
+    request.lookup.repeat(kept)
+    artifact = replace(kept.artifact, options=candidate.options.recorded)
+    compiled = CompiledArtifact(artifact, staged.graph.output_spec, kept.axes)
+    sizes = split_sizes(request.batch, artifact.plan.num_microbatches)
+    artifacts = {**cached.artifacts, (staged, len(sizes), sizes[0]): compiled}
+    graphs = CompiledGraphs(tuple(dict.fromkeys((*cached.graphs, staged))), artifacts)
+    return CompiledCall([(compiled, sizes)], kept.decisions.applied(candidate), graphs)
+
+
+def _recaptured(cached: CompiledGraphs) -> CompiledGraphs:
+    """The same with graphs in the place of restored ones, except of those that would be other graphs now."""
+    graphs = {
+        staged: staged.recaptured() if isinstance(staged, RestoredStages) else staged
+        for staged in cached.graphs
+    }
+    artifacts = {
+        (graph, count, size): compiled
+        for (staged, count, size), compiled in cached.artifacts.items()
+        if (graph := graphs[staged]) is not None
+    }
+    return CompiledGraphs(tuple(graph for graph in graphs.values() if graph is not None), artifacts)
+
+
+def _recapture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]) -> TrainingGraph:
+    """The graph of a call that was restored; its tensors are on meta."""
+    return _capture(request, candidate, sizes, None)[0]
 
 
 # capture
@@ -124,7 +225,8 @@ def _capture_call(
         return staged.captured, candidate
     graph, candidate = _capture(request, candidate, sizes, known[-1].captured if known else None)
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
-    return (graph, candidate) if graph.is_valid_for(sizes[0]) else _capture(request, candidate, sizes, graph)
+    is_valid = isinstance(graph, RestoredGraph) or graph.is_valid_for(sizes[0])
+    return (graph, candidate) if is_valid else _capture(request, candidate, sizes, graph)
 
 
 def _valid_graph(known: Sequence[StagedGraph], size: int, values: Sizes) -> StagedGraph | None:
@@ -141,6 +243,7 @@ def _capture(
     rows is symbolic if sizes differ or may change between calls. Variables are symbolic too, except where
     this was found to be impossible, for example in the graph of a similar call (``like``).
     """
+    given = tuple(sizes)
     start, settings, replicas = request.batch - sum(sizes), request.settings, candidate.policy.replicas
     count, sizes = len(sizes), [size for size in sizes if size]
     traced = functools.partial(
@@ -157,6 +260,9 @@ def _capture(
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
         timed=request.stopwatch.timed,
+        find=functools.partial(request.lookup.find_traced, candidate, request.key.mode)
+        if request.lookup
+        else lambda trace: ("", None),
     )
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
@@ -166,6 +272,10 @@ def _capture(
             graph = _trace_variables(request.key.variables, traced, like)
         graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
+    if isinstance(graph, RestoredGraph):
+        call = request.call.sample(request.batch, torch.device("meta"))
+        again = replace(request, call=call, trained=(), lookup=Lookup(None, str, request.warn))
+        return replace(graph, recapture=functools.partial(_recapture, again, candidate, given)), candidate
     if graph.first_collective and candidate.num_microbatches is None:
         log.info(
             "%s is a collective of replicas: a step is one round, of %s microbatches",
@@ -187,12 +297,23 @@ def _capture(
 
 def _extract_forward(request: CompileRequest, sizes: Collection[int]) -> TrainingGraph | None:
     """The forward of a training graph that is valid for microbatches of all ``sizes``, if there is one."""
-    for graph in request.trained:
-        if all(graph.is_valid_for(size, request.values) for size in {*sizes, request.batch}):
-            extracted = None if graph.model_guards.violation() else extract_forward(graph)
-            if extracted is not None:
-                return replace(extracted, batch_size=next(iter(sizes)))
+    for each in request.trained:
+        if _may_extract(request, each, sizes):
+            graph = each.recaptured if isinstance(each, RestoredGraph) else each
+            extracted = extract_forward(graph) if graph else None
+            if graph and extracted:
+                return replace(extracted, batch_size=next(iter(sizes)), text=_text_of_forward(graph))
     return None
+
+
+def _may_extract(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
+    """Whether a training graph is valid for the model as it is, and for microbatches of all ``sizes``."""
+    is_valid = all(graph.is_valid_for(size, request.values) for size in {*sizes, request.batch})
+    return is_valid and not graph.model_guards.violation()
+
+
+def _text_of_forward(graph: TrainingGraph) -> str:
+    return f"the forward of\n{graph.text}" if graph.text else ""
 
 
 def _trace_variables(
@@ -254,9 +375,6 @@ def _choose(
     request: CompileRequest, candidate: Candidate, graph: TrainingGraph, known: Sequence[StagedGraph]
 ) -> _Choice:
     """The fastest way to run the call. The first call also decides where stages and parameters are placed."""
-    if request.settings.calibrates_cpu and candidate.cut is None:
-        with request.stopwatch.timed("calibrate the CPU"):
-            candidate = candidate.on_device_model(cached_calibration())
     step = request.step_of(graph, known)
     counts = [1] if _takes_whole_batch(request, candidate, graph) else candidate.counts(request.batch)
     trains = request.key.mode is Mode.TRAIN

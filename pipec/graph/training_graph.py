@@ -72,6 +72,7 @@ class TrainingGraph:
     * ``assignment`` has the stages of a graph that is cut.
     * ``paths`` names the leaves of the arguments, and ``axes`` says where the user has the rows of the leaves
       that are split. ``training`` is the mode of the model.
+    * ``text`` is all that the graph was made of, the same in each process that makes it; empty if unknown.
     """
 
     module: fx.GraphModule
@@ -103,6 +104,7 @@ class TrainingGraph:
     model_guards: ModelGuards = NO_MODEL_GUARDS
     input_branches: InputBranches = NO_INPUT_BRANCHES
     depends_on_grad_mode: bool = True
+    text: str = field(default="", repr=False)
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

@@ -2,12 +2,12 @@
 
 An object of a dataclass is a JSON object with a key for each field. Lists and tuples are arrays, mappings are
 objects, and a member of an enumeration is its value. Reading follows the annotations of the fields: fields
-that are absent have their defaults, a number without a fraction may stand for a float, and nothing else is
-converted.
+that are absent have their defaults, a number without a fraction may stand for a float, and stays an integer.
 """
 
 import functools
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -82,10 +82,9 @@ def _scalar(kind: type) -> _Reader:
     def read(found: Any, path: str) -> Any:
         if type(found) not in accepted:
             raise _refuse(kind.__name__, found, path)
-        try:
-            return float(found) if kind is float else found
-        except OverflowError:
-            raise _refuse("a float", found, path) from None
+        if kind is float and type(found) is int and abs(found) > sys.float_info.max:
+            raise _refuse("a float", found, path)
+        return found
 
     return read
 

@@ -155,6 +155,13 @@ def argument_tensors(captured: CapturedGraph) -> dict[torch.fx.Node, object]:
     return dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
 
 
+def result_tree(captured: CapturedGraph) -> Any:
+    """What the traced module returned, as fake tensors. ``argument_tensors`` must have been called before."""
+    graph = captured.module.graph
+    results = graph.output_node().args[0]
+    return graph.process_outputs(torch.fx.node.map_arg(results, lambda node: node.meta["example_value"]))
+
+
 @contextlib.contextmanager
 def replaced_graph(captured: CapturedGraph, graph: torch.fx.Graph) -> Iterator[None]:
     """Let a captured module have another graph of the same arguments and results."""

@@ -11,6 +11,7 @@ from pipec.torch_compat.differentiation import (
     is_data_dependent,
     python_expression,
     replaced_graph,
+    result_tree,
     size_of_symbol,
     unbacked_symbols,
     without_symbols,
@@ -26,6 +27,7 @@ from pipec.torch_compat.dynamo_branches import (
 )
 from pipec.torch_compat.front_ends import (
     CapturedGraph,
+    FakeTensor,
     SymbolicDims,
     capture_with_dynamo,
     capture_with_export,
@@ -55,6 +57,7 @@ from pipec.torch_compat.operator_patches import (
     keep_recurrent_operators,
     skip_distribution_validation,
 )
+from pipec.torch_compat.own_code import global_state, is_own, replaced_code, shape_facts
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
@@ -66,6 +69,7 @@ __all__ = [
     "DataDependentSize",
     "Decision",
     "DryRun",
+    "FakeTensor",
     "FakeTensorMode",
     "Guards",
     "JointGraph",
@@ -86,10 +90,12 @@ __all__ = [
     "dry_run",
     "evaluate_symbolic",
     "fqn_of",
+    "global_state",
     "has_partial_backward_hook",
     "has_values",
     "is_data_dependent",
     "is_data_dependent_error",
+    "is_own",
     "keep_interpolation_operators",
     "keep_recurrent_operators",
     "model_raised",
@@ -98,8 +104,11 @@ __all__ = [
     "quiet_logging",
     "reason_of",
     "replace_with_fake_tensors",
+    "replaced_code",
     "replaced_graph",
     "restore_module",
+    "result_tree",
+    "shape_facts",
     "shape_symbols",
     "size_of_symbol",
     "skip_distribution_validation",

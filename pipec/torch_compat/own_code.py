@@ -1,0 +1,186 @@
+"""Tells torch's own functions from others, and lists the global state on which a compilation depends.
+
+What torch and pipec do with a captured graph may be kept for other processes if the graph calls their own
+functions alone, and nothing in torch was replaced.
+"""
+
+import builtins
+import math
+import operator
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._decomp import decomposition_table
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch.backends import opt_einsum
+from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from pipec.torch_compat.settings import SETTINGS, read_settings
+
+_PIPEC, _TORCH = (
+    f"{Path(each).parents[depth]}{os.sep}" for each, depth in ((__file__, 1), (torch.__file__, 0))
+)
+
+_HOMES: tuple[Any, ...] = (
+    *(operator, math, builtins, torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft),
+    *(torch._C, torch._C._nn, *(sys.modules[f"torch._C._{name}"] for name in ("fft", "linalg", "special"))),
+)
+"""Where torch and Python have the functions that are not written in Python."""
+
+_WRAPPING = tuple(sys.modules[name].__file__ for name in ("typing", "typing_extensions"))
+"""Files of functions that torch holds, and has not written."""
+
+
+def is_own(target: Any) -> bool:
+    """Whether ``target`` is a function of torch, of pipec, or one of Python's operators.
+
+    A higher-order operator is not, except that of ``torch.utils.checkpoint``: it calls a graph, and others
+    call Python code.
+    """
+    match target:
+        case torch._ops.OpOverload():
+            return is_own(target.overloadpacket)
+        case torch._ops.OpOverloadPacket():
+            namespace, _, _ = target._qualified_op_name.partition("::")
+            files = _files_of_kernels(target._qualified_op_name) if namespace == "pipec" else []
+            return namespace == "aten" or (bool(files) and all(x.startswith(_PIPEC) for x in files))
+        case torch._ops.HigherOrderOperator():
+            return target is torch.ops.higher_order.tag_activation_checkpoint
+        case FunctionType():
+            home: Any = sys.modules.get(target.__module__)
+            return _is_own_code(target) and getattr(home, target.__name__, None) is target
+        case type() | BuiltinFunctionType() | MethodDescriptorType() | WrapperDescriptorType():
+            return any(getattr(home, target.__name__, None) is target for home in _HOMES)
+        case str():  # a method
+            found = getattr(torch.Tensor, target, None)
+            is_own_code = isinstance(found, FunctionType) and _is_own_code(found)
+            return isinstance(found, MethodDescriptorType) or is_own_code
+    return False
+
+
+def _is_own_code(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith((_PIPEC, _TORCH))
+
+
+def replaced_code() -> str:
+    """What a program replaced in torch, or does to each of its calls, in words; empty if nothing is known."""
+    if torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack():
+        return "a mode of torch is active, such as a default device"
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks:
+        return "hooks on saved tensors are active"
+    for name, function in _python_functions():
+        if not _is_own_code(function) and function.__code__.co_filename not in _WRAPPING:
+            return f"{name} was replaced by a function in {function.__code__.co_filename}"
+    for name, method in vars(torch.Tensor).items():
+        if not name.startswith("__") and getattr(method, "__name__", name) != name:
+            return f"torch.Tensor.{name} was replaced by {method.__name__}"
+    return next(_foreign_kernels(), "")
+
+
+def _python_functions() -> Iterator[tuple[str, FunctionType]]:
+    for home in (*_HOMES, torch.functional):
+        for name, held in vars(home).items():
+            found = getattr(held, "__func__", held)
+            if isinstance(found, FunctionType):
+                where = home.__name__ if isinstance(home, ModuleType) else "torch.Tensor"
+                yield f"{where}.{name}", found
+    for overload, decomposition in decomposition_table.items():
+        if isinstance(decomposition, FunctionType):
+            yield f"the decomposition of {overload}", decomposition
+
+
+def _foreign_kernels() -> Iterator[str]:
+    """The operators of torch that a program defined, or registered a kernel for, in Python."""
+    entries = {each.rpartition("/")[0] for each in torch.library._impls}
+    for entry in sorted(each for each in entries if each.startswith(("aten/", "prims/"))):
+        name = entry.replace("/", "::", 1).removesuffix(".default")
+        for file in _files_of_kernels(name):
+            by_function = file.startswith(_REGISTERING[: 1 if entry.startswith("prims") else None])
+            if by_function or not file.startswith(_TORCH):
+                yield f"{name} has a kernel that is registered in {file}"
+
+
+def _files_of_kernels(operator: str) -> list[str]:
+    """The files in Python in which kernels of an operator are registered."""
+    return re.findall(r"registered at (.*\.py):\d+", torch._C._dispatch_dump(operator))
+
+
+_REGISTERING = (f"{_TORCH}library.py", f"{_TORCH}_library")
+"""Where torch has the functions with which programs register kernels, the second of which made ``prims``."""
+
+
+def global_state(gpu: bool) -> dict[str, object]:
+    """The settings, configurations and versions that decide what torch makes of a traced call, by name."""
+    configs = {"dynamo": dynamo_config, "functorch": functorch_config, "fx": fx_config}
+    return {
+        **dict(zip(SETTINGS, map(str, read_settings()), strict=True)),
+        **{f"configuration of {name}": _config_text(config) for name, config in configs.items()},
+        "autocast": [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")],
+        "autocast caches": torch.is_autocast_cache_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "order of attention kernels": torch._C._get_sdp_priority_order(),
+        "einsum": (opt_einsum.is_available(), opt_einsum.enabled, opt_einsum.strategy),
+        "packages": {name: metadata.version(name) for name in ("numpy", "scipy", "sympy")},
+        "torch": (str(torch.__version__), str(torch.version.git_version), torch.__file__),
+        "Python": (sys.version, sys.flags.optimize, platform.machine()),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "GPU": _gpu() if gpu else None,
+    }
+
+
+def _config_text(config: Any) -> str:
+    """The values of a configuration. Functions in it are by name, and sets in order."""
+
+    def text(value: object) -> str:
+        if isinstance(value, set | frozenset):
+            return str(sorted(map(text, value)))
+        return str(getattr(value, "__qualname__", value))
+
+    return ", ".join(f"{name}={text(value)}" for name, value in sorted(config.get_config_copy().items()))
+
+
+def _gpu() -> tuple[str, ...]:
+    return (
+        str(torch.cuda.get_device_properties()),
+        str(torch.version.cuda),
+        str(torch.backends.cudnn.version()),
+    )
+
+
+_SHAPE_FACTS = (
+    *("backed_var_to_val", "var_to_val", "var_to_range", "var_to_hint_override", "replacements"),
+    *("unbacked_renamings", "unbacked_inputs", "divisible", "size_like", "specializations", "settings"),
+)
+"""What a trace has found out about its symbols, besides guards."""
+
+
+def shape_facts(shapes: ShapeEnv) -> Iterator[str]:
+    """What a trace found out about its sizes, as text: symbols, guards, and the lines that they come from."""
+    for name in _SHAPE_FACTS:
+        found = getattr(shapes, name, None)
+        yield f"{name}: {sorted(map(str, found)) if isinstance(found, set) else found}"
+    for guard in shapes.guards:
+        yield f"guard {guard.expr} {_place(guard.sloc)}"
+    for symbol, place in shapes.replacements_slocs.items():
+        yield f"replaced {symbol} {_place(place)}"
+    for symbol, asserts in shapes.deferred_runtime_asserts.items():
+        yield f"asserted of {symbol}: {[each.expr for each in asserts]}"
+
+
+def _place(place: Any) -> str:
+    frame = place.framework_loc
+    return f"{frame} {getattr(frame, 'line', '')} {place.maybe_user_loc}"

@@ -1,0 +1,402 @@
+"""What an earlier process compiled is used if nothing has changed, and never otherwise."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cache_mutations import CHANGES, Outcome, Setting, run
+from slow_params import slow, slow_but
+from torch import Tensor
+
+import pipec
+from pipec.compiler import disk_cache, kept_call
+from pipec.compiler.disk_cache import DiskCache
+from pipec.errors import PipecError
+from pipec.torch_compat import is_own, replaced_code
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "compile_cache_script.py"
+
+
+def outcome(setting: Setting, folder: Path | None, caplog: pytest.LogCaptureFixture) -> Outcome | str:
+    """What a run computes, or why it is refused."""
+    try:
+        return run(setting, folder, caplog)
+    except PipecError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for all tests of changes: each finds what the others have kept."""
+    return tmp_path_factory.mktemp("kept")
+
+
+def test_what_was_compiled_is_read_by_the_next_pipeline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, plain = (run(Setting(), folder, caplog) for folder in (tmp_path, tmp_path, None))
+    assert (first.num_read, second.num_read, plain.num_read) == (0, 2, 0)
+    assert first.same_as(plain)
+    assert second.same_as(plain)
+
+
+def test_nothing_is_written_unless_a_folder_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(Setting(), None, caplog)
+    assert not [*tmp_path.iterdir()]
+
+
+QUICK = (
+    "a constant in the code",
+    "the bytes of a global tensor",
+    "tied weights",
+    "a function of torch that the user wrote",
+)
+
+
+@pytest.mark.parametrize("name", slow_but(CHANGES, *QUICK))
+def test_a_change_between_processes_is_noticed_or_makes_no_difference(
+    name: str, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome(Setting(), kept, caplog)
+    expected, first, second = (outcome(CHANGES[name], folder, caplog) for folder in (None, kept, kept))
+    for found in (first, second):
+        if isinstance(expected, str) or isinstance(found, str):
+            assert found == expected
+        else:
+            assert found.same_as(expected)
+
+
+@pytest.mark.slow
+def test_calls_of_other_rows_and_modes_are_read_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def calls(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        found = [pipe.step(batch, target=batch) for batch in (x, x[:4], torch.cat([x, x]), x)]
+        pipe.eval()
+        return [*found, pipe.eval_step(x, target=x), pipe(x)["gate"], net.head.weight.grad.clone()]
+
+    setting = Setting(calls=calls)
+    first, second, plain = (run(setting, folder, caplog) for folder in (tmp_path, tmp_path, None))
+    assert (first.num_read, second.num_read) == (0, 5)
+    assert first.same_as(plain)
+    assert second.same_as(plain)
+
+
+@pytest.mark.parametrize("missing", slow_but(["evaluation", "rows"], "rows"))
+def test_what_is_not_there_is_compiled_on_what_was_read(
+    missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph of the step is captured again for it, and cut as before."""
+
+    def step(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        return [pipe.step(x, target=x)]
+
+    def calls(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        loss = pipe.step(x, target=x)
+        other = pipe.eval_step(x, target=x) if missing == "evaluation" else pipe.step(x[:4], target=x[:4])
+        return [loss, other, net.head.weight.grad.clone()]
+
+    run(Setting(calls=step), tmp_path, caplog)
+    second, plain = (run(Setting(calls=calls), folder, caplog) for folder in (tmp_path, None))
+    assert second.num_read == 1
+    assert second.same_as(plain)
+
+
+def test_what_changes_after_it_was_read_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The guards are those of this process."""
+
+    def calls(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        first = pipe.step(x, target=x)
+        net.blocks[0].scale = 3.0
+        return [first, pipe.step(x, target=x)]
+
+    run(Setting(calls=lambda pipe, net, x: [pipe.step(x, target=x)]), tmp_path, caplog)
+    second, plain = (run(Setting(calls=calls), folder, caplog) for folder in (tmp_path, None))
+    assert second.num_read == 1
+    assert second.same_as(plain)
+
+
+# damage
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Edits an entry, and makes its digest right again."""
+
+    def damage(path: Path) -> None:
+        document = json.loads(path.read_bytes().partition(b"\n")[2])
+        change(document)
+        data = json.dumps(document).encode()
+        path.write_bytes(b"\n".join([disk_cache._digest(data), data]))
+
+    return damage
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+def nest(path: Path) -> None:
+    data = b"[" * 100_000
+    path.write_bytes(b"\n".join([disk_cache._digest(data), data]))
+
+
+def without_programs(document: dict[str, Any]) -> None:
+    document["programs"] = document["programs"][:1]
+
+
+def with_a_missing_send(document: dict[str, Any]) -> None:
+    lines = document["programs"][0].splitlines(keepends=True)
+    document["programs"][0] = "".join(line for line in lines if " send " not in line)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": truncate,
+    "a flipped bit": flip,
+    "empty": lambda path: path.write_bytes(b""),
+    "a link": link,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "nested too deeply": nest,
+    "no text": edited(lambda document: document.update(sources=[1, 2])),
+    "another format": edited(lambda document: document.update(format="pipec compiled call 0")),
+    "another key": edited(lambda document: document.update(key=document["key"] + " ")),
+    "a field less": edited(lambda document: document.pop("decisions")),
+    "a field more": edited(lambda document: document.update(more=1)),
+    "a program less": edited(without_programs),
+    "a program that would wait for ever": edited(with_a_missing_send),
+    "code that does not compile": edited(lambda document: document.update(sources=["def"] * 2)),
+    "constants that are none": edited(lambda document: document.update(constants="!!")),
+    "a file that others may write": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("damage", slow_but(DAMAGES, "truncated", "a program that would wait for ever"))
+def test_a_damaged_entry_is_compiled_anew_and_replaced(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = Setting(calls=lambda pipe, net, x: [pipe.step(x, target=x)])
+    run(step, tmp_path, caplog)
+    (entry,) = tmp_path.glob("*.pipec")
+    DAMAGES[damage](entry)
+    second, third, plain = (run(step, folder, caplog) for folder in (tmp_path, tmp_path, None))
+    assert second.num_read == 0
+    assert second.same_as(plain)
+    assert third.same_as(plain)
+    if damage != "a folder":
+        assert third.num_read == 1
+
+
+# the folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DiskCache:
+    disk_cache._warn_once.cache_clear()
+    return DiskCache(tmp_path / "kept")
+
+
+def test_a_folder_keeps_what_was_written(cache: DiskCache) -> None:
+    assert cache.read("key") is None
+    cache.write("key", b"first\nlines")
+    cache.write("key", b"second\nlines")
+    assert cache.read("key") == b"second\nlines"
+    assert cache.read("other") is None
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_may_write_is_not_used(cache: DiskCache, said: list[str]) -> None:
+    cache.write("key", b"data")
+    cache.folder.chmod(0o777)
+    assert cache.read("key") is None
+    cache.write("other", b"data")
+    (message,) = said
+    assert message == (
+        f"{cache.folder} is not used as compilation cache: others may write to {cache.folder}, and its files "
+        f"are code. Call `chmod go-w {cache.folder}`"
+    )
+    cache.folder.chmod(0o700)
+    assert (cache.read("key"), cache.read("other")) == (b"data", None)
+
+
+def test_a_folder_of_another_user_is_not_used(
+    cache: DiskCache, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write("key", b"data")
+    monkeypatch.setattr(os, "geteuid", lambda: cache.folder.stat().st_uid + 1)
+    assert cache.read("key") is None
+    assert "belongs to user" in said[0]
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    cache = DiskCache(tmp_path / "file" / "kept")
+    cache.write("key", b"data")
+    cache.write("key", b"data")
+    assert cache.read("key") is None
+    (message,) = said
+    assert "is not used as compilation cache" in message
+
+
+def test_what_was_used_longest_ago_is_evicted(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "MAX_BYTES", 350)
+    for place, key in enumerate(("first", "second", "third")):
+        cache.write(key, bytes(40))
+        os.utime(cache.folder / disk_cache._name(key), (place, place))
+    assert cache.read("first")
+    foreign = cache.folder / "notes.txt"
+    foreign.write_bytes(bytes(1000))
+    cache.write("fourth", bytes(40))
+    found = {key: cache.read(key) is not None for key in ("first", "second", "third", "fourth")}
+    assert found == {"first": True, "second": False, "third": True, "fourth": True}
+    cache.write("huge", bytes(400))
+    assert cache.read("huge") is None
+    assert foreign.exists()
+
+
+def test_two_may_write_at_once(cache: DiskCache) -> None:
+    values = [bytes([each]) * 100_000 for each in range(8)]
+
+    def write(value: bytes) -> None:
+        for _ in range(10):
+            cache.write("key", value)
+            assert cache.read("key") in values
+
+    threads = [threading.Thread(target=write, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.read("key") in values
+    assert len([*cache.folder.iterdir()]) == 1
+
+
+# what is torch's own
+
+
+@torch.library.custom_op("pipec::looks_own", mutates_args=())
+def looks_own(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("mine::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (torch.sin, True),
+        (torch.nn.functional.layer_norm, True),
+        (torch.ops.aten.sin.default, True),
+        (torch.ops.pipec.check_branch.default, True),
+        ("mean", True),
+        (torch.ops.mine.twice.default, False),
+        (torch.ops.pipec.looks_own.default, False),
+        (lambda x: x, False),
+        (Tensor.sin, True),
+        ("no_such_method", False),
+        (torch.autograd.Function, False),
+        (torch.jit.script, False),
+        (torch.ops.higher_order.cond, False),
+    ],
+)
+def test_functions_of_torch_and_of_pipec_are_told_from_others(target: Any, expected: bool) -> None:
+    if target is torch.jit.script:
+        target = torch.jit.script(lambda_free)
+    assert is_own(target) is expected
+
+
+def lambda_free(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.device("cpu"),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        lambda: replaced(Tensor, "mean", Tensor.sum),
+        lambda: replaced(torch, "sin", lambda x: x),
+    ],
+)
+def test_what_replaces_torch_is_found(around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    assert replaced_code() == ""
+    with around():
+        assert replaced_code()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+def test_another_source_of_pipec_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kept_call.process_text(gpu=False)
+    monkeypatch.setattr(kept_call, "_source_digest", lambda: "another")
+    assert kept_call.process_text(gpu=False) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert kept_call.process_text(gpu=False) != before
+
+
+# processes
+
+
+def printed(words: tuple[str, ...], folder: Path | None, num_ranks: int = 0) -> dict[str, Any]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, *(torchrun if num_ranks else ()), str(SCRIPT), *words]
+    environment = {
+        **os.environ,
+        "PIPEC_COMPILE_CACHE": str(folder or ""),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(pipec.__file__).parents[1]),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "num_ranks"),
+    [
+        slow(("gpt2",), 0),
+        slow(("bert",), 0),
+        slow(("resnet",), 0),
+        slow(("counting",), 0),
+        slow(("gpt2", "train"), 0),
+        slow(("counting", "train", "stream"), 0),
+        slow(("gpt2", "train", "ranks"), 2),
+    ],
+)
+def test_a_second_process_computes_the_same_bits(
+    words: tuple[str, ...], num_ranks: int, tmp_path: Path
+) -> None:
+    cold, warm, plain = (printed(words, folder, num_ranks) for folder in (tmp_path, tmp_path, None))
+    assert cold["num_read"] == plain["num_read"] == 0
+    assert warm["num_read"] == warm["num_compiled"]
+    for found in (cold, warm):
+        assert found["found"] == plain["found"]
+        assert found["said"] == plain["said"]
