@@ -43,6 +43,10 @@ _WRAPPING = tuple(sys.modules[name].__file__ for name in ("typing", "typing_exte
 """Files of functions that torch holds, and has not written."""
 
 
+_UNUSED = ((torch, "compile"),)
+"""Functions that some libraries replace, on which nothing that is kept depends: Lightning wraps it."""
+
+
 def is_own(target: Any) -> bool:
     """Whether ``target`` is a function of torch, of pipec, or one of Python's operators.
 
@@ -94,7 +98,7 @@ def _python_functions() -> Iterator[tuple[str, FunctionType]]:
     for home in (*_HOMES, torch.functional):
         for name, held in vars(home).items():
             found = getattr(held, "__func__", held)
-            if isinstance(found, FunctionType):
+            if isinstance(found, FunctionType) and (home, name) not in _UNUSED:
                 where = home.__name__ if isinstance(home, ModuleType) else "torch.Tensor"
                 yield f"{where}.{name}", found
     for overload, decomposition in decomposition_table.items():
