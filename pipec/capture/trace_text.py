@@ -89,7 +89,7 @@ def _tensor(tensor: Tensor) -> str:
     return f"{_metadata(tensor)} {values}"
 
 
-def _held(value: Any) -> str:
+def _known_text(value: Any) -> str:
     """The text of a value that the trace holds, and that is known: a fake tensor is not."""
     if isinstance(value, FakeTensor):
         raise UnknownValueError("a tensor without values")
@@ -139,7 +139,7 @@ class TraceText:
         given, arguments = argument_tensors(captured), pytree.tree_leaves(captured.args)
         names = {id(tensor): name for name, tensor in named_tensors(step).items()}
         names |= {id(leaf): f"leaf {k}" for k, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
-        writer = _Writer({node: names.get(id(value)) or _held(value) for node, value in given.items()})
+        writer = _Writer({node: names.get(id(value)) or _known_text(value) for node, value in given.items()})
         lines = [*writer.graph(captured.module), *shape_facts(captured.module.meta["fake_mode"].shape_env)]
         leaves, spec = pytree.tree_flatten(result_tree(captured))
         results = {
@@ -151,7 +151,7 @@ class TraceText:
         returned, _ = pytree.tree_unflatten(list(range(len(leaves))), spec)
         _, output_spec = output_structure(returned, fixed, step.mode)
         lines += [str(spec), f"changes {captured.changed_state}", f"asks {captured.depends_on_grad_mode}"]
-        lines += [f"{name}: {_held(constant)}" for name, constant in constants.items()]
+        lines += [f"{name}: {_known_text(constant)}" for name, constant in constants.items()]
         lines += [f"step {step.moved_axes} {step.batched} {step.numbers} {step.equal_dimensions}"]
         return cls("\n".join([*lines, *writer.texts]), output_spec)
 
@@ -199,7 +199,9 @@ class _Writer:
             case "get_attr":
                 held = getattr(module, str(node.target), None)
                 return (
-                    str(node.target) if isinstance(held, fx.GraphModule) else f"{node.target} {_held(held)}"
+                    str(node.target)
+                    if isinstance(held, fx.GraphModule)
+                    else f"{node.target} {_known_text(held)}"
                 )
             case "call_function" | "call_method" if is_own(node.target):
                 return _name(node.target)

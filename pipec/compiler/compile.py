@@ -38,7 +38,6 @@ from pipec.compiler.compile_cache import CompiledGraphs
 from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.disk_cache import disk_cache
 from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
-from pipec.compiler.kept_call import KeptCall, Lookup, RestoredGraph, RestoredStages, process_text
 from pipec.compiler.microbatch_groups import (
     CompiledArtifact,
     MicrobatchGroups,
@@ -48,6 +47,7 @@ from pipec.compiler.microbatch_groups import (
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, fitting_division, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
+from pipec.compiler.stored_call import Lookup, RestoredGraph, RestoredStages, StoredCall, process_text
 from pipec.compiler.tail_costs import tail_costs
 from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Sizes, Variable
@@ -165,7 +165,7 @@ def _request_text(request: CompileRequest) -> str:
 
 def _find_on_known_graph(
     request: CompileRequest, lookup: Lookup, candidate: Candidate, cached: CompiledGraphs
-) -> tuple[StagedGraph, KeptCall] | None:
+) -> tuple[StagedGraph, StoredCall] | None:
     """What was kept for the call on a graph that is known, or on the forward of one, and its stages."""
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
     if staged := _valid_graph(cached.graphs, sizes[0], request.values):
@@ -181,7 +181,11 @@ def _find_on_known_graph(
 
 
 def _restored(
-    request: CompileRequest, candidate: Candidate, cached: CompiledGraphs, staged: StagedGraph, kept: KeptCall
+    request: CompileRequest,
+    candidate: Candidate,
+    cached: CompiledGraphs,
+    staged: StagedGraph,
+    kept: StoredCall,
 ) -> CompiledCall:
     """What compiling the call would return, of what was kept."""
     assert request.lookup is not None

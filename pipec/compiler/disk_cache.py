@@ -100,7 +100,7 @@ class _NotPrivateError(Exception):
 
 def _require_private(found: os.stat_result, path: Path) -> None:
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        raise _NotPrivateError(f"{path} is no file")
+        raise _NotPrivateError(f"{path} is no file; delete it, or set {COMPILE_CACHE} to another folder")
     if found.st_uid != os.geteuid():
         raise _NotPrivateError(
             f"{path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}. Its files "

@@ -17,7 +17,7 @@ from slow_params import slow, slow_but
 from torch import Tensor
 
 import pipec
-from pipec.compiler import disk_cache, kept_call
+from pipec.compiler import disk_cache, stored_call
 from pipec.compiler.disk_cache import DiskCache
 from pipec.errors import PipecError
 from pipec.torch_compat import is_own, replaced_code
@@ -355,12 +355,12 @@ def replaced(owner: Any, name: str, value: Any) -> Any:
 
 
 def test_another_source_of_pipec_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kept_call.process_text(gpu=False)
-    monkeypatch.setattr(kept_call, "_source_digest", lambda: "another")
-    assert kept_call.process_text(gpu=False) != before
+    before = stored_call.process_text(gpu=False)
+    monkeypatch.setattr(stored_call, "_source_digest", lambda: "another")
+    assert stored_call.process_text(gpu=False) != before
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.99")
-    assert kept_call.process_text(gpu=False) != before
+    assert stored_call.process_text(gpu=False) != before
 
 
 # processes

@@ -146,7 +146,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class KeptCall:
+class StoredCall:
     """A compiled call as it is on disk, with what was logged, each with its level, and the warnings."""
 
     format: str
@@ -287,7 +287,7 @@ class Lookup:
         kept = self.find(candidate, found.text)
         return found.text, kept.graph(mode, found.text, found.output_spec) if kept else None
 
-    def find(self, candidate: Candidate, text: str) -> KeptCall | None:
+    def find(self, candidate: Candidate, text: str) -> StoredCall | None:
         """The call that was kept for a graph of this text."""
         self._key, self._text, self._said, self._warned = None, text, [], []
         if self._cache is None or not text:
@@ -301,7 +301,7 @@ class Lookup:
         data = self._cache.read(self._key)
         return None if data is None else self._parsed(data)
 
-    def repeat(self, kept: KeptCall) -> None:
+    def repeat(self, kept: StoredCall) -> None:
         """Say again what compiling the call said."""
         for level, message in kept.said:
             log.log(level, "%s", message)
@@ -314,10 +314,10 @@ class Lookup:
             time.perf_counter() - traced,
         )
 
-    def _parsed(self, data: bytes) -> KeptCall | None:
+    def _parsed(self, data: bytes) -> StoredCall | None:
         assert self._cache is not None
         try:
-            kept = parse_json(KeptCall, data)
+            kept = parse_json(StoredCall, data)
             if kept.format != FORMAT or kept.key != self._key:
                 return None
             assert kept.artifact
@@ -341,7 +341,7 @@ class Lookup:
             self._refuse("its graph depends on the values of arguments, or on their number of rows")
         elif self._cache is not None and self._key is not None and graph.text == self._text:
             try:
-                kept = KeptCall(
+                kept = StoredCall(
                     FORMAT,
                     self._key,
                     artifact.plan,
@@ -355,7 +355,7 @@ class Lookup:
                     tuple(self._warned),
                 )
                 data = dump_json(kept).encode()
-                lost = _lost(parse_json(KeptCall, data), candidate, decided, staged, artifact)
+                lost = _lost(parse_json(StoredCall, data), candidate, decided, staged, artifact)
             except Exception as error:
                 lost = f"it has no form on disk: {error!r}"
             if lost:
@@ -374,7 +374,7 @@ def _say_once(message: str) -> None:
 
 
 def _lost(
-    read: KeptCall, candidate: Candidate, decided: Candidate, staged: StagedGraph, artifact: Artifact
+    read: StoredCall, candidate: Candidate, decided: Candidate, staged: StagedGraph, artifact: Artifact
 ) -> str:
     """What is not the same in the form on disk; empty if nothing is lost."""
     restored = read.decisions.applied(candidate)
