@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -26,7 +25,7 @@ from pipec.capture.model_call import ModelCall, plain_name
 from pipec.capture.node_insertion import fake_value
 from pipec.errors import InputError
 from pipec.ir.batch_axis import LEADING, BatchAxis
-from pipec.torch_compat import pytree
+from pipec.torch_compat import formula, pytree
 
 
 def with_batch_axes(
@@ -195,4 +194,4 @@ def _rows_of(argument: fx.Node) -> Any:
     """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
     value = fake_value(argument)
     size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    return formula(size)

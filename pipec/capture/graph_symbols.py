@@ -13,7 +13,7 @@ from pipec.graph import ModelInput, TrainingGraph, has_data_dependent_size
 from pipec.graph.size_text import format_guard, format_size
 from pipec.ir import Variable
 from pipec.ir.text_format import evaluate_dim, holds
-from pipec.torch_compat import JointGraph, pytree
+from pipec.torch_compat import JointGraph, formula, pytree
 
 
 class SpecializedBatchError(Exception):
@@ -29,7 +29,7 @@ def batch_symbol(arguments: Sequence[fx.Node], specialized_by: str) -> sympy.Sym
     for node in arguments:
         role = node.meta["role"]
         if isinstance(role, ModelInput) and role.batched:
-            size = _expression(node.meta["val"].shape[0])
+            size = formula(node.meta["val"].shape[0])
             if isinstance(size, sympy.Symbol):
                 return size
     raise SpecializedBatchError(f"the batch becomes a constant in {specialized_by}")
@@ -69,7 +69,7 @@ def variable_symbols(
     for variable in variables:
         argument = nodes.get(variable.position)
         values = [*numbers.get(variable.name, ()), *_values(argument, variable.dim)]
-        for symbol in map(_expression, values):
+        for symbol in map(formula, values):
             if not isinstance(symbol, sympy.Symbol):
                 raise SpecializedVariableError(
                     f"{variable.what} becomes a constant in {joint.specialized_by}"
@@ -106,7 +106,7 @@ def check_evaluable(graph: TrainingGraph) -> None:
         for node in graph.module.graph.nodes
         if isinstance(node.meta.get("val"), Tensor) and not has_data_dependent_size(node)
     ]
-    shapes = {_expression(size) for tensor in tensors for size in tensor.shape}
+    shapes = {formula(size) for tensor in tensors for size in tensor.shape}
     fixed = [node for node in graph.nodes if not has_data_dependent_size(node)]
     read = [x for node in fixed for x in pytree.tree_leaves((node.args, node.kwargs))]
     sizes = {"b": graph.batch_size, **graph.planned_sizes}
@@ -116,12 +116,8 @@ def check_evaluable(graph: TrainingGraph) -> None:
         for guard in graph.guards:
             if guard.free_symbols & {*graph.variable_symbols}:
                 holds(format_guard(guard, graph.symbols), sizes)
-        for formula in {x for x in read if isinstance(x, sympy.Basic)}:
-            format_size(formula, graph.symbols)
+        for expression in {x for x in read if isinstance(x, sympy.Basic)}:
+            format_size(expression, graph.symbols)
     except (ArtifactError, AssertionError, NotImplementedError, TypeError) as error:
         kind = SpecializedVariableError if graph.variables else SpecializedBatchError
         raise kind(f"no stage can follow what depends on it: {error}") from None
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else size

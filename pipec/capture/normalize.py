@@ -45,7 +45,7 @@ from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ops import COLLECTIVES
 from pipec.primitives import check_row_independence, require
-from pipec.torch_compat import pytree
+from pipec.torch_compat import formula, pytree
 
 _aten = torch.ops.aten
 
@@ -397,7 +397,7 @@ def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
             node.replace_all_uses_with(node.args[0])
         elif _is_number(node.meta.get("val")) and node.op != "output" and not has_data_dependent_size(node):
             value = node.meta["val"]
-            _replace_by(node, value.node.expr if hasattr(value, "node") else value)
+            _replace_by(node, formula(value))
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in ("output", "placeholder") and not is_check(node):
             graph.erase_node(node)

@@ -20,6 +20,7 @@ from torch import fx
 from pipec.capture.markers import OUTPUT_MERGE
 from pipec.capture.node_insertion import INHERITED_META, fake_value
 from pipec.ir.batch_axis import BatchAxis
+from pipec.torch_compat import formula
 
 _aten = torch.ops.aten
 
@@ -55,7 +56,7 @@ def batch_first_output(marked: fx.Node, axis: BatchAxis, rows: Any) -> fx.Node:
 
 
 def _call(marked: fx.Node, function: Any, value: fx.Node, numbers: Sequence[Any]) -> fx.Node:
-    formulas = [x.node.expr if isinstance(x, torch.SymInt) else x for x in numbers]
+    formulas = [*map(formula, numbers)]
     with marked.graph.inserting_before(marked):
         node = marked.graph.call_function(function, (value, formulas))
     node.meta = {key: marked.meta[key] for key in INHERITED_META if key in marked.meta}

@@ -26,7 +26,7 @@ from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, REQ
 from pipec.capture.node_insertion import fake_value, inputs_of
 from pipec.capture.number_operators import OPERATOR_ID
 from pipec.graph import CHECK_BRANCH
-from pipec.torch_compat import unbacked_symbols
+from pipec.torch_compat import formula, unbacked_symbols
 
 NUM_FIRST = 3
 """The blocks at the front of a run that are differentiated: the first, and two whose results are compared."""
@@ -189,20 +189,16 @@ def value_key(value: Any) -> Any:
     """What is known of a value before anything is computed."""
     match value:
         case Tensor() if value.layout is torch.strided:
-            sizes = *map(_size, value.shape), *map(_size, value.stride()), _size(value.storage_offset())
+            sizes = tuple(map(formula, (*value.shape, *value.stride(), value.storage_offset())))
             kind = type(value) is nn.Parameter, value.dtype, value.device, value.requires_grad
             return *kind, value.dim(), sizes
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-            return type(value), value.node.expr
+            return type(value), formula(value)
         case tuple() | list():
             return tuple(map(value_key, value))
         case bool() | int() | float() | str() | None:
             return type(value), repr(value)
     return object()
-
-
-def _size(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _equal_blocks(blocks: Sequence[Sequence[fx.Node]], names: Mapping[fx.Node, str]) -> RepeatedBlocks | None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
-import torch
 
 from pipec import torch_compat
 
@@ -14,7 +13,7 @@ SymbolNames = Mapping[sympy.Symbol, str]
 
 def format_size(size: Any, symbols: SymbolNames) -> str:
     """Python source of a size: ``8``, ``b`` or ``4*b``. ``size`` is a number, a SymInt or an expression."""
-    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+    expr = torch_compat.formula(size)
     if not isinstance(expr, sympy.Basic):
         return str(expr)
     return torch_compat.python_expression(_named(expr, symbols))

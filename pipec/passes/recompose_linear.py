@@ -26,6 +26,7 @@ from pipec.graph import (
     is_forward,
     reuses_memory,
 )
+from pipec.torch_compat import formula
 
 aten = torch.ops.aten
 VIEW = aten.view.default
@@ -81,7 +82,7 @@ def _recompose(product: fx.Node, views: _Views) -> None:
     product.target, product.meta["val"] = aten.linear.default, value
     product.args = (operand, transposed.args[0], *bias)  # type: ignore[union-attr]
     for view in list(product.users):
-        if view.target is VIEW and str(view.meta["val"].shape) == str(value.shape):
+        if view.target is VIEW and [*map(formula, view.meta["val"].shape)] == [*map(formula, value.shape)]:
             view.replace_all_uses_with(product)
     for node in (*product.users, rows, transposed):
         assert isinstance(node, fx.Node)
@@ -123,16 +124,16 @@ def _leading_sizes(product: fx.Node, rows: fx.Node) -> Sequence[Any]:
 def _unflattens(node: fx.Node, flat: fx.Node) -> bool:
     """Whether the node has three dimensions, of which ``flat`` flattens the first two."""
     shape = node.meta["val"].shape
-    return len(shape) == 3 and str(shape[-1]) == str(flat.meta["val"].shape[-1])
+    return len(shape) == 3 and formula(shape[-1]) == formula(flat.meta["val"].shape[-1])
 
 
 def _rows_in_three_dims(product: fx.Node, rows: fx.Node, leading: Sequence[Any], views: _Views) -> fx.Node:
     """The operand with its ``leading`` sizes: the base of the view ``rows``, or another view of the base."""
     source: fx.Node = rows.args[0]  # type: ignore[assignment]
     shape = [*leading, rows.meta["val"].shape[-1]]
-    if str([*source.meta["val"].shape]) == str(shape):
+    sizes = [*map(formula, shape)]
+    if [*map(formula, source.meta["val"].shape)] == sizes:
         return source
-    sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
     view = rows
     if len(rows.users) > 1:
         with product.graph.inserting_before(product):

@@ -30,6 +30,7 @@ from pipec.graph import (
     is_tensor,
     storage_owner,
 )
+from pipec.torch_compat import formula
 
 aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def _normalize_arguments(node: fx.Node) -> None:
     if len(node.args) == 2 and not node.kwargs:
         node.target = SCALAR_OVERLOADS.get(node.target, node.target)
     if node.target in SHAPED:
-        node.args = (node.args[0], [_size(size) for size in node.meta["val"].shape])
+        node.args = (node.args[0], [formula(size) for size in node.meta["val"].shape])
     if node.target is aten.slice.Tensor and isinstance(node.args[1], int) and node.args[1] < 0:
         node.args = (node.args[0], node.args[1] + node.meta["val"].dim(), *node.args[2:])
 
@@ -100,8 +101,9 @@ def _drop_dimensions(node: fx.Node) -> None:
     summed, dims = total.args[:2]
     shape = total.meta["val"].shape
     removed = {dim % len(shape) for dim in dims or range(len(shape))}  # type: ignore[union-attr, operator]
-    left = [size for dim, size in enumerate(shape) if dim not in removed]
-    if total.args[2:] == (True,) and not total.kwargs and str(left) == str([*node.meta["val"].shape]):
+    left = [formula(size) for dim, size in enumerate(shape) if dim not in removed]
+    keeps_dims = total.args[2:] == (True,) and not total.kwargs
+    if keeps_dims and left == [*map(formula, node.meta["val"].shape)]:
         node.target, node.args = total.target, (summed, dims)
 
 
@@ -189,8 +191,5 @@ def _if_same_type(source: Any, node: fx.Node, strides: bool) -> fx.Node | None:
 
 
 def _type(value: Tensor, strides: bool) -> tuple[object, ...]:
-    return value.dtype, value.device, str(value.shape), str(value.stride()) if strides else ""
-
-
-def _size(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    layout = [formula(size) for size in (*value.shape, *(value.stride() if strides else ()))]
+    return value.dtype, value.device, value.ndim, layout

@@ -8,7 +8,8 @@ and ``guards`` check later whether the trace is still valid. ``differentiation``
 that captures loads them, all together (``tracing``).
 
 ``value_guards`` compares the values that a trace read, ``module_contents`` lists a module's tensors, children
-and hooks, ``lazy_code`` generates no code that nobody calls, and ``settings`` reads torch's global settings.
+and hooks, ``lazy_code`` generates no code that nobody calls, ``settings`` reads torch's global settings, and
+``symbolic_numbers`` has the formulas of sizes.
 """
 
 import importlib
@@ -30,6 +31,7 @@ from pipec.torch_compat.module_contents import (
     tensor_metadata,
 )
 from pipec.torch_compat.settings import SETTINGS, read_settings
+from pipec.torch_compat.symbolic_numbers import formula
 from pipec.torch_compat.value_guards import ValueGuard, ValuePath, constant_guard
 from pipec.torch_compat.versions import untested_version
 
@@ -47,6 +49,7 @@ __all__ = [
     "ValuePath",
     "constant_guard",
     "device_and_dtype",
+    "formula",
     "global_hooks",
     "has_gradient_hook",
     "lazy_graph_module",

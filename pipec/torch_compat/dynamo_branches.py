@@ -19,6 +19,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipec.torch_compat.symbolic_numbers import formula
+
 TRUTH_OPCODES = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
 """Prefixes of the instructions that read the truth value of the top of the stack."""
 
@@ -196,9 +198,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def shape_symbols(example: torch.Tensor, value: torch.Tensor) -> dict[sympy.Symbol, int]:
     """The symbols in the shape of a fake tensor, with the sizes that ``value`` has there."""
-    shape = tuple[Any, ...](example.shape)
-    sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
-    pairs = zip(sizes, value.shape, strict=True)
+    pairs = zip(map(formula, example.shape), value.shape, strict=True)
     return {size: number for size, number in pairs if isinstance(size, sympy.Symbol)}
 
 

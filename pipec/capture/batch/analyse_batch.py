@@ -65,7 +65,7 @@ from pipec.capture.node_insertion import INHERITED_META, NodeInserter, fake_valu
 from pipec.capture.output_merge import mark_output_merge
 from pipec.graph import BatchFindings, is_branch_check
 from pipec.ir.batch_axis import BatchAxis
-from pipec.torch_compat import HigherOrderOperator, pytree, size_of_symbol, unbacked_symbols
+from pipec.torch_compat import HigherOrderOperator, formula, pytree, size_of_symbol, unbacked_symbols
 
 _COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 """Losses whose mean is over targets that are not ignored, each with the weight of its class."""
@@ -111,8 +111,8 @@ def batch_symbol_of(graph: fx.Graph, batched: Collection[str]) -> sympy.Symbol |
         value = fake_value(node)
         if isinstance(value, Tensor) and plain_name(str(node.target)) in names and value.shape[:1]:
             rows: Any = value.shape[0]
-            if isinstance(rows, torch.SymInt) and isinstance(rows.node.expr, sympy.Symbol):
-                return rows.node.expr
+            if isinstance(formula(rows), sympy.Symbol):
+                return formula(rows)
     return None
 
 
@@ -187,7 +187,7 @@ class _BatchAnalysis:
         tensor = self._like(value)
         has_rows = plain_name(str(node.target)) in self.batched
         if self._symbol is not None:
-            has_rows = value.ndim > 0 and self._in_symbols(value.shape[0]) == self._symbol
+            has_rows = value.ndim > 0 and formula(value.shape[0]) == self._symbol
         given = not isinstance(value, nn.Parameter) and not any(map(mutates_argument, node.users))
         return self.tracker.record(tensor, TensorFact(PerRow(0) if has_rows else Whole(), given))
 
@@ -200,9 +200,6 @@ class _BatchAnalysis:
         compared = self.comparison.shape(value) if self.comparison else None
         shape = [self._size(size) for size in compared or tuple[Any, ...](value.shape)]
         return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    def _in_symbols(self, size: Any) -> Any:
-        return size.node.expr if hasattr(size, "node") else size
 
     def _size(self, size: Any) -> int:
         if not hasattr(size, "node"):
@@ -490,7 +487,7 @@ class _BatchAnalysis:
 
     def _has_rows(self, size: Any) -> bool:
         """Whether a size depends on the number of rows, and on no value."""
-        is_of_rows = self._symbol in sympy.sympify(self._in_symbols(size)).free_symbols
+        is_of_rows = self._symbol in sympy.sympify(formula(size)).free_symbols
         return is_of_rows and not unbacked_symbols(size)
 
     def _check_sizes(self, node: fx.Node, result: Any) -> None:
@@ -518,8 +515,8 @@ class _BatchAnalysis:
                 self.tracker.assumed[each] = replace(assumed, location=describe_call(node))
         for tensor, seen in zip(tensors_in(result), tensors_in(fake_value(node)), strict=False):
             for size, made in zip(tuple[Any, ...](seen.shape), tensor.shape, strict=False):
-                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                    self._sizes.setdefault(size.node.expr, made)
+                if isinstance(formula(size), sympy.Symbol):
+                    self._sizes.setdefault(formula(size), made)
 
     def _read(self, node: fx.Node) -> Any:
         """The values of a node's inputs, which it may have written to."""
