@@ -1,6 +1,8 @@
 """The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +62,8 @@ class Compiler:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
         reason = self.cache.recompile_reason(signature, call, self.model, change)
-        with self.stopwatch.reporting(f"compiling, {reason}", len([*self.model.modules()])):
+        num_modules = len([*self.model.modules()])
+        with self.stopwatch.reporting(f"compiling, {reason}", num_modules), without_garbage_collection():
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
             from pipec.compiler.compile import CompileRequest, compile_call
 
@@ -103,3 +106,19 @@ class Compiler:
         if warning and warning not in self._warned:
             self._warned.add(warning)
             warn(warning)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage inside a ``with``.
+
+    Most of what a compilation allocates stays until its end, and each collection would visit all of it: a
+    seventh of the processor time, for 15 MB less at the peak.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -15,7 +15,7 @@ element is read before it is written, or be known to read a row before they writ
 import functools
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -34,9 +34,11 @@ from pipec.graph.nodes import (
     send,
     storage_owner,
 )
-from pipec.graph.phase_functions import PhaseFunction
 from pipec.primitives import cross_entropy_gradient
 from pipec.torch_compat import OpOverload, formula
+
+if TYPE_CHECKING:
+    from pipec.graph.phase_functions import PhaseFunction
 
 aten = torch.ops.aten
 
@@ -70,7 +72,7 @@ def owns_new_storage(owner: fx.Node) -> bool:
     return is_computed and not accumulates_in_place(owner) and not is_row_sparse(owner)
 
 
-def in_place_operands(function: PhaseFunction) -> dict[fx.Node, fx.Node]:
+def in_place_operands(function: "PhaseFunction") -> dict[fx.Node, fx.Node]:
     """The operand into which each statement of the function writes its result, for statements that do.
 
     The function allocated the operand's memory, or the operand was saved for this statement. Nothing else

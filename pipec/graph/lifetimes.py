@@ -8,14 +8,17 @@ and received values.
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from pipec.graph.in_place import in_place_operands, owns_new_storage
 from pipec.graph.nodes import is_tensor, is_view, storage_owner
-from pipec.graph.phase_functions import PhaseFunction
 from pipec.primitives import cross_entropy_gradient, rows_per_block
+
+if TYPE_CHECKING:
+    from pipec.graph.phase_functions import PhaseFunction
 
 _aten = torch.ops.aten
 
@@ -43,9 +46,9 @@ class FunctionMemory:
     after: int
 
 
-def storage_owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def storage_owners(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """The nodes that own the memory of these values, each once, if a function allocates it."""
-    return {owner for owner in map(storage_owner, nodes) if owns_new_storage(owner)}
+    return frozenset(owner for owner in map(storage_owner, nodes) if owns_new_storage(owner))
 
 
 def storage_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
@@ -53,43 +56,69 @@ def storage_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
     return sum(map(bytes_of, storage_owners(nodes)))
 
 
-def function_memory(function: PhaseFunction, bytes_of: BytesOf) -> FunctionMemory:
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement of a function: the owners of the memory that it allocates, and that is free after it."""
+
+    node: fx.Node
+    allocated: tuple[fx.Node, ...]
+    freed: frozenset[fx.Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """The memory of a function's values, of whatever size they are.
+
+    ``saved_in`` and ``saved_out`` are the owners of the memory that is saved before it and after it.
+    """
+
+    saved_in: frozenset[fx.Node]
+    statements: tuple[Statement, ...]
+    saved_out: frozenset[fx.Node]
+
+    @classmethod
+    def of(cls, function: "PhaseFunction") -> "Lifetimes":
+        """The lifetimes in a function that deletes values after ``dead_after``."""
+        owner_of, body = storage_owners_in(function), {*function.body}
+        deleted = _dead_after(function, owner_of)
+        statements = tuple(
+            Statement(
+                node,
+                tuple(x for x in defined_by(node, body) if owner_of(x) is x and owns_new_storage(x)),
+                storage_owners(map(owner_of, deleted.get(node, ()))),
+            )
+            for node in filter(is_statement, function.body)
+        )
+        saved_out = storage_owners(map(owner_of, function.saved_out))
+        return cls(storage_owners(function.saved_in), statements, saved_out)
+
+
+def function_memory(function: "PhaseFunction", bytes_of: BytesOf) -> FunctionMemory:
     """The memory of a microbatch's values around a function that deletes values after ``dead_after``."""
-    owner_of = storage_owners_in(function)
-    before = storage_bytes(function.saved_in, bytes_of)
-    live = _live_bytes(function, bytes_of, owner_of)
-    peak = max((saved + made for _, saved, made in live), default=0)
-    after = storage_bytes(map(owner_of, function.saved_out), bytes_of)
-    return FunctionMemory(before, max(before, peak), after)
+    before = sum(map(bytes_of, function.lifetimes.saved_in))
+    peak = max((saved + made for _, saved, made in live_bytes(function, bytes_of)), default=0)
+    return FunctionMemory(before, max(before, peak), sum(map(bytes_of, function.lifetimes.saved_out)))
 
 
-def live_bytes(function: PhaseFunction, bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
+def live_bytes(function: "PhaseFunction", bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
     """Each statement of a function, with the bytes that are live while it runs.
 
     Yields the statement, the bytes of saved values that are not deleted yet (``dead_after``), and the bytes
     of values that the function has made.
     """
-    return _live_bytes(function, bytes_of, storage_owners_in(function))
-
-
-def _live_bytes(
-    function: PhaseFunction, bytes_of: BytesOf, owner_of: OwnerOf
-) -> Iterator[tuple[fx.Node, int, int]]:
-    deleted, body = _dead_after(function, owner_of), {*function.body}
-    saved_owners = storage_owners(function.saved_in)
-    saved, made = sum(map(bytes_of, saved_owners)), 0
-    for node in filter(is_statement, function.body):
-        new = [each for each in defined_by(node, body) if owner_of(each) is each and owns_new_storage(each)]
-        made += sum(map(bytes_of, new))
-        yield node, saved, made + temporary_bytes(node, body, bytes_of)
-        for owner in storage_owners(map(owner_of, deleted.get(node, ()))):
-            if owner in saved_owners:
+    lifetimes, body = function.lifetimes, {*function.body}
+    saved, made = sum(map(bytes_of, lifetimes.saved_in)), 0
+    for statement in lifetimes.statements:
+        made += sum(map(bytes_of, statement.allocated))
+        yield statement.node, saved, made + temporary_bytes(statement.node, body, bytes_of)
+        for owner in statement.freed:
+            if owner in lifetimes.saved_in:
                 saved -= bytes_of(owner)
             else:
                 made -= bytes_of(owner)
 
 
-def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
+def dead_after(function: "PhaseFunction") -> dict[fx.Node, list[fx.Node]]:
     """The tensors to delete after each statement of a function, because nothing reads their memory later.
 
     Memory is freed when the last of its names is deleted. Names for memory that no function allocates may
@@ -98,7 +127,7 @@ def dead_after(function: PhaseFunction) -> dict[fx.Node, list[fx.Node]]:
     return _dead_after(function, storage_owners_in(function))
 
 
-def _dead_after(function: PhaseFunction, owner_of: OwnerOf) -> dict[fx.Node, list[fx.Node]]:
+def _dead_after(function: "PhaseFunction", owner_of: OwnerOf) -> dict[fx.Node, list[fx.Node]]:
     body = {*function.body}
     results = set(map(owner_of, function.result_nodes))
     last: dict[fx.Node, fx.Node] = {}
@@ -132,7 +161,7 @@ def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) 
     return max(bytes_of(node) - sum(map(bytes_of, defined_by(node, read))), 0)
 
 
-def storage_owners_in(function: PhaseFunction) -> OwnerOf:
+def storage_owners_in(function: "PhaseFunction") -> OwnerOf:
     """Finds the owner of a value's memory, in a function that writes some values into operands."""
     written = in_place_operands(function)
 

@@ -18,6 +18,7 @@ with ``meta["segment"]`` where something has to happen between two of them. The 
 also divided where some gradients have to be complete before others.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from pipec.graph import (
     stage_of,
 )
 from pipec.graph.before_tail import needed_by_tail, needed_by_tail_alone
+from pipec.graph.lifetimes import Lifetimes
 from pipec.graph.phase_segments import split_into_segments
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
 
@@ -78,6 +80,10 @@ class PhaseFunction:
     num_segments: int = 1
     collectives: tuple[fx.Node, ...] = ()
     tail_values: tuple[tuple[TailInput | TailGradient, fx.Node], ...] = ()
+
+    @functools.cached_property
+    def lifetimes(self) -> Lifetimes:
+        return Lifetimes.of(self)
 
     @property
     def name(self) -> str:

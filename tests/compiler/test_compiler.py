@@ -1,8 +1,9 @@
 """What a compilation does, and how often: nothing that was tried is worked out again."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import pipec
+from pipec.compiler import compile as compile_module
 from pipec.compiler import pass_list, staged_graph
 from pipec.graph import TrainingGraph, stage_of
 from pipec.ir import Schedule
@@ -138,3 +140,41 @@ def test_a_users_pass_counts_also_where_memory_forces_to_recompute() -> None:
     with mock.patch.object(pass_list, "make_passes", with_users_pass):
         kept = saved_bytes()
     assert all(more > less for more, less in zip(kept, without, strict=True))
+
+
+class Refused(nn.Module):
+    """Makes as many numbers as the sum of its input, which no stage can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * len(x.sum().item().hex())
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("refused", [False, True])
+def test_garbage_is_collected_after_a_compilation_as_before(collects: bool, refused: bool) -> None:
+    seen = list[bool]()
+    enabled = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with mock.patch.object(
+            compile_module, "compile_call", side_effect=_noting(seen, compile_module.compile_call)
+        ):
+            pipe = pipec.compile(Refused() if refused else wide(), 2, loss_fn=nn.functional.mse_loss)
+            with pytest.raises(pipec.PipecError) if refused else nullcontext():
+                pipe.step(torch.randn(ROWS, 32), target=torch.randn(ROWS, 32))
+        assert seen == [False]
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if enabled else gc.disable)()
+
+
+def _noting(seen: list[bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        seen.append(gc.isenabled())
+        return function(*args)
+
+    return call
