@@ -28,8 +28,7 @@ from pipec.graph import (
     is_data_dependent_number,
     is_view,
 )
-from pipec.graph.in_place import in_place_operands
-from pipec.graph.lifetimes import dead_after, defined_by, is_statement, num_items
+from pipec.graph.lifetimes import defined_by, is_statement, num_items
 from pipec.graph.phase_functions import (
     PhaseFunction,
     StageFunctions,
@@ -346,18 +345,19 @@ class _FunctionSource:
 
         Memory is freed right after the statement that reads it last.
         """
-        gone, written = dead_after(self.function), in_place_operands(self.function)
+        lifetimes = self.function.lifetimes
         group, read = None, set(self.function.body)
         symbols = self.module.graph.symbols
         names = self.module.names
-        twice = [operand for node, operand in written.items() if output_argument(node)]
+        twice = [operand for node, operand in lifetimes.in_place.items() if output_argument(node)]
         kept = [*self.function.result_nodes, *twice]
         views = inlined_views(self.function.body, kept, names.__getitem__, symbols)
 
         def name(node: fx.Node) -> str:
             return views.get(node) or names[node]
 
-        for node in filter(is_statement, self.function.body):
+        for statement in lifetimes.statements:
+            node = statement.node
             if node in views:
                 continue
             is_view_copy = is_view(node) and not belongs_to_phase(node, self.function.phase)
@@ -367,9 +367,9 @@ class _FunctionSource:
             if accumulates_in_place(node):
                 yield from self._product(node, name)
             else:
-                source = expression(node, name, symbols, written.get(node))
+                source = expression(node, name, symbols, lifetimes.in_place.get(node))
                 yield from self.module.assignment(node, source, read)
-            dead = [names[each] for each in gone.get(node, ()) if each not in views]
+            dead = [names[each] for each in statement.deleted if each not in views]
             if num_items(node) > sum(1 for _ in defined_by(node, read)) and not is_view(node):
                 dead.append("_")
             if dead:

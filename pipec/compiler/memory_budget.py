@@ -11,7 +11,6 @@ import numpy as np
 from pipec.compiler.pass_list import NO_OFFLOAD
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.cost.formulas import node_bytes
-from pipec.graph.lifetimes import live_bytes
 from pipec.ir import Op, Phase, Placement, Plan, StageMemory, stages_on
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
 from pipec.passes.mark_offload import MarkOffload
@@ -262,7 +261,7 @@ class _Backward:
         rows = [
             (node.meta["operator"], saved, made)
             for each in functions
-            for node, saved, made in live_bytes(each, bytes_of)
+            for node, saved, made in each.lifetimes.live_bytes(bytes_of)
         ]
         operators, saved, made = np.array(rows, np.int64).reshape(-1, 3).T
         operators_of_values = np.array([evaluated.staged.operator_numbers[name] for name in names], np.int64)

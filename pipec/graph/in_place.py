@@ -14,8 +14,8 @@ element is read before it is written, or be known to read a row before they writ
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -36,9 +36,6 @@ from pipec.graph.nodes import (
 )
 from pipec.primitives import cross_entropy_gradient
 from pipec.torch_compat import OpOverload, formula
-
-if TYPE_CHECKING:
-    from pipec.graph.phase_functions import PhaseFunction
 
 aten = torch.ops.aten
 
@@ -72,24 +69,26 @@ def owns_new_storage(owner: fx.Node) -> bool:
     return is_computed and not accumulates_in_place(owner) and not is_row_sparse(owner)
 
 
-def in_place_operands(function: "PhaseFunction") -> dict[fx.Node, fx.Node]:
-    """The operand into which each statement of the function writes its result, for statements that do.
+def in_place_operands(
+    body: Sequence[fx.Node], saved_in: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """The operand into which each statement of a function writes its result, for statements that do.
 
     The function allocated the operand's memory, or the operand was saved for this statement. Nothing else
     reads that memory: it is not sent, saved or returned. The operand covers all of it, in the layout of the
     result.
     """
-    body, saved = {*function.body}, {*function.saved_in}
-    results = set(map(storage_owner, function.result_nodes))
+    nodes, saved = {*body}, {*saved_in}
+    returned = set(map(storage_owner, results))
     operands: dict[fx.Node, fx.Node] = {}
-    for node in function.body:
+    for node in body:
         for operand in _operands(node):
             owner = storage_owner(operand)
-            if owner in body:
+            if owner in nodes:
                 is_last = {*storage_readers(owner)} == {node}
             else:
-                is_last = owner in saved and may_overwrite_saved(node) and _is_last(node, owner, body)
-            is_free = is_last and owner not in results and _is_fresh(owner)
+                is_last = owner in saved and may_overwrite_saved(node) and _is_last(node, owner, nodes)
+            is_free = is_last and owner not in returned and _is_fresh(owner)
             if is_free and _is_whole(operand, owner) and _same_layout(operand, node):
                 operands[node] = operand
                 break

@@ -6,9 +6,8 @@ and received values.
 """
 
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -16,9 +15,6 @@ from torch import fx
 from pipec.graph.in_place import in_place_operands, owns_new_storage
 from pipec.graph.nodes import is_tensor, is_view, storage_owner
 from pipec.primitives import cross_entropy_gradient, rows_per_block
-
-if TYPE_CHECKING:
-    from pipec.graph.phase_functions import PhaseFunction
 
 _aten = torch.ops.aten
 
@@ -58,92 +54,112 @@ def storage_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A statement of a function: the owners of the memory that it allocates, and that is free after it."""
+    """A statement of a function, the owners of the memory that it allocates, and what is deleted after it.
+
+    Nothing reads the memory of the ``deleted`` values later, and ``freed`` has its owners. Memory is freed
+    when the last of its names is deleted. Names for memory that no function allocates may stay.
+    """
 
     node: fx.Node
     allocated: tuple[fx.Node, ...]
+    deleted: tuple[fx.Node, ...]
     freed: frozenset[fx.Node]
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """The memory of a function's values, of whatever size they are.
+    """The memory of the values of a function, whatever their sizes.
 
-    ``saved_in`` and ``saved_out`` are the owners of the memory that is saved before it and after it.
+    ``saved_in`` and ``saved_out`` are the owners of the memory that is saved before it and after it, and
+    ``in_place`` has the operands into which statements write their results.
     """
 
+    body: frozenset[fx.Node]
     saved_in: frozenset[fx.Node]
     statements: tuple[Statement, ...]
     saved_out: frozenset[fx.Node]
+    in_place: Mapping[fx.Node, fx.Node]
 
     @classmethod
-    def of(cls, function: "PhaseFunction") -> "Lifetimes":
-        """The lifetimes in a function that deletes values after ``dead_after``."""
-        owner_of, body = storage_owners_in(function), {*function.body}
-        deleted = _dead_after(function, owner_of)
+    def of(
+        cls,
+        body: Sequence[fx.Node],
+        saved_in: Sequence[fx.Node],
+        saved_out: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+    ) -> "Lifetimes":
+        """The lifetimes in a function that computes ``body``. ``results`` include what is saved after it."""
+        in_place, nodes = in_place_operands(body, saved_in, results), frozenset(body)
+        owner_of = _owners_with(in_place)
+        deleted = _deleted(body, saved_in, results, owner_of)
         statements = tuple(
             Statement(
                 node,
-                tuple(x for x in defined_by(node, body) if owner_of(x) is x and owns_new_storage(x)),
+                tuple(x for x in defined_by(node, nodes) if owner_of(x) is x and owns_new_storage(x)),
+                tuple(deleted.get(node, ())),
                 storage_owners(map(owner_of, deleted.get(node, ()))),
             )
-            for node in filter(is_statement, function.body)
+            for node in filter(is_statement, body)
         )
-        saved_out = storage_owners(map(owner_of, function.saved_out))
-        return cls(storage_owners(function.saved_in), statements, saved_out)
+        after = storage_owners(map(owner_of, saved_out))
+        return cls(nodes, storage_owners(saved_in), statements, after, in_place)
+
+    def memory(self, bytes_of: BytesOf) -> FunctionMemory:
+        """The memory of a microbatch's values around the function."""
+        before = sum(map(bytes_of, self.saved_in))
+        peak = max((saved + made for _, saved, made in self.live_bytes(bytes_of)), default=0)
+        return FunctionMemory(before, max(before, peak), sum(map(bytes_of, self.saved_out)))
+
+    def live_bytes(self, bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
+        """Each statement, with the bytes that are live while it runs.
+
+        Yields the statement, the bytes of saved values that are not deleted yet, and the bytes of values that
+        the function has made.
+        """
+        saved, made = sum(map(bytes_of, self.saved_in)), 0
+        for statement in self.statements:
+            made += sum(map(bytes_of, statement.allocated))
+            yield statement.node, saved, made + temporary_bytes(statement.node, self.body, bytes_of)
+            for owner in statement.freed:
+                if owner in self.saved_in:
+                    saved -= bytes_of(owner)
+                else:
+                    made -= bytes_of(owner)
 
 
-def function_memory(function: "PhaseFunction", bytes_of: BytesOf) -> FunctionMemory:
-    """The memory of a microbatch's values around a function that deletes values after ``dead_after``."""
-    before = sum(map(bytes_of, function.lifetimes.saved_in))
-    peak = max((saved + made for _, saved, made in live_bytes(function, bytes_of)), default=0)
-    return FunctionMemory(before, max(before, peak), sum(map(bytes_of, function.lifetimes.saved_out)))
-
-
-def live_bytes(function: "PhaseFunction", bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
-    """Each statement of a function, with the bytes that are live while it runs.
-
-    Yields the statement, the bytes of saved values that are not deleted yet (``dead_after``), and the bytes
-    of values that the function has made.
-    """
-    lifetimes, body = function.lifetimes, {*function.body}
-    saved, made = sum(map(bytes_of, lifetimes.saved_in)), 0
-    for statement in lifetimes.statements:
-        made += sum(map(bytes_of, statement.allocated))
-        yield statement.node, saved, made + temporary_bytes(statement.node, body, bytes_of)
-        for owner in statement.freed:
-            if owner in lifetimes.saved_in:
-                saved -= bytes_of(owner)
-            else:
-                made -= bytes_of(owner)
-
-
-def dead_after(function: "PhaseFunction") -> dict[fx.Node, list[fx.Node]]:
-    """The tensors to delete after each statement of a function, because nothing reads their memory later.
-
-    Memory is freed when the last of its names is deleted. Names for memory that no function allocates may
-    stay.
-    """
-    return _dead_after(function, storage_owners_in(function))
-
-
-def _dead_after(function: "PhaseFunction", owner_of: OwnerOf) -> dict[fx.Node, list[fx.Node]]:
-    body = {*function.body}
-    results = set(map(owner_of, function.result_nodes))
+def _deleted(
+    body: Sequence[fx.Node],
+    saved_in: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    owner_of: OwnerOf,
+) -> dict[fx.Node, list[fx.Node]]:
+    """The tensors to delete after each statement of a function, because nothing reads their memory later."""
+    nodes, returned = {*body}, set(map(owner_of, results))
     last: dict[fx.Node, fx.Node] = {}
     names: dict[fx.Node, list[fx.Node]] = {}
-    for value in function.saved_in:
+    for value in saved_in:
         names.setdefault(owner_of(value), []).append(value)
-    for node in filter(is_statement, function.body):
-        defined = list(defined_by(node, body))
+    for node in filter(is_statement, body):
+        defined = list(defined_by(node, nodes))
         for value in defined:
             names.setdefault(owner_of(value), []).append(value)
         last |= dict.fromkeys(map(owner_of, (*filter(is_tensor, node.all_input_nodes), *defined)), node)
-    dead: dict[fx.Node, list[fx.Node]] = {}
+    deleted: dict[fx.Node, list[fx.Node]] = {}
     for owner, node in last.items():
-        if owner in names and owner not in results and owns_new_storage(owner):
-            dead.setdefault(node, []).extend(names[owner])
-    return dead
+        if owner in names and owner not in returned and owns_new_storage(owner):
+            deleted.setdefault(node, []).extend(names[owner])
+    return deleted
+
+
+def _owners_with(written: Mapping[fx.Node, fx.Node]) -> OwnerOf:
+    """Finds the owner of a value's memory, in a function that writes some values into operands."""
+
+    def owner_of(node: fx.Node) -> fx.Node:
+        while (owner := storage_owner(node)) in written:
+            node = written[owner]
+        return owner
+
+    return owner_of
 
 
 def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
@@ -159,18 +175,6 @@ def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) 
     if not num_items(node) or is_view(node):
         return 0
     return max(bytes_of(node) - sum(map(bytes_of, defined_by(node, read))), 0)
-
-
-def storage_owners_in(function: "PhaseFunction") -> OwnerOf:
-    """Finds the owner of a value's memory, in a function that writes some values into operands."""
-    written = in_place_operands(function)
-
-    def owner_of(node: fx.Node) -> fx.Node:
-        while (owner := storage_owner(node)) in written:
-            node = written[owner]
-        return owner
-
-    return owner_of
 
 
 def is_statement(node: fx.Node) -> bool:

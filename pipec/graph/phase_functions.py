@@ -83,7 +83,8 @@ class PhaseFunction:
 
     @functools.cached_property
     def lifetimes(self) -> Lifetimes:
-        return Lifetimes.of(self)
+        """When values are allocated and freed, and which are written in place."""
+        return Lifetimes.of(self.body, self.saved_in, self.saved_out, self.result_nodes)
 
     @property
     def name(self) -> str:

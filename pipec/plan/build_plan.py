@@ -22,7 +22,7 @@ from pipec.graph import (
     storage_owner,
 )
 from pipec.graph.in_place import owns_new_storage
-from pipec.graph.lifetimes import BytesOf, FunctionMemory, function_memory, storage_bytes, storage_owners
+from pipec.graph.lifetimes import BytesOf, FunctionMemory, storage_bytes, storage_owners
 from pipec.graph.phase_functions import PhaseFunction, StageFunctions, batch_count_nodes
 from pipec.graph.size_text import format_guard
 from pipec.hardware.topology import Topology
@@ -298,7 +298,7 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
         return node_bytes(node, size)
 
     held = {
-        phase: [function_memory(function, bytes_of) for function in stage.phase_functions(phase)]
+        phase: [function.lifetimes.memory(bytes_of) for function in stage.phase_functions(phase)]
         for phase in stage.phases
     }
     after = {phase: of_phase[-1].after for phase, of_phase in held.items()}

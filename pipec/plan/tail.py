@@ -8,7 +8,7 @@ from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import TailGradient, TailInput, TrainingGraph, source_parameters
 from pipec.graph.before_tail import not_repeatable
-from pipec.graph.lifetimes import function_memory, storage_owners
+from pipec.graph.lifetimes import storage_owners
 from pipec.graph.phase_functions import StageFunctions
 from pipec.hardware.collective_costs import fastest_num_hosts, unshard_seconds
 from pipec.hardware.topology import Topology
@@ -50,7 +50,7 @@ def build_tail(
         flops=sum(evaluate_cost(node.meta["cost"].flops, num_rows) for node in tail.body),
         seconds=sum(node.meta["cost"].seconds(num_rows) for node in tail.body) / speed,
         gather_seconds=unshard_seconds(topology, ranks, gathered, num_hosts) if several else 0.0,
-        transient_bytes=function_memory(tail, bytes_of).peak,
+        transient_bytes=tail.lifetimes.memory(bytes_of).peak,
         unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in _kept(stage, rows)),
         not_repeatable=not_repeatable(graph) if gradients else "",
     )

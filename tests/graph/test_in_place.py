@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import pipec
 from pipec.graph import Parameter, recv, send
-from pipec.graph.in_place import ELEMENTWISE, ROWWISE, in_place_operands, out_variant, storage_readers
+from pipec.graph.in_place import ELEMENTWISE, ROWWISE, out_variant, storage_readers
 from pipec.graph.phase_functions import PhaseFunction
 from pipec.ir import Phase
 from pipec.primitives import cross_entropy_gradient
@@ -49,7 +49,7 @@ def written(make: Make) -> str | None:
     nodes = tuple(node for node in body.nodes if node.op == "call_function")
     results = (("result", last), *((f"saved {k}", node) for k, node in enumerate(body.saved)))
     function = PhaseFunction(0, Phase.FORWARD, nodes, (), (), (), (), (), gradients=results)
-    found = in_place_operands(function).get(last)
+    found = function.lifetimes.in_place.get(last)
     return found and found.name.removesuffix("_default")
 
 
@@ -232,7 +232,7 @@ def saved_for(*shared_by: Callable[[Body, fx.Node], object], read_after: bool = 
     function = PhaseFunction(
         0, Phase.BACKWARD, (number, gradient, *after), (), (), (target, lp), (), (), gradients=results
     )
-    found = in_place_operands(function).get(gradient)
+    found = function.lifetimes.in_place.get(gradient)
     return found and found.name
 
 
