@@ -302,8 +302,8 @@ class _FunctionSource:
 
     def _parameters(self) -> Iterator[str]:
         """The names of the values that the function reads, in a fixed order. Callers bind them by name."""
-        function, reads = self.function, self._held_reads()
-        yield from (name for name, nodes in self._held().items() if reads.intersection(nodes))
+        function, reads = self.function, self._tensors_read()
+        yield from (name for name, nodes in self._tensor_lists().items() if reads.intersection(nodes))
         if any(map(accumulates_in_place, function.body)):
             yield "gradient_sums"
         if function.takes_saved:
@@ -312,7 +312,7 @@ class _FunctionSource:
         named = self.module.free_names(function.body)
         yield from (name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named)
 
-    def _held(self) -> dict[str, Sequence[fx.Node]]:
+    def _tensor_lists(self) -> dict[str, Sequence[fx.Node]]:
         """The stage's tensors, by the argument that passes them."""
         stage = self.module.stage
         return {
@@ -322,18 +322,18 @@ class _FunctionSource:
             "constants": self.module.used_constants(),
         }
 
-    def _held_reads(self) -> set[fx.Node]:
+    def _tensors_read(self) -> set[fx.Node]:
         """The values that the function reads and that were not saved; a buffer's may be of a microbatch."""
         reads = {*self.function.read_nodes}.difference(self.function.saved_in)
         if self.function.phase is not Phase.TAIL:
             return reads
         tensors = (*self.module.stage.parameters, *self.module.stage.buffers)
-        held = {node.meta["role"]: node for node in tensors}
-        return {held.get(node.meta.get("role"), node) for node in reads}
+        of_stage = {node.meta["role"]: node for node in tensors}
+        return {of_stage.get(node.meta.get("role"), node) for node in reads}
 
     def _unpack(self) -> Iterator[str]:
-        reads = self._held_reads()
-        for variable, nodes in self._held().items():
+        reads = self._tensors_read()
+        for variable, nodes in self._tensor_lists().items():
             yield from self.module.unpack(variable, nodes, reads)
         if self.function.saved_in:
             names = [self.module.names[node] for node in self.function.saved_in]

@@ -75,10 +75,10 @@ def build_plan(
         *_tied_links(graph, stages, owners),
         *_result_links(graph, stages, names, schedule.stream is not None),
     )
-    parameters = _held(graph, (node for stage in stages for node in stage.parameters))
+    parameters = _model_tensors(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}
     sizes = {"b": microbatch_size, **graph.planned_sizes}
-    held_for_links = list(_link_memory(links, stages, names, microbatch_size))
+    link_bytes = list(_link_memory(links, stages, names, microbatch_size))
     return Plan(
         mode=graph.mode,
         schedule=schedule.name,
@@ -90,11 +90,11 @@ def build_plan(
         ),
         links=links,
         link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
-        link_sender_bytes=tuple(own for own, _ in held_for_links),
-        link_saved_bytes=tuple(saved for _, saved in held_for_links),
+        link_sender_bytes=tuple(own for own, _ in link_bytes),
+        link_saved_bytes=tuple(saved for _, saved in link_bytes),
         link_reader_phases=tuple(_last_reader(each, stages, names) for each in links),
         parameters=parameters,
-        buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
+        buffers=_model_tensors(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
         outputs=tuple(names[node] for _, node in graph.returned),
         summed_outputs=tuple(names[node] for role, node in graph.returned if role.is_sum),
@@ -184,7 +184,7 @@ def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:
     return owners
 
 
-def _held(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> tuple[Value, ...]:
+def _model_tensors(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(plan_value(graph, node, node.meta["role"].fqn) for node in nodes))
 
 

@@ -41,14 +41,14 @@ MAX_RANKS_WITHOUT_REPRESENTATIVES = 64
 
 @dataclass(frozen=True)
 class RepresentativeReplicas:
-    """The ``schedule`` of the representatives, which are the replicas ``kept`` of the step.
+    """The ``schedule`` of the representatives, which are these ``replicas`` of the step.
 
     ``ranks[position][replica]`` are the ranks of the step, and ``own_ranks`` those of ``schedule``: ranks at
     one position of their replicas have the same stages. The first replicas of a kind are in ``firsts``.
     """
 
     schedule: Schedule
-    kept: Sequence[int]
+    replicas: Sequence[int]
     firsts: Sequence[int]
     ranks: Placement
     own_ranks: Placement
@@ -66,7 +66,7 @@ class RepresentativeReplicas:
         found = [
             self._in_step(programs[own[place]], self.ranks[position][replica], place)
             for position, own in enumerate(self.own_ranks)
-            for place, replica in enumerate(self.kept)
+            for place, replica in enumerate(self.replicas)
             if replica in self.firsts
         ]
         return tuple(sorted(found, key=lambda program: program.rank))
@@ -76,14 +76,14 @@ class RepresentativeReplicas:
         columns, num_replicas = program.instructions, len(self.ranks[0])
         assert isinstance(columns, InstructionColumns)
         matrix = columns.matrix
-        rounds, places = np.divmod(matrix[2], len(self.kept))
-        matrix[2] = np.where(matrix[2] < 0, -1, rounds * num_replicas + np.array(self.kept)[places])
+        rounds, places = np.divmod(matrix[2], len(self.replicas))
+        matrix[2] = np.where(matrix[2] < 0, -1, rounds * num_replicas + np.array(self.replicas)[places])
         is_result = np.array([*(link.payload.is_result for link in columns.links), False])
         in_replica = np.full(self.schedule.num_ranks + 1, -1, np.int32)
         represented = dict[int, Sequence[int]]()
         for ranks, own in zip(self.ranks, self.own_ranks, strict=True):
-            in_replica[list(own)] = ranks[self.kept[place]]
-            bounds = pairwise([*self.kept, num_replicas])
+            in_replica[list(own)] = ranks[self.replicas[place]]
+            bounds = pairwise([*self.replicas, num_replicas])
             represented |= {peer: ranks[slice(*each)] for peer, each in zip(own, bounds, strict=True)}
         peers: list[Sequence[int]] = [[peer] for peer in in_replica[matrix[4]].tolist()]
         for number in np.flatnonzero(is_result[matrix[3]]).tolist():
@@ -118,10 +118,10 @@ def representative_replicas(
         return None
     longer = schedule.num_microbatches % len(ranks[0])
     kinds = [kind for kind in (range(longer), range(longer, len(ranks[0]))) if kind]
-    kept = [replica for kind in kinds for replica in kind[:2]]
-    if len(kept) == len(ranks[0]) or not all(_do_the_same(schedule, ranks, kind) for kind in kinds):
+    replicas = [replica for kind in kinds for replica in kind[:2]]
+    if len(replicas) == len(ranks[0]) or not all(_do_the_same(schedule, ranks, kind) for kind in kinds):
         return None
-    return _of_representatives(schedule, ranks, kept, [kind[0] for kind in kinds])
+    return _of_representatives(schedule, ranks, replicas, [kind[0] for kind in kinds])
 
 
 def _positions(schedule: Schedule) -> Placement | None:
@@ -154,21 +154,21 @@ def _own_computes(schedule: Schedule, position: Sequence[int], replica: int, rep
 
 
 def _of_representatives(
-    schedule: Schedule, ranks: Placement, kept: Sequence[int], firsts: Sequence[int]
+    schedule: Schedule, ranks: Placement, replicas: Sequence[int], firsts: Sequence[int]
 ) -> RepresentativeReplicas:
-    left = sorted(position[replica] for position in ranks for replica in kept)
+    left = sorted(position[replica] for position in ranks for replica in replicas)
     number = {rank: own for own, rank in enumerate(left)}
-    own_ranks = tuple(tuple(number[position[replica]] for replica in kept) for position in ranks)
+    own_ranks = tuple(tuple(number[position[replica]] for replica in replicas) for position in ranks)
     positions = dict(zip(ranks, own_ranks, strict=True))
     orders: dict[int, ComputeColumns] = {}
     for position, own in positions.items():
-        for place, replica in enumerate(kept):
+        for place, replica in enumerate(replicas):
             matrix = _own_computes(schedule, position, replica, len(position))
-            matrix[2] = matrix[2] * len(kept) + place
+            matrix[2] = matrix[2] * len(replicas) + place
             orders[own[place]] = ComputeColumns(matrix)
-    counts = [len(range(replica, schedule.num_microbatches, len(ranks[0]))) for replica in kept]
+    counts = [len(range(replica, schedule.num_microbatches, len(ranks[0]))) for replica in replicas]
     placement = tuple(positions[of_stage] for of_stage in schedule.placement)
     in_order = tuple(orders[rank] for rank in range(len(left)))
     return RepresentativeReplicas(
-        Schedule(schedule.name, sum(counts), placement, in_order), kept, firsts, ranks, own_ranks
+        Schedule(schedule.name, sum(counts), placement, in_order), replicas, firsts, ranks, own_ranks
     )

@@ -160,13 +160,13 @@ def test_a_few_replicas_are_refused_if_all_are(
     whole = [list(each.instructions) for each in lower(schedule, links, sync_spec=sync_spec)]
     made = [list(each.instructions) for each in lower(few.schedule, links, sync_spec=sync_spec)]
     first = data.draw(st.sampled_from(few.firsts))
-    at = data.draw(st.integers(0, len(made[few.own_ranks[position][few.kept.index(first)]]) - 1))
-    for place, replica in enumerate(few.kept):
+    at = data.draw(st.integers(0, len(made[few.own_ranks[position][few.replicas.index(first)]]) - 1))
+    for place, replica in enumerate(few.replicas):
         if max(each for each in few.firsts if each <= replica) == first:
             rank = few.own_ranks[position][place]
             change(made[rank], at)
             for other in few.ranks[position]:
-                if few.kept[place] <= few.ranks[position].index(other) < [*few.kept[1:], 5][place]:
+                if few.replicas[place] <= few.ranks[position].index(other) < [*few.replicas[1:], 5][place]:
                     change(whole[other], at)
     programs = [tuple(Program(rank, found) for rank, found in enumerate(each)) for each in (whole, made)]
     assert accepted(programs[1], few.schedule, links, sync_spec) == accepted(
