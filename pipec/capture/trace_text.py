@@ -5,6 +5,7 @@ What is not known to mean the same in another process has no text: functions of 
 """
 
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -21,6 +22,7 @@ from pipec.torch_compat import (
     FakeTensor,
     argument_tensors,
     is_own,
+    name_of,
     pytree,
     result_tree,
     shape_facts,
@@ -197,14 +199,14 @@ class _Writer:
             case "placeholder" | "output":
                 return str(node.target)
             case "get_attr":
-                held = getattr(module, str(node.target), None)
+                held = operator.attrgetter(str(node.target))(module)
                 return (
                     str(node.target)
                     if isinstance(held, fx.GraphModule)
                     else f"{node.target} {_known_text(held)}"
                 )
             case "call_function" | "call_method" if is_own(node.target):
-                return _name(node.target)
+                return name_of(node.target)
         raise UnknownValueError(f"a call of {getattr(node.target, '__module__', '')} {node.target}")
 
     def _meta(self, node: fx.Node) -> str:
@@ -229,11 +231,3 @@ class _Writer:
 
     def _number(self, text: str) -> int:
         return self._numbers.setdefault(text, len(self._numbers))
-
-
-def _name(target: Any) -> str:
-    """The name of a function of torch or Python, or of a method of tensors, with what it belongs to."""
-    if isinstance(target, str):
-        return target
-    owner = getattr(target, "__self__", None) or getattr(target, "__objclass__", None)
-    return f"{target.__module__} {getattr(owner, '__name__', '')} {target.__name__}"

@@ -45,6 +45,7 @@ from pipec.ir.text_format import format_program, holds, parse_program
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.follow_placement import FollowPlacement
 from pipec.passes.pass_dump import requested_pass_dumps
+from pipec.schedules import foreign_schedule
 from pipec.torch_compat import pytree
 
 log = logging.getLogger("pipec")
@@ -294,6 +295,8 @@ class Lookup:
             return None
         self._times.append(time.perf_counter())
         try:
+            if foreign := foreign_schedule(str(candidate.policy.source)):
+                raise UnknownValueError(f"the schedule {foreign} is not pipec's own")
             self._key = "\n".join([FORMAT, self._request, describe(candidate), text])
         except UnknownValueError as error:
             self._refuse(str(error))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cache_mutations import CHANGES, Outcome, Setting, run
 from slow_params import slow, slow_but
-from torch import Tensor
+from torch import Tensor, nn
 
 import pipec
 from pipec.compiler import disk_cache, stored_call
@@ -302,6 +302,11 @@ def twice(x: Tensor) -> Tensor:
     return 2 * x
 
 
+@torch.no_grad()
+def without_gradients(x: Tensor) -> Tensor:
+    return 2 * x
+
+
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -317,6 +322,7 @@ def twice(x: Tensor) -> Tensor:
         ("no_such_method", False),
         (torch.autograd.Function, False),
         (torch.jit.script, False),
+        (without_gradients, False),
         (torch.ops.higher_order.cond, False),
     ],
 )
@@ -335,7 +341,9 @@ def lambda_free(x: Tensor) -> Tensor:
     [
         lambda: torch.device("cpu"),
         lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        lambda: replaced(Tensor, "mean", Tensor.sum),
+        lambda: replaced(Tensor, "mean", lambda x: x),
+        lambda: replaced(torch, "relu", torch.no_grad()(lambda x: x)),
+        lambda: replaced(torch, "relu", nn.ReLU()),
         lambda: replaced(torch, "sin", lambda x: x),
     ],
 )
