@@ -422,7 +422,7 @@ def _source_digest() -> str:
     """A digest of pipec's own source. Raises UnknownValueError if it changed since it was imported."""
     digest, folder = hashlib.sha256(), Path(pipec.__file__).parent
     for path in sorted(folder.rglob("*.py")):
-        if path.stat().st_mtime > _IMPORTED:
+        if path.stat().st_ctime > _IMPORTED:  # a copy may keep its time of modification
             raise UnknownValueError(f"{path} changed after it was imported")
         digest.update(
             f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()

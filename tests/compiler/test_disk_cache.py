@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from slow_params import slow, slow_but
 from torch import Tensor, nn
 
 import pipec
+from pipec.capture.trace_text import UnknownValueError
 from pipec.compiler import disk_cache, stored_call
 from pipec.compiler.disk_cache import DiskCache
 from pipec.errors import PipecError
@@ -369,6 +371,19 @@ def test_another_source_of_pipec_is_another_key(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.99")
     assert stored_call.process_text(gpu=False) != before
+
+
+def test_source_that_changed_after_it_was_imported_is_not_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(pipec, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(stored_call, "_IMPORTED", time.time() + 10)
+    assert stored_call._source_digest.__wrapped__()
+    os.utime(tmp_path / "__init__.py", (0, 0))  # as of a file that was copied with its times
+    monkeypatch.setattr(stored_call, "_IMPORTED", time.time() - 10)
+    with pytest.raises(UnknownValueError, match="changed after it was imported"):
+        stored_call._source_digest.__wrapped__()
 
 
 # processes
