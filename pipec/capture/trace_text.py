@@ -126,10 +126,15 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class TraceText:
-    """The text of a trace, and the structure of the model's output in this process."""
+    """The text of a trace; of this process, the structure of the model's output, and tensors of the trace.
+
+    ``tensors`` are those that are neither arguments nor in the model, by their names in the trace. A step
+    reads them where they are, so that it sees what is written into them.
+    """
 
     text: str
     output_spec: pytree.TreeSpec
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, captured: CapturedGraph, step: TracedStep, constants: Mapping[str, Tensor]) -> "TraceText":
@@ -155,7 +160,9 @@ class TraceText:
         lines += [str(spec), f"changes {captured.changed_state}", f"asks {captured.depends_on_grad_mode}"]
         lines += [f"{name}: {_known_text(constant)}" for name, constant in constants.items()]
         lines += [f"step {step.moved_axes} {step.batched} {step.numbers} {step.equal_dimensions}"]
-        return cls("\n".join([*lines, *writer.texts]), output_spec)
+        others = {x.name: value for x, value in given.items() if id(value) not in names}
+        tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
+        return cls("\n".join([*lines, *writer.texts]), output_spec, {**tensors, **constants})
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:

@@ -127,6 +127,28 @@ def test_what_changes_after_it_was_read_is_noticed(tmp_path: Path, caplog: pytes
     assert second.same_as(plain)
 
 
+@pytest.mark.parametrize("change", slow_but(["a global", "an attribute"], "a global"))
+def test_tensors_of_the_program_are_read_where_they_are(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No guard notices what is written through ``.data``, and a step without the folder reads it."""
+
+    def calls(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        table = net.kept if change == "an attribute" else sys.modules["kept_model"].TABLE
+        found = [pipe.step(x, target=x)]
+        table.data.add_(1)
+        found.append(pipe.step(x, target=x))
+        table.data.add_(1)
+        return [*found, pipe.eval_step(x, target=x), pipe.step(x[:4], target=x[:4])]
+
+    first, second, plain = (
+        run(Setting(calls=calls), folder, caplog) for folder in (tmp_path, tmp_path, None)
+    )
+    assert (first.num_read, second.num_read) == (0, 3)
+    assert first.same_as(plain)
+    assert second.same_as(plain)
+
+
 # damage
 
 
