@@ -142,7 +142,7 @@ def _functions() -> Iterator[tuple[str, Any]]:
         yield f"the decomposition of {overload.name()}", decomposition
     for packet in [each for each in vars(torch.ops.aten).values() if isinstance(each, OpOverloadPacket)]:
         for overload in [each for each in vars(packet).values() if isinstance(each, OpOverload)]:
-            for key, kernel in {**overload.py_kernels, **overload.python_key_table}.items():
+            for key, kernel in (*overload.py_kernels.items(), *overload.python_key_table.items()):
                 yield f"the kernel of {overload.name()} for {key}", kernel
 
 
