@@ -5,6 +5,7 @@ What is not known to mean the same in another process has no text: functions of 
 """
 
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -21,6 +22,7 @@ from pipec.torch_compat import (
     FakeTensor,
     argument_tensors,
     is_own,
+    name_of,
     pytree,
     result_tree,
     shape_facts,
@@ -124,10 +126,15 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class TraceText:
-    """The text of a trace, and the structure of the model's output in this process."""
+    """The text of a trace; of this process, the structure of the model's output, and tensors of the trace.
+
+    ``tensors`` are those that are neither arguments nor in the model, by their names in the trace. A step
+    reads them where they are, so that it sees what is written into them.
+    """
 
     text: str
     output_spec: pytree.TreeSpec
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, captured: CapturedGraph, step: TracedStep, constants: Mapping[str, Tensor]) -> "TraceText":
@@ -153,7 +160,9 @@ class TraceText:
         lines += [str(spec), f"changes {captured.changed_state}", f"asks {captured.depends_on_grad_mode}"]
         lines += [f"{name}: {_known_text(constant)}" for name, constant in constants.items()]
         lines += [f"step {step.moved_axes} {step.batched} {step.numbers} {step.equal_dimensions}"]
-        return cls("\n".join([*lines, *writer.texts]), output_spec)
+        others = {x.name: value for x, value in given.items() if id(value) not in names}
+        tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
+        return cls("\n".join([*lines, *writer.texts]), output_spec, {**tensors, **constants})
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:
@@ -197,14 +206,14 @@ class _Writer:
             case "placeholder" | "output":
                 return str(node.target)
             case "get_attr":
-                held = getattr(module, str(node.target), None)
+                held = operator.attrgetter(str(node.target))(module)
                 return (
                     str(node.target)
                     if isinstance(held, fx.GraphModule)
                     else f"{node.target} {_known_text(held)}"
                 )
             case "call_function" | "call_method" if is_own(node.target):
-                return _name(node.target)
+                return name_of(node.target)
         raise UnknownValueError(f"a call of {getattr(node.target, '__module__', '')} {node.target}")
 
     def _meta(self, node: fx.Node) -> str:
@@ -229,11 +238,3 @@ class _Writer:
 
     def _number(self, text: str) -> int:
         return self._numbers.setdefault(text, len(self._numbers))
-
-
-def _name(target: Any) -> str:
-    """The name of a function of torch or Python, or of a method of tensors, with what it belongs to."""
-    if isinstance(target, str):
-        return target
-    owner = getattr(target, "__self__", None) or getattr(target, "__objclass__", None)
-    return f"{target.__module__} {getattr(owner, '__name__', '')} {target.__name__}"

@@ -176,7 +176,7 @@ def _find_on_known_graph(
     kept = lookup.find(candidate, text)
     if graph is None or kept is None:
         return None
-    forward = kept.graph(request.key.mode, text, graph.output_spec)
+    forward = kept.graph(request.key.mode, text, graph.output_spec, graph.constants)
     return RestoredStages(replace(forward, model_guards=graph.model_guards), candidate.options), kept
 
 
@@ -190,7 +190,8 @@ def _restored(
     """What compiling the call would return, of what was kept."""
     assert request.lookup is not None
     request.lookup.repeat(kept)
-    artifact = replace(kept.artifact, options=candidate.options.recorded)
+    constants = {name: x if x.is_meta else x.cpu() for name, x in staged.graph.constants.items()}
+    artifact = replace(kept.artifact, constants=constants, options=candidate.options.recorded)
     compiled = CompiledArtifact(artifact, staged.graph.output_spec, kept.axes)
     sizes = split_sizes(request.batch, artifact.plan.num_microbatches)
     artifacts = {**cached.artifacts, (staged, len(sizes), sizes[0]): compiled}

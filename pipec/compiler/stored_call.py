@@ -45,6 +45,7 @@ from pipec.ir.text_format import format_program, holds, parse_program
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.follow_placement import FollowPlacement
 from pipec.passes.pass_dump import requested_pass_dumps
+from pipec.schedules import foreign_schedule
 from pipec.torch_compat import pytree
 
 log = logging.getLogger("pipec")
@@ -147,7 +148,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A compiled call as it is on disk, with what was logged, each with its level, and the warnings."""
+    """A compiled call as it is on disk, with what was logged, each with its level, and the warnings.
+
+    ``traced`` has the names that constants have in the trace, if they are tensors of the program; it is None
+    if that is not known.
+    """
 
     format: str
     key: str
@@ -155,6 +160,7 @@ class StoredCall:
     sources: tuple[str, ...]
     programs: tuple[str, ...]
     constants: str
+    traced: Mapping[str, str] | None
     axes: Mapping[str, BatchAxis]
     decisions: Decisions
     cut: Cut
@@ -173,8 +179,13 @@ class StoredCall:
         verify_artifact(artifact)
         return artifact
 
-    def graph(self, mode: Mode, text: str, output_spec: pytree.TreeSpec | None) -> "RestoredGraph":
-        """What takes the place of the graph; the guards of the model are still missing."""
+    def graph(
+        self, mode: Mode, text: str, output_spec: pytree.TreeSpec | None, constants: Mapping[str, Tensor]
+    ) -> "RestoredGraph":
+        """What takes the place of the graph; the guards of the model are still missing.
+
+        ``constants`` are those of this process, by name.
+        """
         return RestoredGraph(
             fx.GraphModule(torch.nn.Module(), fx.Graph()),
             mode,
@@ -185,6 +196,7 @@ class StoredCall:
             planned_sizes=self.plan.planned_sizes,
             variable_symbols={sympy.Symbol(name): name for name in self.cut.symbols},
             output_spec=output_spec,
+            constants={name: constants.get(name, x) for name, x in self.artifact.constants.items()},
             text=text,
             kept=self,
         )
@@ -247,6 +259,7 @@ class Lookup:
         self._times = [time.perf_counter()]
         self._request = self._text = ""
         self._key: str | None = None
+        self._tensors: Mapping[str, Tensor] | None = None
         self._said: list[tuple[int, str]] = []
         self._warned: list[str] = []
         if cache is not None:
@@ -285,15 +298,21 @@ class Lookup:
             self._refuse(str(error) if isinstance(error, UnknownValueError) else repr(error))
             return "", None
         kept = self.find(candidate, found.text)
-        return found.text, kept.graph(mode, found.text, found.output_spec) if kept else None
+        self._tensors = found.tensors
+        if kept is None or kept.traced is None:
+            return found.text, None
+        constants = {name: found.tensors[traced] for name, traced in kept.traced.items()}
+        return found.text, kept.graph(mode, found.text, found.output_spec, constants)
 
     def find(self, candidate: Candidate, text: str) -> StoredCall | None:
         """The call that was kept for a graph of this text."""
-        self._key, self._text, self._said, self._warned = None, text, [], []
+        self._key, self._text, self._tensors, self._said, self._warned = None, text, None, [], []
         if self._cache is None or not text:
             return None
         self._times.append(time.perf_counter())
         try:
+            if foreign := foreign_schedule(str(candidate.policy.source)):
+                raise UnknownValueError(f"the schedule {foreign} is not pipec's own")
             self._key = "\n".join([FORMAT, self._request, describe(candidate), text])
         except UnknownValueError as error:
             self._refuse(str(error))
@@ -348,6 +367,7 @@ class Lookup:
                     artifact.sources,
                     tuple(map(format_program, artifact.representative_programs)),
                     _encoded(artifact.constants),
+                    _traced(staged.graph.constants, self._tensors),
                     compiled.axes,
                     Decisions.of(decided),
                     Cut.of(staged),
@@ -393,6 +413,16 @@ def _lost(
     return next((f"its {what} would not be the same" for what, is_same in same.items() if not is_same), "")
 
 
+def _traced(
+    constants: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None
+) -> Mapping[str, str] | None:
+    """The names of constants in the trace, if they are tensors of it; None if the trace is not known."""
+    if tensors is None:
+        return None if constants else {}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    return {name: names[id(x)] for name, x in constants.items() if id(x) in names}
+
+
 def _encoded(constants: Mapping[str, Tensor]) -> str:
     held = {name: tensor.detach().contiguous() for name, tensor in constants.items()}
     return base64.b64encode(safetensors.torch.save(held)).decode() if held else ""
@@ -419,7 +449,7 @@ def _source_digest() -> str:
     """A digest of pipec's own source. Raises UnknownValueError if it changed since it was imported."""
     digest, folder = hashlib.sha256(), Path(pipec.__file__).parent
     for path in sorted(folder.rglob("*.py")):
-        if path.stat().st_mtime > _IMPORTED:
+        if path.stat().st_ctime > _IMPORTED:  # a copy may keep its time of modification
             raise UnknownValueError(f"{path} changed after it was imported")
         digest.update(
             f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()

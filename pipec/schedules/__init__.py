@@ -39,6 +39,8 @@ SEARCHED_SCHEDULES: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
 }
 """Schedules that depend on times and memory."""
 
+_OWN = dict(SCHEDULES)
+
 _SUFFIXED = re.compile(r"(.+)-v([0-9]{1,9})")
 
 
@@ -62,6 +64,13 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Worklo
     if name in SEARCHED_SCHEDULES:
         return SEARCHED_SCHEDULES[name](num_ranks, num_microbatches, work or Workload.uniform(num_ranks))
     return cast("Callable[[int, int], Schedule]", make)(num_ranks, num_microbatches)
+
+
+def foreign_schedule(name: str) -> str:
+    """The name of a schedule that a step by ``name`` may run, and that is not pipec's own; else empty."""
+    named = (*SCHEDULES, *SEARCHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
+    changed = [each for each, make in SCHEDULES.items() if _OWN.get(each) is not make]
+    return next(iter(changed), "" if name in named or _looped(name) else name)
 
 
 def _looped(name: str) -> Callable[[int, int], Schedule] | None:

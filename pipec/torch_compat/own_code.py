@@ -5,6 +5,8 @@ functions alone, and nothing in torch was replaced.
 """
 
 import builtins
+import functools
+import hashlib
 import math
 import operator
 import os
@@ -14,7 +16,15 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    GenericAlias,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -22,6 +32,7 @@ import torch.nn.functional as F
 from torch._decomp import decomposition_table
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.backends import opt_einsum
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -42,6 +53,14 @@ _HOMES: tuple[Any, ...] = (
 _WRAPPING = tuple(sys.modules[name].__file__ for name in ("typing", "typing_extensions"))
 """Files of functions that torch holds, and has not written."""
 
+_OTHER_CALLABLES = (
+    *(type, GenericAlias, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType),
+    *(ClassMethodDescriptorType, OpOverloadPacket),
+)
+_OTHER_MODULES = ("typing", "typing_extensions", "_sitebuiltins")
+"""The classes of what torch and Python have under their names and can be called, besides functions in Python,
+and the modules of more such classes."""
+
 
 _UNUSED = ((torch, "compile"),)
 """Functions that some libraries replace, on which nothing that is kept depends: Lightning wraps it."""
@@ -54,17 +73,18 @@ def is_own(target: Any) -> bool:
     call Python code.
     """
     match target:
-        case torch._ops.OpOverload():
+        case OpOverload():
             return is_own(target.overloadpacket)
-        case torch._ops.OpOverloadPacket():
+        case OpOverloadPacket():
             namespace, _, _ = target._qualified_op_name.partition("::")
             files = _files_of_kernels(target._qualified_op_name) if namespace == "pipec" else []
             return namespace == "aten" or (bool(files) and all(x.startswith(_PIPEC) for x in files))
-        case torch._ops.HigherOrderOperator():
+        case HigherOrderOperator():
             return target is torch.ops.higher_order.tag_activation_checkpoint
         case FunctionType():
             home: Any = sys.modules.get(target.__module__)
-            return _is_own_code(target) and getattr(home, target.__name__, None) is target
+            is_own_home = str(getattr(home, "__file__", "")).startswith((_PIPEC, _TORCH))
+            return is_own_home and _is_own_code(target) and getattr(home, target.__name__, None) is target
         case type() | BuiltinFunctionType() | MethodDescriptorType() | WrapperDescriptorType():
             return any(getattr(home, target.__name__, None) is target for home in _HOMES)
         case str():  # a method
@@ -74,8 +94,22 @@ def is_own(target: Any) -> bool:
     return False
 
 
-def _is_own_code(function: FunctionType) -> bool:
-    return function.__code__.co_filename.startswith((_PIPEC, _TORCH))
+def name_of(target: Any) -> str:
+    """The name of a function of torch or Python, or of a method of tensors, with what it belongs to."""
+    if isinstance(target, str):
+        return target
+    owner = getattr(target, "__self__", None) or getattr(target, "__objclass__", None)
+    name = getattr(target, "__name__", type(target).__name__)
+    return f"{getattr(target, '__module__', '')} {getattr(owner, '__name__', '')} {name}"
+
+
+def _is_own_code(function: Any) -> bool:
+    """Whether a function, and each function that it wraps, is one of torch's or pipec's."""
+    if not isinstance(function, FunctionType):
+        return is_own(function)
+    wrapped = getattr(function, "__wrapped__", None)
+    is_own_file = function.__code__.co_filename.startswith((_PIPEC, _TORCH))
+    return is_own_file and (wrapped is None or _is_own_code(wrapped))
 
 
 def replaced_code() -> str:
@@ -85,25 +119,45 @@ def replaced_code() -> str:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks:
         return "hooks on saved tensors are active"
-    for name, function in _python_functions():
-        if not _is_own_code(function) and function.__code__.co_filename not in _WRAPPING:
-            return f"{name} was replaced by a function in {function.__code__.co_filename}"
-    for name, method in vars(torch.Tensor).items():
-        if not name.startswith("__") and getattr(method, "__name__", name) != name:
-            return f"torch.Tensor.{name} was replaced by {method.__name__}"
+    for name, held in _functions():
+        if isinstance(held, FunctionType):
+            if not _is_own_code(held) and held.__code__.co_filename not in _WRAPPING:
+                return f"{name} was replaced by a function in {held.__code__.co_filename}"
+        elif not isinstance(held, _OTHER_CALLABLES) and type(held).__module__ not in _OTHER_MODULES:
+            return f"{name} was replaced by a {type(held).__qualname__}"
     return next(_foreign_kernels(), "")
 
 
-def _python_functions() -> Iterator[tuple[str, FunctionType]]:
-    for home in (*_HOMES, torch.functional):
+def _functions() -> Iterator[tuple[str, Any]]:
+    """What can be called of all that torch and Python have under their names, or for their operators."""
+    for home in (*_HOMES, torch.functional, torch._VF):
+        where = home.__name__ if isinstance(home, ModuleType) else "torch.Tensor"
         for name, held in vars(home).items():
-            found = getattr(held, "__func__", held)
-            if isinstance(found, FunctionType) and (home, name) not in _UNUSED:
-                where = home.__name__ if isinstance(home, ModuleType) else "torch.Tensor"
+            found = getattr(held, "__func__", None) or getattr(held, "fget", None) or held
+            if isinstance(found, functools._lru_cache_wrapper):
+                found = found.__wrapped__
+            if callable(found) and (home, name) not in _UNUSED:
                 yield f"{where}.{name}", found
     for overload, decomposition in decomposition_table.items():
-        if isinstance(decomposition, FunctionType):
-            yield f"the decomposition of {overload}", decomposition
+        yield f"the decomposition of {overload.name()}", decomposition
+    for packet in [each for each in vars(torch.ops.aten).values() if isinstance(each, OpOverloadPacket)]:
+        for overload in [each for each in vars(packet).values() if isinstance(each, OpOverload)]:
+            for key, kernel in (*overload.py_kernels.items(), *overload.python_key_table.items()):
+                yield f"the kernel of {overload.name()} for {key}", kernel
+
+
+def _functions_digest() -> str:
+    """A digest of which function is where: one that another one of torch replaced changes it, too."""
+    lines = sorted(f"{place} is {name_of(held)} {_code_text(held)}" for place, held in _functions())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _code_text(held: Any) -> str:
+    """Where a function in Python is written, and the defaults of its arguments."""
+    if not isinstance(held, FunctionType):
+        return ""
+    plain = [each for each in held.__defaults__ or () if isinstance(each, bool | int | float | str | None)]
+    return f"{held.__code__.co_filename}:{held.__code__.co_firstlineno} {plain}"
 
 
 def _foreign_kernels() -> Iterator[str]:
@@ -118,8 +172,12 @@ def _foreign_kernels() -> Iterator[str]:
 
 
 def _files_of_kernels(operator: str) -> list[str]:
-    """The files in Python in which kernels of an operator are registered."""
-    return re.findall(r"registered at (.*\.py):\d+", torch._C._dispatch_dump(operator))
+    """The files in Python in which kernels of an operator are registered, or ``<stdin>`` and the like."""
+    places = re.findall(r"registered at (.*):\d+", torch._C._dispatch_dump(operator))
+    return [place for place in places if not place.endswith(_COMPILED)]
+
+
+_COMPILED = (".cpp", ".cc", ".cu", ".h", ".hpp", ".mm")
 
 
 _REGISTERING = (f"{_TORCH}library.py", f"{_TORCH}_library")
@@ -136,6 +194,7 @@ def global_state(gpu: bool) -> dict[str, object]:
         "autocast caches": torch.is_autocast_cache_enabled(),
         "default dtype": torch.get_default_dtype(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "functions": _functions_digest(),
         "order of attention kernels": torch._C._get_sdp_priority_order(),
         "einsum": (opt_einsum.is_available(), opt_einsum.enabled, opt_einsum.strategy),
         "packages": {name: metadata.version(name) for name in ("numpy", "scipy", "sympy")},

@@ -57,7 +57,7 @@ from pipec.torch_compat.operator_patches import (
     keep_recurrent_operators,
     skip_distribution_validation,
 )
-from pipec.torch_compat.own_code import global_state, is_own, replaced_code, shape_facts
+from pipec.torch_compat.own_code import global_state, is_own, name_of, replaced_code, shape_facts
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
@@ -99,6 +99,7 @@ __all__ = [
     "keep_interpolation_operators",
     "keep_recurrent_operators",
     "model_raised",
+    "name_of",
     "placeholder_example",
     "python_expression",
     "quiet_logging",

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 import torch
 from cache_mutations import CHANGES, Outcome, Setting, run
 from slow_params import slow, slow_but
-from torch import Tensor
+from torch import Tensor, nn
 
 import pipec
+from pipec.capture.trace_text import UnknownValueError
 from pipec.compiler import disk_cache, stored_call
 from pipec.compiler.disk_cache import DiskCache
 from pipec.errors import PipecError
@@ -122,6 +124,28 @@ def test_what_changes_after_it_was_read_is_noticed(tmp_path: Path, caplog: pytes
     run(Setting(calls=lambda pipe, net, x: [pipe.step(x, target=x)]), tmp_path, caplog)
     second, plain = (run(Setting(calls=calls), folder, caplog) for folder in (tmp_path, None))
     assert second.num_read == 1
+    assert second.same_as(plain)
+
+
+@pytest.mark.parametrize("change", slow_but(["a global", "an attribute"], "a global"))
+def test_tensors_of_the_program_are_read_where_they_are(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No guard notices what is written through ``.data``, and a step without the folder reads it."""
+
+    def calls(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        table = net.kept if change == "an attribute" else sys.modules["kept_model"].TABLE
+        found = [pipe.step(x, target=x)]
+        table.data.add_(1)
+        found.append(pipe.step(x, target=x))
+        table.data.add_(1)
+        return [*found, pipe.eval_step(x, target=x), pipe.step(x[:4], target=x[:4])]
+
+    first, second, plain = (
+        run(Setting(calls=calls), folder, caplog) for folder in (tmp_path, tmp_path, None)
+    )
+    assert (first.num_read, second.num_read) == (0, 3)
+    assert first.same_as(plain)
     assert second.same_as(plain)
 
 
@@ -302,6 +326,11 @@ def twice(x: Tensor) -> Tensor:
     return 2 * x
 
 
+@torch.no_grad()
+def without_gradients(x: Tensor) -> Tensor:
+    return 2 * x
+
+
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -317,6 +346,7 @@ def twice(x: Tensor) -> Tensor:
         ("no_such_method", False),
         (torch.autograd.Function, False),
         (torch.jit.script, False),
+        (without_gradients, False),
         (torch.ops.higher_order.cond, False),
     ],
 )
@@ -335,7 +365,9 @@ def lambda_free(x: Tensor) -> Tensor:
     [
         lambda: torch.device("cpu"),
         lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        lambda: replaced(Tensor, "mean", Tensor.sum),
+        lambda: replaced(Tensor, "mean", lambda x: x),
+        lambda: replaced(torch, "relu", torch.no_grad()(lambda x: x)),
+        lambda: replaced(torch, "relu", nn.ReLU()),
         lambda: replaced(torch, "sin", lambda x: x),
     ],
 )
@@ -361,6 +393,19 @@ def test_another_source_of_pipec_is_another_key(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.99")
     assert stored_call.process_text(gpu=False) != before
+
+
+def test_source_that_changed_after_it_was_imported_is_not_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(pipec, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(stored_call, "_IMPORTED", time.time() + 10)
+    assert stored_call._source_digest.__wrapped__()
+    os.utime(tmp_path / "__init__.py", (0, 0))  # as of a file that was copied with its times
+    monkeypatch.setattr(stored_call, "_IMPORTED", time.time() - 10)
+    with pytest.raises(UnknownValueError, match="changed after it was imported"):
+        stored_call._source_digest.__wrapped__()
 
 
 # processes

@@ -5,6 +5,7 @@ text without a file, so that no line of its source gives a change away.
 """
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from torch._dynamo import symbolic_convert
 import pipec
 from pipec.capture import traced_step
 from pipec.hardware.devices import DEVICES
+from pipec.schedules import SCHEDULES
 
 SOURCE = """
 import math
@@ -63,6 +65,7 @@ class Net(nn.Module):
         self.kept = torch.arange(8.0)
     def forward(self, x):
         x = torch.sin(self.embed(x)) * FACTOR + TABLE
+        x = F.silu(F.relu(x)) + x
         if FLAG:
             x = x + self.shift
         for block in self.blocks:
@@ -325,12 +328,31 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernel(name: str, key: str, function: Callable[..., Any]) -> Iterator[None]:
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(name, function, key)
+    scope: dict[str, Any] = {"library": torch.library.Library("aten", "IMPL"), "given": (name, function, key)}
+    exec(compile("library.impl(*given)", "<stdin>", "exec"), scope)  # as in an interactive session
     try:
         yield
     finally:
-        library._destroy()
+        scope["library"]._destroy()
+
+
+@contextlib.contextmanager
+def _python_kernel(operator: Any, function: Callable[..., Any]) -> Iterator[None]:
+    key = torch._C.DispatchKey.AutogradCPU  # type: ignore[attr-defined]
+    operator.py_impl(key)(lambda *args: function(*args))
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        del operator.py_kernels[key]
+        operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _schedule(name: str, make: Callable[[int, int], Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCHEDULES, name, make)
+        yield
 
 
 def _twice(x: Tensor) -> Tensor:
@@ -354,6 +376,14 @@ within(
 )
 within("a kernel of an operator", lambda: _kernel("sin", "CompositeImplicitAutograd", _twice))
 within("no gradients", torch.no_grad, calls=lambda pipe, net, x: make_calls(pipe, net, x))
+within("a function of torch that others of torch call", lambda: _attribute(torch, "relu", torch.sigmoid))
+within(
+    "an object in the place of a function",
+    lambda: _attribute(torch, "relu", functools.partial(F.leaky_relu, negative_slope=0.5)),
+)
+within("an operator of tensors", lambda: _attribute(Tensor, "__add__", Tensor.sub))
+within("a kernel in Python", lambda: _python_kernel(torch.ops.aten.sin.default, torch.ops.aten.cos.default))
+within("a schedule of the program", lambda: _schedule("1f1b", SCHEDULES["gpipe"]))
 within("a version of torch", lambda: _attribute(torch, "__version__", "2.12.9"))
 within(
     "a configuration of functorch",
