@@ -1,6 +1,8 @@
 """The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,18 @@ from pipec.compiler.stopwatch import Stopwatch
 from pipec.console import warn
 from pipec.ir import Mode, Sizes
 from pipec.torch_compat import ValuePath
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Let Python's collector wait: it would look through all objects again and again, and find little."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass
@@ -60,7 +74,8 @@ class Compiler:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
         reason = self.cache.recompile_reason(signature, call, self.model, change)
-        with self.stopwatch.reporting(f"compiling, {reason}", len([*self.model.modules()])):
+        progress = self.stopwatch.reporting(f"compiling, {reason}", len([*self.model.modules()]))
+        with progress, _without_garbage_collection():
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
             from pipec.compiler.compile import CompileRequest, compile_call
 

@@ -1,5 +1,6 @@
 """What a compilation does, and how often: nothing that was tried is worked out again."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,19 @@ def prepared(**options: Any) -> Pipeline:
     pipe = pipec.compile(wide(), 2, loss_fn=nn.functional.mse_loss, **options)
     x = torch.empty(ROWS, 32)
     return pipe.prepare(x, target=x)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_is_collected_as_before_a_compilation(is_enabled: bool) -> None:
+    pipe, x = pipec.compile(wide(), 2, loss_fn=lambda output, target: output), torch.empty(ROWS, 32)
+    try:
+        if not is_enabled:
+            gc.disable()
+        with pytest.raises(pipec.PipecError):
+            pipe.step(x, target=x)
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
 
 
 @contextmanager
