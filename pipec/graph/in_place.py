@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from pipec.graph.nodes import (
     accumulates_in_place,
@@ -35,6 +35,7 @@ from pipec.graph.nodes import (
     storage_owner,
 )
 from pipec.graph.phase_functions import PhaseFunction
+from pipec.graph.size_text import size_formula
 from pipec.primitives import cross_entropy_gradient
 from pipec.torch_compat import OpOverload
 
@@ -180,11 +181,11 @@ def _is_whole(operand: fx.Node, owner: fx.Node) -> bool:
             return False
         node = node.all_input_nodes[0]
     one, other = operand.meta["val"], owner.meta["val"]
-    return one.dtype == other.dtype and str(one.numel()) == str(other.numel())
+    return one.dtype == other.dtype and bool(size_formula(one.numel()) == size_formula(other.numel()))
 
 
 def _same_layout(operand: fx.Node, node: fx.Node) -> bool:
-    """Whether two values have the same type, shape and strides. Sizes may be symbols: text is compared.
+    """Whether two values have the same type, shape and strides.
 
     False for 0-dim tensors, which are too small to matter.
     """
@@ -192,4 +193,8 @@ def _same_layout(operand: fx.Node, node: fx.Node) -> bool:
     if a.layout is not torch.strided or b.layout is not torch.strided or not a.dim():
         return False
     same_type = a.dtype == b.dtype and not a.dtype.is_complex and a.device == b.device
-    return same_type and f"{a.shape} {a.stride()}" == f"{b.shape} {b.stride()}"
+    return same_type and _layout(a) == _layout(b)
+
+
+def _layout(value: Tensor) -> list[Any]:
+    return [size_formula(size) for size in (*value.shape, *value.stride())]

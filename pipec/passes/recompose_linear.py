@@ -26,6 +26,7 @@ from pipec.graph import (
     is_forward,
     reuses_memory,
 )
+from pipec.graph.size_text import size_formula
 
 aten = torch.ops.aten
 VIEW = aten.view.default
@@ -47,10 +48,10 @@ class _Views:
     """Views of fake tensors. The values of equal blocks are the same ones, and are viewed once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._known: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
-        key = id(value), str(shape)
+        key = id(value), *_formulas(shape)
         if key not in self._known:
             self._known[key] = value, VIEW(value, shape)  # the value is kept, so that its id stays its own
         return self._known[key][1]
@@ -81,7 +82,7 @@ def _recompose(product: fx.Node, views: _Views) -> None:
     product.target, product.meta["val"] = aten.linear.default, value
     product.args = (operand, transposed.args[0], *bias)  # type: ignore[union-attr]
     for view in list(product.users):
-        if view.target is VIEW and str(view.meta["val"].shape) == str(value.shape):
+        if view.target is VIEW and _formulas(view.meta["val"].shape) == _formulas(value.shape):
             view.replace_all_uses_with(product)
     for node in (*product.users, rows, transposed):
         assert isinstance(node, fx.Node)
@@ -123,16 +124,20 @@ def _leading_sizes(product: fx.Node, rows: fx.Node) -> Sequence[Any]:
 def _unflattens(node: fx.Node, flat: fx.Node) -> bool:
     """Whether the node has three dimensions, of which ``flat`` flattens the first two."""
     shape = node.meta["val"].shape
-    return len(shape) == 3 and str(shape[-1]) == str(flat.meta["val"].shape[-1])
+    return len(shape) == 3 and _formulas(shape[-1:]) == _formulas(flat.meta["val"].shape[-1:])
+
+
+def _formulas(shape: Sequence[Any]) -> list[Any]:
+    return [size_formula(size) for size in shape]
 
 
 def _rows_in_three_dims(product: fx.Node, rows: fx.Node, leading: Sequence[Any], views: _Views) -> fx.Node:
     """The operand with its ``leading`` sizes: the base of the view ``rows``, or another view of the base."""
     source: fx.Node = rows.args[0]  # type: ignore[assignment]
     shape = [*leading, rows.meta["val"].shape[-1]]
-    if str([*source.meta["val"].shape]) == str(shape):
+    sizes = _formulas(shape)
+    if _formulas(source.meta["val"].shape) == sizes:
         return source
-    sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
     view = rows
     if len(rows.users) > 1:
         with product.graph.inserting_before(product):

@@ -30,6 +30,7 @@ from pipec.graph import (
     is_tensor,
     storage_owner,
 )
+from pipec.graph.size_text import size_formula
 
 aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def _normalize_arguments(node: fx.Node) -> None:
     if len(node.args) == 2 and not node.kwargs:
         node.target = SCALAR_OVERLOADS.get(node.target, node.target)
     if node.target in SHAPED:
-        node.args = (node.args[0], [_size(size) for size in node.meta["val"].shape])
+        node.args = (node.args[0], [size_formula(size) for size in node.meta["val"].shape])
     if node.target is aten.slice.Tensor and isinstance(node.args[1], int) and node.args[1] < 0:
         node.args = (node.args[0], node.args[1] + node.meta["val"].dim(), *node.args[2:])
 
@@ -179,18 +180,12 @@ def _is_result(node: fx.Node) -> bool:
 
 
 def _if_same_type(source: Any, node: fx.Node, strides: bool) -> fx.Node | None:
-    """``source``, if it is a tensor of the same dtype, shape and device and, with ``strides``, strides.
-
-    Sizes may be symbols, and are compared as text.
-    """
+    """``source``, if it is a tensor of the same dtype, shape and device and, with ``strides``, strides."""
     if not isinstance(source, fx.Node) or not is_tensor(source):
         return None
     return source if _type(source.meta["val"], strides) == _type(node.meta["val"], strides) else None
 
 
 def _type(value: Tensor, strides: bool) -> tuple[object, ...]:
-    return value.dtype, value.device, str(value.shape), str(value.stride()) if strides else ""
-
-
-def _size(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    sizes = [size_formula(size) for size in (*value.shape, *(value.stride() if strides else ()))]
+    return value.dtype, value.device, value.dim(), sizes
