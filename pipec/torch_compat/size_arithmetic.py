@@ -77,9 +77,9 @@ def _cached(method: Method, operand: Callable[[SymNode], int | None]) -> Method:
 
 
 def _remembered(name: str, function: Callable[[SymNode], T]) -> Callable[[SymNode], T]:
-    """The same function, which a number is asked for again only when torch has replaced a symbol since.
+    """The same function, called again for a number only if torch has replaced a symbol since.
 
-    Torch counts replacements from 2.12 on. Before, nothing is remembered.
+    A torch that does not count replacements has it called each time.
     """
     attribute = f"_pipec_{name}"
 
