@@ -137,8 +137,17 @@ class TraceText:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, captured: CapturedGraph, step: TracedStep, constants: Mapping[str, Tensor]) -> "TraceText":
+    def of(
+        cls,
+        captured: CapturedGraph,
+        step: TracedStep,
+        constants: Mapping[str, Tensor],
+        computed: bool = True,
+    ) -> "TraceText":
         """The text of what Dynamo traced. ``constants`` are the tensors of the loss alone.
+
+        Without ``computed``, the text leaves out what follows from the rest: the metadata of what the graph
+        computes, which tells whether gradients were enabled, and the sizes of this call.
 
         Raises:
             UnknownValueError: the graph calls, or holds, what has no text.
@@ -146,8 +155,9 @@ class TraceText:
         given, arguments = argument_tensors(captured), pytree.tree_leaves(captured.args)
         names = {id(tensor): name for name, tensor in named_tensors(step).items()}
         names |= {id(leaf): f"leaf {k}" for k, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
-        writer = _Writer({node: names.get(id(value)) or _known_text(value) for node, value in given.items()})
-        lines = [*writer.graph(captured.module), *shape_facts(captured.module.meta["fake_mode"].shape_env)]
+        arguments_text = {node: names.get(id(value)) or _known_text(value) for node, value in given.items()}
+        writer, shapes = _Writer(arguments_text, computed), captured.module.meta["fake_mode"].shape_env
+        lines = [*writer.graph(captured.module), *shape_facts(shapes, sizes=computed)]
         leaves, spec = pytree.tree_flatten(result_tree(captured))
         results = {
             id(node.meta["example_value"]): f"%{node.name}" for node in _results(captured.module.graph)
@@ -178,8 +188,9 @@ _KNOWN_META = ("custom", "example_value", "val", "_fx_runtime_assert_preserve")
 class _Writer:
     """Writes graphs line by line. Texts that repeat, such as stack traces, are written once, in ``texts``."""
 
-    def __init__(self, arguments: Mapping[fx.Node, str]) -> None:
+    def __init__(self, arguments: Mapping[fx.Node, str], computed: bool) -> None:
         self._arguments = arguments
+        self._computed = computed
         self._numbers: dict[str, int] = {}
         self._modules: dict[str, int] = {}
 
@@ -224,6 +235,8 @@ class _Writer:
                     texts.append(f"{key} {self._number(value)}")
                 case "nn_module_stack":
                     texts.append(f"{key} {[self._module(*each) for each in value.items()]}")
+                case "example_value" if not self._computed and node.op != "placeholder":
+                    pass
                 case _ if key in _KNOWN_META:
                     texts.append(f"{key} {self._number(describe(value))}")
                 case _ if key not in _IGNORED_META:

@@ -56,7 +56,7 @@ _warned: WeakSet[nn.Module] = WeakSet()
 Timed = Callable[[str], AbstractContextManager[None]]
 """Measures a block, which is a step of this name."""
 
-Find = Callable[[Callable[[], TraceText]], tuple[str, TrainingGraph | None]]
+Find = Callable[[Callable[..., TraceText]], tuple[str, TrainingGraph | None]]
 """Takes a function that makes the text of a trace. Returns the text, or "", and the graph if it is known."""
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]

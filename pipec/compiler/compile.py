@@ -5,6 +5,7 @@ arguments, and those of this call are returned.
 """
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.extract_forward import extract_forward
 from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
-from pipec.capture.trace_text import describe, model_text
+from pipec.capture.trace_text import TraceText, describe, model_text
 from pipec.capture.tracer import capture
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
@@ -62,7 +63,9 @@ class CompileRequest:
 
     With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
     microbatch. ``warn`` issues each warning once. ``trained`` are the graphs of steps on such calls, from
-    which an evaluation may be cut. ``lookup`` finds what an earlier process compiled.
+    which an evaluation may be cut. ``trained_in_other_modes`` are those of a model with other modules in
+    training mode; an evaluation is cut from one if its own trace is the same. ``lookup`` finds what an
+    earlier process compiled.
     """
 
     settings: CompileSettings
@@ -74,6 +77,7 @@ class CompileRequest:
     warn: Callable[[str], None]
     refuses_mixed_rows: bool = False
     trained: Sequence[TrainingGraph] = ()
+    trained_in_other_modes: Sequence[TrainingGraph] = ()
     lookup: Lookup | None = None
 
     @property
@@ -267,7 +271,7 @@ def _capture(
         timed=request.stopwatch.timed,
         find=functools.partial(request.lookup.find_traced, candidate, request.key.mode)
         if request.lookup
-        else lambda trace: ("", None),
+        else functools.partial(_find_traced, request, sizes),
     )
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
@@ -311,10 +315,33 @@ def _extract_forward(request: CompileRequest, sizes: Collection[int]) -> Trainin
     return None
 
 
+def _find_traced(
+    request: CompileRequest, sizes: Sequence[int], trace: Callable[..., TraceText]
+) -> tuple[str, TrainingGraph | None]:
+    """A digest of a trace, and the forward of a graph that was trained on the same trace, if there is one."""
+    if request.key.mode is not Mode.TRAIN and not request.trained_in_other_modes:
+        return "", None
+    try:
+        text = hashlib.sha256(trace(computed=False).text.encode()).hexdigest()
+    except Exception as error:  # whatever fails, the call is compiled
+        log.debug("a trace cannot be compared: %s", error)
+        return "", None
+    for each in request.trained_in_other_modes:
+        same = each.text == text and _is_valid_for(request, each, sizes)
+        if same and (extracted := extract_forward(each)):
+            return text, replace(
+                extracted, batch_size=sizes[0], training=request.model.training, text=_text_of_forward(each)
+            )
+    return text, None
+
+
 def _may_extract(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
     """Whether a training graph is valid for the model as it is, and for microbatches of all ``sizes``."""
-    is_valid = all(graph.is_valid_for(size, request.values) for size in {*sizes, request.batch})
-    return is_valid and not graph.model_guards.violation()
+    return _is_valid_for(request, graph, sizes) and not graph.model_guards.violation()
+
+
+def _is_valid_for(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
+    return all(graph.is_valid_for(size, request.values) for size in {*sizes, request.batch})
 
 
 def _text_of_forward(graph: TrainingGraph) -> str:

@@ -77,6 +77,7 @@ class Compiler:
                 warn=self._warn_once,
                 refuses_mixed_rows=refuses_mixed_rows,
                 trained=tuple(self.cache.trained_graphs(signature.key)),
+                trained_in_other_modes=tuple(self.cache.graphs_trained_in_other_modes(signature.key)),
             )
             compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided

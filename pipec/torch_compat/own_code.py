@@ -224,16 +224,22 @@ def _gpu() -> tuple[str, ...]:
     )
 
 
+_SIZES = ("backed_var_to_val", "var_to_val")
+"""The sizes that a trace was made with. It decides nothing by them without a guard."""
+
 _SHAPE_FACTS = (
-    *("backed_var_to_val", "var_to_val", "var_to_range", "var_to_hint_override", "replacements"),
+    *("var_to_range", "var_to_hint_override", "replacements"),
     *("unbacked_renamings", "unbacked_inputs", "divisible", "size_like", "specializations", "settings"),
 )
 """What a trace has found out about its symbols, besides guards."""
 
 
-def shape_facts(shapes: ShapeEnv) -> Iterator[str]:
-    """What a trace found out about its sizes, as text: symbols, guards, and the lines that they come from."""
-    for name in _SHAPE_FACTS:
+def shape_facts(shapes: ShapeEnv, sizes: bool) -> Iterator[str]:
+    """What a trace found out about its sizes, as text: symbols, guards, and the lines that they come from.
+
+    With ``sizes``, those that the trace was made with are part of it.
+    """
+    for name in (*(_SIZES if sizes else ()), *_SHAPE_FACTS):
         found = getattr(shapes, name, None)
         yield f"{name}: {sorted(map(str, found)) if isinstance(found, set) else found}"
     for guard in shapes.guards:

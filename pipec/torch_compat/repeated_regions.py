@@ -21,11 +21,12 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import LocalSource
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable, record_nn_module_stack
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Guard, Source
@@ -95,6 +96,7 @@ class RegionTracing:
         """Make regions within this context."""
         replaced: dict[tuple[Any, str], Callable[..., Any]] = {
             (UnspecializedNNModuleVariable, "call_function"): self._called,
+            (regions, "build_fingerprint_with_pytree"): _flattened,
             (regions, "build_reuse_condition"): self._built,
             (regions, "is_reusable"): self._reusable,
             (SideEffects, "store_attr"): self._mutated,
@@ -300,6 +302,32 @@ class _SourceReader:
 
 def _bound(method: Callable[..., Any], original: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: method(original, *args, **kwargs)
+
+
+def _flattened(original: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The leaves of a call's arguments, which Dynamo finds by tracing the code of ``pytree`` in each call.
+
+    That code asks for the type of each, and so are types guarded here. Containers that come from elsewhere
+    than the traced code are left to Dynamo.
+    """
+    named = {name: _as_tree(variable) for name, variable in kwargs.items()}
+    leaves, structure = pytree.tree_flatten(([*map(_as_tree, args)], named))
+    tags = [regions.classify_vt(leaf) for leaf in leaves]
+    if None in tags:
+        return original(tx, args, kwargs)
+    sources = [leaf.source for leaf in leaves]
+    for tag, source in zip(tags, sources, strict=True):
+        if source is not None and tag is not regions.InputTag.TENSOR:
+            install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+    return regions.InputFingerprint([*zip(tags, leaves, strict=True)], sources, treespec=structure)
+
+
+def _as_tree(variable: Any) -> Any:
+    """A variable of Dynamo's, or what it holds in a tuple or list that the traced code makes."""
+    variable = variable.realize()
+    if type(variable) in (TupleVariable, ListVariable) and variable.source is None:
+        return variable.python_type()(map(_as_tree, variable.items))
+    return variable
 
 
 _OTHER_BLOCK = LocalSource("other block")
