@@ -26,6 +26,7 @@ from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
+from pipec.capture.foreign_code import refuse_foreign_model, refuse_layout_reads, refuse_shared_constants
 from pipec.capture.grad_mode import depends_on_grad_mode
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
@@ -111,6 +112,7 @@ def capture(
         SpecializedVariableError: the variables cannot be symbolic, all of them.
     """
     refuse_kv_cache(call)
+    refuse_foreign_model(model)
     if mode is Mode.TRAIN:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
@@ -144,6 +146,7 @@ def capture(
         with timed("compare operators without gradients"):
             depends = mode is not Mode.TRAIN or tracer.is_found or tracer.depends_on_grad_mode()
         batched = step.batched
+    refuse_shared_constants(model, graph)
     step.batched = batched  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
@@ -325,6 +328,10 @@ class _Tracer:
                 captured = front_end(
                     self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
                 )
+        has_loss, is_of_dynamo = self._mode is not Mode.FORWARD, captured.dynamo_output is not None
+        if has_loss and is_of_dynamo and not torch_compat.returns_loss_first(captured):
+            raise TypeError("the model returns an object that torch makes before it returns the loss")
+        refuse_layout_reads(captured, self._call.changed_layouts)
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         text = ""
@@ -506,4 +513,11 @@ def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
             "them alone. State that changes from step to step belongs into a registered buffer.",
             path,
             type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
+        )
+    others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules
+    for path in sorted(others):
+        log.warning(
+            "forward() changes %s; pipelines run what was captured and leave it alone. State that changes "
+            "from step to step belongs into a registered buffer.",
+            path.removeprefix("model."),
         )
