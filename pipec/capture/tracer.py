@@ -9,7 +9,7 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -505,6 +505,15 @@ def _symbolic(call: ModelCall, variables: Sequence[Variable]) -> list[tuple[Tens
 _TYPES = {float: torch.float64, int: torch.int64}
 
 
+def _is_record(model: nn.Module, path: str) -> bool:
+    """Whether an object of the model is no container: its attributes may be set to what they were."""
+    found: Any = model
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+    is_of_model = path.startswith("model.") and found is not None
+    return is_of_model and not isinstance(found, Collection | Iterator)
+
+
 def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
     modules = {f"model.{path}" if path else "model" for path, _ in model.named_modules()}
     for path in sorted(modules.intersection(changed)):
@@ -515,7 +524,7 @@ def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
             type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
         )
     others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules
-    for path in sorted(others):
+    for path in sorted(path for path in others if not _is_record(model, path)):
         log.warning(
             "forward() changes %s; pipelines run what was captured and leave it alone. State that changes "
             "from step to step belongs into a registered buffer.",

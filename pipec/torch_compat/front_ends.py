@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -448,10 +448,21 @@ def _record_outputs() -> Iterator[list[CaptureOutput]]:
 
 
 def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
-    """The objects that Dynamo's warning about side effects names: of the traced module, and global ones."""
+    """The objects that Dynamo's warning about side effects names: of the traced module, and global ones.
+
+    Of global objects, containers and rebound names count. Others may be as they were before, such as context
+    variables.
+    """
     warning = "".join(message for message in messages if "side effects" in message)
-    sources = re.findall(r"\"(L\['self'\]\..*?|G\['(?!__import_torch)\w+'\](?:\.\w+)?)\"", warning)
-    return tuple(fqn_of(re.sub(r"^G\['(?:__import_)?(\w+)'\]", r"\1", source)) for source in sources)
+    own = re.findall(r"\"(L\['self'\]\..*?)\"", warning)
+    found = re.findall(r"\"G\['__import_(?!torch)(\w+)'\](?:\.(\w+))?\"", warning)
+    named = [(module.replace("_dot_", "."), name) for module, name in found]
+    shared = [
+        f"{module}.{name}".rstrip(".")
+        for module, name in named
+        if not name or isinstance(getattr(sys.modules.get(module), name, None), Collection | Iterator)
+    ]
+    return *map(fqn_of, own), *shared
 
 
 def capture_with_export(

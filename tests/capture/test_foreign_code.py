@@ -417,7 +417,19 @@ def count_in_a_list(self: Any, x: Tensor) -> Tensor:
     return x * len(self.calls)
 
 
-@pytest.mark.parametrize(("odd", "name"), [(count_globally, "COUNT"), (count_in_a_list, "calls")])
+def count_in_a_name(self: Any, x: Tensor) -> Tensor:
+    global TOTAL
+    TOTAL += 1
+    return x * TOTAL
+
+
+TOTAL = 0
+
+
+@pytest.mark.parametrize(
+    ("odd", "name"),
+    [(count_globally, "COUNT"), (count_in_a_name, "test_foreign_code"), (count_in_a_list, "calls")],
+)
 def test_a_warning_names_python_state_that_forward_changes(
     odd: Any, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
