@@ -19,7 +19,8 @@ CALL_CACHE_SIZE = 8
 class CallKey:
     """Everything that decides how a call is split and whether it is refused.
 
-    ``structure`` has the type, the shape and the strides of each tensor, and plain values. ``binding`` is
+    ``structure`` has the names of keyword arguments in order, the type, the shape and the strides of each
+    tensor, and plain values. ``binding`` is
     the signature of the model's ``forward``, and ``request`` what the pipeline makes of the call.
     """
 
@@ -34,7 +35,7 @@ class CallKey:
         """The key of these arguments, and their leaves; None if a part cannot be compared."""
         leaves: list[Any] = []
         try:
-            structure = _structure((args, dict(sorted(kwargs.items())), target), leaves)
+            structure = *kwargs, *_structure((args, dict(sorted(kwargs.items())), target), leaves)
             binding = () if model._forward_pre_hooks else _binding(model.forward)
         except _UnknownError:
             return None, leaves
@@ -78,7 +79,9 @@ def _structure(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
     leaves.append(value)
     if kind in _PLAIN:
         return kind, value
-    if kind is not Tensor or value.layout is not torch.strided or value.is_nested:
+    if kind is not Tensor or value.layout is not torch.strided or value.is_nested or vars(value):
+        raise _UnknownError
+    if value.is_conj() or value.is_neg():
         raise _UnknownError
     return value.dtype, value.shape, value.stride()
 

@@ -35,6 +35,15 @@ ADVICE = (
         "Leave the generator out.",
     ),
     (
+        "seeds torch's random generator",
+        "A pipeline seeds every draw by step, microbatch and operator. Seed before the call, with\n"
+        "torch.manual_seed, or draw there and pass a tensor.",
+    ),
+    (
+        "sets requires_grad of a parameter|the grad of a parameter|replaces a parameter",
+        "Freeze or replace parameters, and change gradients, between the calls of the pipeline.",
+    ),
+    (
         r"pack_(padded_)?sequence",
         "The layout of a packed sequence depends on values. Call the layer with the padded sequences, whose\n"
         "outputs are the same, and take each row's last state from them with gather. Make the backward\n"

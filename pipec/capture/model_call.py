@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from pipec.torch_compat import pytree
 class ModelCall:
     """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth.
 
-    The order of keyword arguments means nothing. ``split`` says for each
+    The order of keyword arguments that ``forward`` names means nothing. ``split`` says for each
     leaf where the user has the batch, None where every microbatch needs all of it. A leaf that is split has
     its rows in front here, and ``Step`` puts them back. ``split`` is None in the call of a whole batch, whose
     tensors say so by their sizes. A microbatch gets ``split`` from its batch: with two rows, an edge list of
     shape (2, n) would look batched. ``ambiguous_leaves`` are the paths of those that may not be split after
-    all, each with the name of its argument.
+    all, each with the name of its argument. ``changed_layouts`` are the paths of those that the user passes
+    with other strides than the model is traced with. ``keyword_order`` has the names of keyword arguments in
+    the user's order, if ``forward`` gets them in a dict and may ask for it.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
     """
@@ -36,6 +38,8 @@ class ModelCall:
     target: Any = None
     split: tuple[BatchAxis | None, ...] | None = None
     ambiguous_leaves: Mapping[str, str | int] = field(default_factory=dict)
+    changed_layouts: tuple[str, ...] = ()
+    keyword_order: tuple[str, ...] = ()
 
     @property
     def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -86,11 +90,12 @@ class ModelCall:
         for variable in variables:
             names.setdefault(variable.position, {})[variable.dim] = variable.name
         named = [names.get(position, {}) for position in range(len(self.leaves))]
-        return self._structure, tuple(map(_kind, self.leaves, self.axes, self.paths, named))
+        kinds = tuple(map(_kind, self.leaves, self.axes, self.paths, named))
+        return self._structure, kinds, self.changed_layouts, self.keyword_order
 
     def without_arguments(self) -> "ModelCall":
         """A copy with what is known of this call, without its arguments."""
-        form = ModelCall((), {}, None, self.split, self.ambiguous_leaves)
+        form = replace(self, args=(), kwargs={}, target=None)
         vars(form).update({name: getattr(self, name) for name in _SHAPE_PROPERTIES})
         return form
 
@@ -99,7 +104,7 @@ class ModelCall:
         if all(axis is None or axis.is_leading for axis in self.axes):
             return self
         args, kwargs, target = self.with_leaves(self.batch_first(self.leaves, rows))
-        return ModelCall(args, kwargs, target, self.split, self.ambiguous_leaves)
+        return replace(self, args=args, kwargs=kwargs, target=target)
 
     def batch_first(self, leaves: Sequence[Any], rows: int) -> list[Any]:
         """The leaves that a user passes, with the rows of those that are split as dimension 0."""
@@ -112,9 +117,26 @@ class ModelCall:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, leaves: list[Any]
     ) -> "ModelCall":
         """A call of the same form. ``leaves`` are those of the arguments."""
-        call = ModelCall(args, kwargs, target, self.split, self.ambiguous_leaves)
+        call = replace(self, args=args, kwargs=kwargs, target=target)
         vars(call).update({name: vars(self)[name] for name in _SHAPE_PROPERTIES}, leaves=leaves)
         return call
+
+    def in_order_for(self, model: nn.Module) -> "ModelCall":
+        """The call with the ``keyword_order`` that ``model`` may ask for."""
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes_dict = any(x.kind is x.VAR_KEYWORD for x in parameters)
+        named = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+        others = [name for name in self.kwargs if name not in named]
+        is_asked = takes_dict and others != sorted(others)
+        return replace(self, keyword_order=tuple(others)) if is_asked else self
+
+    def laid_out_from(self, given: Sequence[Any]) -> "ModelCall":
+        """The call with its ``changed_layouts``, where ``given`` are the leaves that the user passes."""
+        leaves = zip(self.paths, given, self.leaves, strict=True)
+        changed = tuple(
+            path for path, old, new in leaves if isinstance(old, Tensor) and _is_changed(old, new)
+        )
+        return replace(self, changed_layouts=changed)
 
     def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments, keyword arguments and target that have these leaves in the place of its own."""
@@ -188,7 +210,7 @@ class ModelCall:
     def map(self, function: Callable[[Any], Any]) -> "ModelCall":
         """Apply ``function`` to every leaf, in order. Split leaves stay split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
-        return ModelCall(args, kwargs, target, self.axes, self.ambiguous_leaves)
+        return replace(self, args=args, kwargs=kwargs, target=target, split=self.axes)
 
 
 _SHAPE_PROPERTIES = ("paths", "batch_size", "axes", "batched", "_structure", "cache")
@@ -229,6 +251,14 @@ def _layout(tensor: Tensor, is_general: bool) -> Hashable:
         return None
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tuple(order) if is_general else tensor.stride()
+
+
+def _is_changed(given: Tensor, laid_out: Tensor) -> bool:
+    """Whether ``sample`` has other strides than the tensor that the user passes."""
+    if given.layout is not torch.strided:
+        return False
+    traced = torch.empty(given.shape, device="meta") if laid_out.is_contiguous() else laid_out
+    return given.stride() != traced.stride()
 
 
 def _is_plain(leaf: Any) -> bool:

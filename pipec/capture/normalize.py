@@ -39,6 +39,7 @@ from pipec.graph import (
     has_data_dependent_size,
     is_check,
     is_forward,
+    storage_owner,
 )
 from pipec.graph.size_text import SymbolNames, format_size
 from pipec.ir import Mode, Sizes, Variable
@@ -251,12 +252,15 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
     names = {position: name for name, position in replaced.items()}
     kept: list[tuple[fx.Node, ResultRole]] = []
     fixed: dict[int, object] = {}
-    unproven = ""
+    unproven, owners = "", dict[fx.Node, str]()
     for marked, (kind, what) in zip(values, described, strict=True):
         is_marked = isinstance(marked, fx.Node) and marked.target is OUTPUT_MERGE
         value = marked.args[0] if is_marked else marked
         if kind == "output" and what in names:
-            kept.append((value, UpdatedBuffer(traced.fqns[names[what]])))
+            fqn = traced.fqns[names[what]]
+            _refuse_alias(fqn, value, owners)
+            owners[storage_owner(value)] = fqn
+            kept.append((value, UpdatedBuffer(fqn)))
         elif kind == "output" and not _is_tensor_node(value, traced):
             fixed[int(what)] = value
         elif isinstance(value, fx.Node) and kind != "ignored":
@@ -268,6 +272,23 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
     output.args = (tuple(value for value, _ in kept),)
     logs, output_spec = output_structure(returned, fixed, traced.mode)
     return _Results(tuple(role for _, role in kept), logs, output_spec, unproven)
+
+
+def _refuse_alias(fqn: str, value: fx.Node, replaced: Mapping[fx.Node, str]) -> None:
+    """Refuse a replaced buffer that would share its memory with a tensor that a later step may change.
+
+    ``replaced`` are the other replaced buffers, by the node that owns their memory.
+    """
+    owner = storage_owner(value)
+    role = owner.meta.get("role")
+    if owner not in replaced and (role is None or role == Buffer(fqn)):
+        return
+    other = replaced.get(owner) or getattr(role, "fqn", "") or f"argument {getattr(role, 'path', '')}"
+    raise CaptureError(
+        f"forward() assigns {other}, or a view of it, to the buffer {fqn}{at_line(value)}\n"
+        f"They would share memory, which stages do not. Assign a copy, with .clone(), or write into the "
+        "buffer, with .copy_()"
+    )
 
 
 def output_structure(

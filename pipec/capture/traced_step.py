@@ -20,7 +20,8 @@ class TracedStep(nn.Module):
     Its arguments have their rows in front. Model and loss get them as the user passes them, with the rows
     where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups
     of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
-    positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them.
+    positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them. The model
+    gets the keyword arguments of ``keyword_order`` in that order, behind the others.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class TracedStep(nn.Module):
         outputs: bool,
         equal_dimensions: Sequence[Sequence[tuple[int, int]]] = (),
         numbers: Sequence[int] = (),
+        keyword_order: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -42,6 +44,7 @@ class TracedStep(nn.Module):
         self.outputs = outputs
         self.equal_dimensions = tuple(map(tuple, equal_dimensions))
         self.numbers = tuple(numbers)
+        self.keyword_order = tuple(keyword_order)
         self.training = model.training
         self.replaceable_buffers = tuple(_replaceable_buffers(model))
 
@@ -70,6 +73,9 @@ class TracedStep(nn.Module):
 
     def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         """The output; or the loss, and if there is more, a tuple of loss, logs and output."""
+        if self.keyword_order:
+            ordered = {name: kwargs[name] for name in self.keyword_order}
+            kwargs = {**{name: x for name, x in kwargs.items() if name not in ordered}, **ordered}
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
             return output
@@ -98,7 +104,8 @@ def make_traced_step(
 ) -> TracedStep:
     """The traced step of a call in which these variables are symbols."""
     numbers = [variable.position for variable in variables if variable.dim is None]
-    return TracedStep(model, loss_fn, mode, call.axes, outputs, equal_dimensions(variables), numbers)
+    equal = equal_dimensions(variables)
+    return TracedStep(model, loss_fn, mode, call.axes, outputs, equal, numbers, call.keyword_order)
 
 
 def _detached(tree: Any) -> Any:

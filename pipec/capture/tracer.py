@@ -9,7 +9,7 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
+from pipec.capture.foreign_code import refuse_foreign_model, refuse_layout_reads, refuse_shared_constants
 from pipec.capture.grad_mode import depends_on_grad_mode
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
@@ -111,6 +112,7 @@ def capture(
         SpecializedVariableError: the variables cannot be symbolic, all of them.
     """
     refuse_kv_cache(call)
+    refuse_foreign_model(model)
     if mode is Mode.TRAIN:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
@@ -144,6 +146,7 @@ def capture(
         with timed("compare operators without gradients"):
             depends = mode is not Mode.TRAIN or tracer.is_found or tracer.depends_on_grad_mode()
         batched = step.batched
+    refuse_shared_constants(model, graph)
     step.batched = batched  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
@@ -325,6 +328,10 @@ class _Tracer:
                 captured = front_end(
                     self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
                 )
+        has_loss, is_of_dynamo = self._mode is not Mode.FORWARD, captured.dynamo_output is not None
+        if has_loss and is_of_dynamo and not torch_compat.returns_loss_first(captured):
+            raise TypeError("the model returns an object that torch makes before it returns the loss")
+        refuse_layout_reads(captured, self._call.changed_layouts)
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         text = ""
@@ -498,6 +505,15 @@ def _symbolic(call: ModelCall, variables: Sequence[Variable]) -> list[tuple[Tens
 _TYPES = {float: torch.float64, int: torch.int64}
 
 
+def _is_record(model: nn.Module, path: str) -> bool:
+    """Whether an object of the model is no container: its attributes may be set to what they were."""
+    found: Any = model
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+    is_of_model = path.startswith("model.") and found is not None
+    return is_of_model and not isinstance(found, Collection | Iterator)
+
+
 def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
     modules = {f"model.{path}" if path else "model" for path, _ in model.named_modules()}
     for path in sorted(modules.intersection(changed)):
@@ -506,4 +522,11 @@ def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
             "them alone. State that changes from step to step belongs into a registered buffer.",
             path,
             type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
+        )
+    others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules
+    for path in sorted(path for path in others if not _is_record(model, path)):
+        log.warning(
+            "forward() changes %s; pipelines run what was captured and leave it alone. State that changes "
+            "from step to step belongs into a registered buffer.",
+            path.removeprefix("model."),
         )

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 from pipec.capture.autocast import autocast, check_autocast
 from pipec.capture.batch_inputs import BatchedOption, positional_names, refuse_nested_batches, with_batch_axes
 from pipec.capture.call_cache import CallCache, CallKey
+from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.model_snapshot import ModelSnapshot, same_objects
 from pipec.capture.model_state import ModelState, torch_modes
@@ -211,13 +212,13 @@ class CallAgreement:
         given: Any = None
         if request and call:
             row, options = call.rows(0, 1), (request.method, request.mode, request.outputs)
-            given = options, self._context.steps.accumulates, row.tree, row.split, row.ambiguous_leaves
+            given = options, self._context.steps.accumulates, row.tree, *_form(row)
         activity = "telling ranks that have joined what the others do"
         sent = self._ranks.agreement.broadcast_pytree(owner, activity, *pytree.tree_flatten(given))
-        options, accumulates, (args, kwargs, target), split, ambiguous_leaves = pytree.tree_unflatten(*sent)
+        options, accumulates, (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         request = CallRequest(*options)
         if call is None:
-            call = ModelCall(args, kwargs, target, split, ambiguous_leaves)
+            call = ModelCall(args, kwargs, target, *form)
             self._context.steps.accumulates = accumulates
         if request.method == "step" and self._context.updates is None:
             raise InputError(
@@ -261,10 +262,10 @@ class CallAgreement:
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
-        given = call.tree, call.split, call.ambiguous_leaves
+        given = call.tree, *_form(call)
         sent = self._ranks.agreement.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
-        (args, kwargs, target), split, ambiguous_leaves = pytree.tree_unflatten(*sent)
-        return ModelCall(args, kwargs, target, split, ambiguous_leaves)
+        (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
+        return ModelCall(args, kwargs, target, *form)
 
     def _capture_key(self, request: CallRequest, call: ModelCall, state: ModelState) -> CaptureKey:
         key: CaptureKey | None = call.cache.get((request, state))
@@ -299,6 +300,7 @@ class CallAgreement:
     def check_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
         check_autocast(self._compiler.settings.precision, self._compiler.settings.device, mode)
+        refuse_active_mode()
         key, leaves = CallKey.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
         if mode is Mode.TRAIN and (key is None or any(map(_requires_grad, leaves))):
             refuse_input_gradients(ModelCall(args, kwargs, target))
@@ -316,15 +318,22 @@ class CallAgreement:
 
     def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         refuse_nested_batches((args, kwargs, target))
-        call = ModelCall(*pytree.tree_map(as_contiguous, (args, kwargs, target)))
+        refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
+        given = ModelCall(args, kwargs, target).leaves
+        call = ModelCall(*pytree.tree_map(as_contiguous, (args, kwargs, target))).laid_out_from(given)
         call.check(self._compiler.model)
-        call = self._divided(call)
+        call = self._divided(call.in_order_for(self._compiler.model))
         if mode is not Mode.FORWARD:
             call.check_target(needed=self._compiler.settings.loss_fn is not None)
         return call
 
     def _divided(self, call: ModelCall) -> ModelCall:
         return with_batch_axes(call, self.batched, positional_names(self._compiler.model), self.known_splits)
+
+
+def _form(call: ModelCall) -> tuple[Any, ...]:
+    """What a call has besides its arguments."""
+    return call.split, call.ambiguous_leaves, call.changed_layouts, call.keyword_order
 
 
 def _requires_grad(leaf: object) -> bool:

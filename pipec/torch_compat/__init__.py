@@ -8,8 +8,9 @@ and ``guards`` check later whether the trace is still valid. ``differentiation``
 that captures loads them, all together (``tracing``).
 
 ``value_guards`` compares the values that a trace read, ``module_contents`` lists a module's tensors, children
-and hooks, ``lazy_code`` generates no code that nobody calls, ``settings`` reads torch's global settings, and
-``symbolic_numbers`` has the formulas of sizes.
+and hooks, ``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no
+code that nobody calls, ``settings`` reads torch's global settings, and ``symbolic_numbers`` has the formulas
+of sizes.
 """
 
 import importlib
@@ -19,12 +20,14 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipec.torch_compat.foreign_classes import active_mode, changes_operators, is_plain_tensor
 from pipec.torch_compat.lazy_code import lazy_graph_module, lazy_graph_modules
 from pipec.torch_compat.module_contents import (
     ModuleContents,
     TensorMetadata,
     device_and_dtype,
     global_hooks,
+    has_global_forward_hooks,
     has_gradient_hook,
     module_contents,
     num_changes,
@@ -47,11 +50,15 @@ __all__ = [
     "TorchDispatchMode",
     "ValueGuard",
     "ValuePath",
+    "active_mode",
+    "changes_operators",
     "constant_guard",
     "device_and_dtype",
     "formula",
     "global_hooks",
+    "has_global_forward_hooks",
     "has_gradient_hook",
+    "is_plain_tensor",
     "lazy_graph_module",
     "lazy_graph_modules",
     "module_contents",

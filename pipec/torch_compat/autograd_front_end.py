@@ -21,7 +21,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from pipec.torch_compat.front_ends import LOST_HOOK, CapturedGraph, SymbolicDims, TracedBackward
+from pipec.torch_compat.front_ends import (
+    LOST_HOOK,
+    CapturedGraph,
+    SymbolicDims,
+    TracedBackward,
+    record_layout_reads,
+)
+from pipec.torch_compat.lost_effects import refuse_lost_effects
 from pipec.torch_compat.module_state import silence_output, skip_no_op_conversions, without_autocast
 
 CAUSE = "pipec_cause"
@@ -49,9 +56,9 @@ def capture_with_autograd(module: nn.Module, args: tuple[Any, ...], symbolic: Sy
     def step(module_tensors: list[Tensor], tensors: list[Tensor], tangent: Tensor) -> list[Any]:
         named, arguments = dict(zip(fakes, module_tensors, strict=True)), iter(tensors)
         with _reparametrize_module(module, named, tie_weights=True):  # backwards may read parameters, too
-            with recorder.forward():
+            with recorder.forward(), refuse_lost_effects():
                 call = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                results, spec = pytree.tree_flatten(module(*pytree.tree_unflatten(call, structure)))
+                results, spec = pytree.tree_flatten(module.forward(*pytree.tree_unflatten(call, structure)))
             specs.append(spec)
             return results + _gradients(results[0], [named[name] for name in trained], tangent)
 
@@ -63,6 +70,7 @@ def capture_with_autograd(module: nn.Module, args: tuple[Any, ...], symbolic: Sy
         skip_no_op_conversions(),
         recorder.recording(),
         _refuse_hooks(module),
+        record_layout_reads() as layout_reads,
     ):
         device = next((each.device for each in module_tensors.values()), torch.device("cpu"))
         tangent = torch.ones((), device=device)
@@ -77,7 +85,9 @@ def capture_with_autograd(module: nn.Module, args: tuple[Any, ...], symbolic: Sy
     returned: Any = traced.graph.output_node().args[0]
     names = trained if len(returned) > specs[-1].num_leaves else []
     backward = TracedBackward(specs[-1], tuple(names))
-    return CapturedGraph(traced, (*leaves, tangent), changed, traced_backward=backward)
+    return CapturedGraph(
+        traced, (*leaves, tangent), changed, layout_reads=tuple(layout_reads), traced_backward=backward
+    )
 
 
 def _gradients(loss: Any, parameters: list[Tensor], tangent: Tensor) -> list[Tensor | None]:
@@ -193,6 +203,7 @@ class _NodeRecorder:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._paths = {id(each): path for path, each in module.named_modules()}
         self._modules: list[nn.Module] = []
         self._is_forward = False
@@ -203,6 +214,7 @@ class _NodeRecorder:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         self._is_forward = True
+        self._modules = [self._module]
         with (
             register_module_forward_pre_hook(lambda module, args: self._modules.append(module)),
             register_module_forward_hook(lambda *call: self._leave(), always_call=True),
@@ -238,9 +250,8 @@ class _NodeRecorder:
         if self._is_forward:
             self._numbers.append(torch.autograd._get_sequence_nr() - 1)
             self._forward_nodes.append(node)
-            if self._modules:
-                path = self._paths.get(id(self._modules[-1]), "")
-                node.meta["nn_module_stack"] = {path: (path, type(self._modules[-1]).__name__)}
+            path = self._paths.get(id(self._modules[-1]), "")
+            node.meta["nn_module_stack"] = {path: (path, type(self._modules[-1]).__name__)}
             return
         if current is not None:
             self._cause = self._forward_node(current._sequence_nr()) or self._cause

@@ -162,6 +162,19 @@ def result_tree(captured: CapturedGraph) -> Any:
     return graph.process_outputs(torch.fx.node.map_arg(results, lambda node: node.meta["example_value"]))
 
 
+def returns_loss_first(captured: CapturedGraph) -> bool:
+    """Whether the first result of a graph of Dynamo's is what the traced module returned first.
+
+    Objects that the module made, and their tensors, may come before the loss.
+    """
+    results: Any = captured.module.graph.output_node().args[0]
+    if len(results) < 2:
+        return True
+    argument_tensors(captured)
+    first = results[0].meta.get("example_value") if isinstance(results[0], torch.fx.Node) else results[0]
+    return pytree.tree_leaves(result_tree(captured))[0] is first
+
+
 @contextlib.contextmanager
 def replaced_graph(captured: CapturedGraph, graph: torch.fx.Graph) -> Iterator[None]:
     """Let a captured module have another graph of the same arguments and results."""

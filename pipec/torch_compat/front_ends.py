@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,22 @@ from torch._dynamo.variables import builtin, functions, nn_module
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import NullContextVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._library import autograd as _library_autograd
 from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.torch_compat.export_regions import inline_regions
+from pipec.torch_compat.foreign_classes import is_of_torch
 from pipec.torch_compat.guards import fqn_of
+from pipec.torch_compat.lost_effects import LOST_GRADIENT, refuse_lost_effects
 from pipec.torch_compat.module_state import silence_output
 from pipec.torch_compat.repeated_regions import RegionTracing, repeated_modules
 
@@ -75,6 +80,14 @@ GRADIENT_ATTRIBUTES = {
 """Attributes and methods of tensors that differ, or fail, where gradients are disabled."""
 
 
+LAYOUT_METHODS = ("is_contiguous", "stride", "dim_order")
+"""Methods of tensors that tell how they are laid out."""
+
+
+MEMORY_METHODS = ("storage_offset", "data_ptr", "_is_view", "is_inference", "is_pinned", "is_shared")
+"""Methods of tensors that tell of their memory, which is another in stages."""
+
+
 GRADIENT_FUNCTIONS = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
 """Functions that tell whether gradients are enabled."""
 
@@ -100,7 +113,8 @@ class CapturedGraph:
     ``changed_state`` names the Python objects that the forward would change, and tracing did not. Each is a
     path from the traced module, such as ``model.layers.0``; for an attribute, the path of its module.
     ``dynamo_output`` is Dynamo's record of everything that the code read, for ``Guards``; other front ends
-    have none. ``traced_backward`` is set if the graph includes its backward. ``depends_on_grad_mode`` is
+    have none. ``layout_reads`` says where the forward's own code asked for the strides of tensors.
+    ``traced_backward`` is set if the graph includes its backward. ``depends_on_grad_mode`` is
     False if the trace is proved to be the same with gradients enabled and disabled.
     """
 
@@ -108,6 +122,7 @@ class CapturedGraph:
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
     dynamo_output: CaptureOutput | None = None
+    layout_reads: tuple[str, ...] = ()
     traced_backward: TracedBackward | None = None
     depends_on_grad_mode: bool = True
 
@@ -155,9 +170,12 @@ def _trace_with_dynamo(
         _record_outputs() as outputs,
         _without_compiled_globals(module),
         _refuse_hooks_on_leaves(),
+        _refuse_missing_gradients(),
         _allow_requires_grad(),
         _ignore_cudnn_flags(),
         _record_gradient_reads() as read,
+        _record_traced_layout_reads() as layout_reads,
+        torch_function_mode_stack_state_mgr,
         regions.active() if regions else contextlib.nullcontext(),
     ):
         warnings.simplefilter("always")
@@ -166,8 +184,9 @@ def _trace_with_dynamo(
         regions.inline(graph_module)
         regions.failed |= "is_leaf" in read  # the results of copied subgraphs are leaves while Dynamo traces
     changed = _changed_state([str(warning.message) for warning in caught])
-    depends = bool(read) or not all(map(_ignores_grad_mode, graph_module.graph.nodes))
-    return CapturedGraph(graph_module, args, changed, outputs[0], depends_on_grad_mode=depends)
+    depends = bool(read or layout_reads) or not all(map(_ignores_grad_mode, graph_module.graph.nodes))
+    reads = tuple(layout_reads)
+    return CapturedGraph(graph_module, args, changed, outputs[0], reads, depends_on_grad_mode=depends)
 
 
 @contextlib.contextmanager
@@ -204,6 +223,62 @@ def _record_gradient_reads() -> Iterator[list[str]]:
         TensorVariable.call_method = call_method  # type: ignore[method-assign]
         TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
         functions.invoke_and_store_as_constant = nn_module.invoke_and_store_as_constant = run
+
+
+@contextlib.contextmanager
+def _record_traced_layout_reads() -> Iterator[list[str]]:
+    """Collect where code outside of torch asks for the strides of a tensor while Dynamo traces it."""
+    reads, call_method = list[str](), TensorVariable.call_method
+
+    def method(self: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
+        if name in LAYOUT_METHODS:
+            _note_layout_read(reads, name, tx.f_code.co_filename, tx.lineno)
+        return call_method(self, tx, name, *args)
+
+    TensorVariable.call_method = method  # type: ignore[method-assign,assignment]
+    try:
+        yield reads
+    finally:
+        TensorVariable.call_method = call_method  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def record_layout_reads() -> Iterator[list[str]]:
+    """Collect where code outside of torch asks for the strides of a tensor while it runs.
+
+    Code that asks for its memory gets a TypeError.
+    """
+    methods = *LAYOUT_METHODS, *MEMORY_METHODS
+    reads, own = list[str](), dict(vars(torch.Tensor))
+
+    def recording(name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            _note_layout_read(reads, name, caller.f_code.co_filename, caller.f_lineno)
+            return method(self, *args, **kwargs)
+
+        return read
+
+    try:
+        for name in methods:
+            setattr(torch.Tensor, name, recording(name))
+        yield reads
+    finally:
+        for name in methods:
+            if name in own:
+                setattr(torch.Tensor, name, own[name])
+            else:
+                delattr(torch.Tensor, name)
+
+
+def _note_layout_read(reads: list[str], name: str, file: str, line: int) -> None:
+    if file.startswith(_TORCH):
+        return
+    reads.append(f"{name}() at {Path(file).name}:{line}")
+    if name in MEMORY_METHODS:
+        raise TypeError(f"forward() calls {reads[-1]}, which differs in stages")
 
 
 def _ignores_grad_mode(node: torch.fx.Node) -> bool:
@@ -268,16 +343,37 @@ def _refuse_hooks_on_leaves() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _refuse_missing_gradients() -> Iterator[None]:
+    """Refuse ``ctx.set_materialize_grads(False)``: Dynamo would pass zeros to a backward instead of None."""
+    store = SideEffects.store_attr
+
+    def refuse(self: SideEffects, item: VariableTracker, name: str, *args: Any, **kwargs: Any) -> None:
+        if name == "materialize_grads" and isinstance(item, AutogradFunctionContextVariable):
+            raise RuntimeError("the backward of a custom autograd function asks for gradients that are None")
+        store(self, item, name, *args, **kwargs)
+
+    SideEffects.store_attr = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SideEffects.store_attr = store  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def _allow_requires_grad() -> Iterator[None]:
     """Let a forward set ``requires_grad`` of a value that it computes, as reentrant checkpoints need.
 
     This changes no gradient of a parameter. Other uses, such as ``torch.autograd.grad``, fail later, because
-    the graph does not set it.
+    the graph does not set it. A forward that sets ``grad`` is refused.
     """
     call = _SETATTR.call_function
 
     def called(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
-        if self.as_python_constant() is not setattr or len(args) != 3 or not _sets_requires_grad(args):
+        if self.as_python_constant() is not setattr or len(args) != 3:
+            return call(self, tx, args, kwargs)
+        if _sets_gradient(args):
+            raise RuntimeError(LOST_GRADIENT)
+        if not _sets_requires_grad(args):
             return call(self, tx, args, kwargs)
         changed: Any = args[0].realize()
         changed.as_proxy().node.meta["example_value"].requires_grad_()
@@ -301,6 +397,12 @@ def _sets_requires_grad(args: Sequence[VariableTracker]) -> bool:
     if not (name.is_python_constant() and value.is_python_constant() and _is_computed(changed)):
         return False
     return name.as_python_constant() == "requires_grad" and value.as_python_constant() is True
+
+
+def _sets_gradient(args: Sequence[VariableTracker]) -> bool:
+    """Whether these arguments of ``setattr`` set ``grad`` of a tensor."""
+    changed, name = (each.realize() for each in args[:2])
+    return isinstance(changed, TensorVariable) and name.as_python_constant() == "grad"
 
 
 def _is_computed(value: object) -> bool:
@@ -346,9 +448,21 @@ def _record_outputs() -> Iterator[list[CaptureOutput]]:
 
 
 def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
-    """The objects below the traced module that Dynamo's warning about side effects names."""
+    """The objects that Dynamo's warning about side effects names: of the traced module, and global ones.
+
+    Of global objects, containers and rebound names count. Others may be as they were before, such as context
+    variables.
+    """
     warning = "".join(message for message in messages if "side effects" in message)
-    return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", warning))
+    own = re.findall(r"\"(L\['self'\]\..*?)\"", warning)
+    found = re.findall(r"\"G\['__import_(?!torch)(\w+)'\](?:\.(\w+))?\"", warning)
+    named = [(module.replace("_dot_", "."), name) for module, name in found]
+    shared = [
+        f"{module}.{name}".rstrip(".")
+        for module, name in named
+        if not name or isinstance(getattr(sys.modules.get(module), name, None), Collection | Iterator)
+    ]
+    return *map(fqn_of, own), *shared
 
 
 def capture_with_export(
@@ -357,13 +471,20 @@ def capture_with_export(
     """Trace ``module(*args)`` by running it on fake tensors.
 
     Raises:
-        TypeError: the model uses a custom backward or a hook on a gradient, which would be lost.
+        TypeError: the model uses a custom backward, or a hook on a gradient or on saved tensors, which would
+            be lost.
     """
     dynamic: dict[int, dict[int, Any]] = defaultdict(dict)
     for tensor, dimension in symbolic:
         dynamic[id(tensor)][dimension] = torch.export.Dim.DYNAMIC
     shapes = pytree.tree_map(lambda leaf: dynamic.get(id(leaf)), args)
-    with _refuse_custom_backwards(), _restore_buffer_hooks(), silence_output():
+    with (
+        _refuse_custom_backwards(),
+        record_layout_reads() as layout_reads,
+        refuse_lost_effects(),
+        _restore_buffer_hooks(),
+        silence_output(),
+    ):
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()
     assert isinstance(graph_module, torch.fx.GraphModule)
@@ -373,7 +494,7 @@ def capture_with_export(
     fake_args = pytree.tree_map(lambda leaf: next(inputs), args)
     fake = next(value for value in values if isinstance(value, FakeTensor))
     graph_module.meta["fake_mode"] = fake.fake_mode
-    return CapturedGraph(graph_module, fake_args)
+    return CapturedGraph(graph_module, fake_args, layout_reads=tuple(layout_reads))
 
 
 @contextlib.contextmanager
@@ -394,6 +515,9 @@ def _refuse_custom_backwards() -> Iterator[None]:
     apply = function.__dict__["apply"]  # not bound to the base class
     grad_fn: Any = torch._C.TensorBase.grad_fn
     hooks = {name: getattr(tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
+    autograd: Any = torch._C._autograd
+    push = autograd._push_saved_tensors_default_hooks
+    enter: Any = TorchDispatchMode.__enter__
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         if _belongs_to_operator(cls):
@@ -408,6 +532,18 @@ def _refuse_custom_backwards() -> Iterator[None]:
             raise TypeError("forward() uses grad_fn, a node of autograd's own graph, which would be lost")
         return grad_fn.__get__(self)
 
+    def refuse_saved_tensors_hooks(*hooks: Any) -> Any:
+        if not all(map(is_of_torch, hooks)):
+            raise TypeError("the hooks of saved_tensors_hooks in forward() would be lost")
+        return push(*hooks)
+
+    def refuse_mode(self: TorchDispatchMode) -> Any:
+        if not is_of_torch(type(self)):
+            raise TypeError(f"the TorchDispatchMode {type(self).__qualname__} would see other operators")
+        return enter(self)
+
+    autograd._push_saved_tensors_default_hooks = refuse_saved_tensors_hooks
+    TorchDispatchMode.__enter__ = refuse_mode  # type: ignore[method-assign]
     function.apply = classmethod(refuse_function)  # type: ignore[method-assign,assignment]
     tensor.grad_fn = property(refuse_node)  # type: ignore[assignment]
     for name in hooks:
@@ -415,6 +551,8 @@ def _refuse_custom_backwards() -> Iterator[None]:
     try:
         yield
     finally:
+        autograd._push_saved_tensors_default_hooks = push
+        TorchDispatchMode.__enter__ = enter  # type: ignore[method-assign]
         function.apply = apply  # type: ignore[method-assign]
         del tensor.grad_fn
         for name, hook in hooks.items():

@@ -90,6 +90,12 @@ def global_hooks() -> list[int]:
     return [number for kind in kinds for number in getattr(torch.nn.modules.module, f"_global_{kind}")]
 
 
+def has_global_forward_hooks() -> bool:
+    """Whether torch calls hooks around the forward of every module."""
+    registries = torch.nn.modules.module
+    return bool(registries._global_forward_hooks or registries._global_forward_pre_hooks)
+
+
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
     """Whether the leaf ``tensor`` has a hook that autograd calls with its gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

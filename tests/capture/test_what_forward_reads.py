@@ -719,6 +719,7 @@ REFUSED: dict[str, Read] = {
     "a generator": lambda net, x: x * GENERATOR.random(),
     "a value of a tensor": lambda net, x: x * x.sum().item(),
     "unique number": lambda net, x: x * uuid.uuid4().int,
+    "seed": lambda net, x: x * when(torch.initial_seed() == 0),
 }
 
 TOLD: dict[str, Read] = {
@@ -729,7 +730,6 @@ TOLD: dict[str, Read] = {
     "working folder": lambda net, x: x * len(os.getcwd()),
     "number of threads": lambda net, x: x * threading.active_count(),
     "torch's threads": lambda net, x: x * torch.get_num_threads(),
-    "seed": lambda net, x: x * when(torch.initial_seed() == 0),
     "decimal context": lambda net, x: x * decimal.getcontext().prec,
     "C": lambda net, x: x * ctypes.c_int.in_dll(ctypes.pythonapi, "Py_OptimizeFlag").value,
     "memory": lambda net, x: x * sys.getrefcount(net),

@@ -1,0 +1,46 @@
+"""Tells what a script defines that changes what operators of torch compute, and that a graph would lose."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
+
+_INHERITED: Any = (
+    *(Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl),  # type: ignore[attr-defined]
+    torch._C._disabled_torch_dispatch_impl,
+)
+"""What a class of tensors has that leaves operators as they are."""
+
+
+def active_mode() -> str:
+    """The first function mode, or hooks on saved tensors, that a script has entered; empty if there are none.
+
+    Those of torch do not count: tracing knows a default device, and ``save_on_cpu`` changes no value.
+    """
+    for mode in _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ():
+        if not is_of_torch(type(mode)):
+            return f"the mode {type(mode).__qualname__}"
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return "" if hooks is None or all(map(is_of_torch, hooks)) else "saved_tensors_hooks"
+
+
+def is_of_torch(definition: object) -> bool:
+    """Whether torch or pipec defines a class or a function."""
+    return str(getattr(definition, "__module__", "")).startswith(("torch.", "pipec."))
+
+
+def changes_operators(tensor: Tensor) -> bool:
+    """Whether the class of a tensor says what operators compute with it."""
+    kind: Any = type(tensor)
+    if issubclass(kind, FakeTensor) or is_lazy(tensor) or kind.__module__.startswith("pipec."):
+        return False
+    function, dispatch = kind.__torch_function__, kind.__torch_dispatch__
+    return getattr(function, "__func__", function) not in _INHERITED or dispatch not in _INHERITED
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether the class of a tensor adds nothing to what torch's own tensors do."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor)

@@ -1,0 +1,536 @@
+"""What Python and torch let a forward do besides operators: stages do the same, or the model is refused."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import pipec
+from pipec.errors import CaptureError, InputError
+
+ROWS, WIDTH = 8, 6
+
+
+class Net(nn.Module):
+    """Three layers, with something odd between the first two."""
+
+    def __init__(
+        self, odd: Callable[..., Tensor], prepare: Callable[[nn.Module], Any] = lambda net: None
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.odd = odd
+        prepare(self)
+
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        return self.last(self.middle(self.odd(self, self.first(x), **others)).tanh())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def step(net: nn.Module, x: Tensor, target: Tensor, **others: Any) -> Tensor:
+    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=F.mse_loss)
+    return pipe.step(x, target=target, **others)
+
+
+def assert_trains_as_eager(make: Callable[[], nn.Module], **others: Any) -> None:
+    """Compare the loss and all gradients of a step with those of eager torch."""
+    net, eager = make(), make()
+    x, target = batch()
+    loss, expected = step(net, x, target, **others), F.mse_loss(eager(x, **others), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for one, other in zip(net.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def refused(make: Callable[[], nn.Module], error: type[Exception], match: str, **others: Any) -> None:
+    x, target = batch()
+    with pytest.raises(error, match=match):
+        step(make(), others.pop("x", x), target, **others)
+
+
+# contexts that forward enters
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.sin else result
+
+
+class DoublingValues(TorchDispatchMode):
+    """Doubles values below autograd, so that gradients are not doubled."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in (torch.ops.aten.addmm.default, torch.ops.aten.linear.default) else result
+
+
+def within(context: Callable[[], Any], compute: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def odd(self: Any, x: Tensor) -> Tensor:
+        with context():
+            return compute(self, x)
+
+    return odd
+
+
+CONTEXTS = {
+    "saved tensors doubled": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x),
+    "saved tensors rounded": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.bfloat16(), lambda x: x.float()
+    ),
+    "saved tensors moved": torch.autograd.graph.save_on_cpu,
+    "function mode": Doubling,
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_context_in_forward_acts_as_in_eager_mode(name: str) -> None:
+    assert_trains_as_eager(lambda: Net(within(CONTEXTS[name], lambda self, x: x.sin())))
+
+
+def test_a_dispatch_mode_in_forward_acts_below_autograd() -> None:
+    assert_trains_as_eager(lambda: Net(within(DoublingValues, lambda self, x: self.middle(x))))
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [(Doubling, "the mode Doubling"), (CONTEXTS["saved tensors doubled"], "saved_tensors")],
+)
+def test_a_context_around_a_call_is_refused(context: Callable[[], Any], name: str) -> None:
+    net = Net(lambda self, x: x.sin())
+    x, target = batch()
+    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=F.mse_loss)
+    pipe.step(x, target=target)
+    with context(), pytest.raises(InputError, match=f"{name}.* is active around this call"):
+        pipe.step(x, target=target)
+    with torch.autograd.graph.save_on_cpu():
+        pipe.step(x, target=target)
+
+
+def test_a_default_device_may_be_set() -> None:
+    torch.set_default_device("cpu")
+    try:
+        assert_trains_as_eager(lambda: Net(lambda self, x: x + torch.arange(WIDTH)))
+    finally:
+        torch.set_default_device(None)
+
+
+# classes of tensors
+
+
+class Tripled(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 3 if func is F.linear else result
+
+
+class Named(nn.Parameter):
+    """A parameter with more attributes, as many libraries have."""
+
+
+class Image(Tensor):
+    """A tensor that a model may tell from others."""
+
+
+def test_a_parameter_whose_class_changes_operators_is_refused() -> None:
+    def replace(net: Any, kind: type[nn.Parameter]) -> None:
+        net.middle.weight = kind(net.middle.weight.data)
+
+    def odd(self: Any, x: Tensor) -> Tensor:
+        return x
+
+    refused(
+        lambda: Net(odd, lambda net: replace(net, Tripled)),
+        CaptureError,
+        r"middle.weight is a .*Tripled, whose class says",
+    )
+    assert_trains_as_eager(lambda: Net(odd, lambda net: replace(net, Named)))
+
+
+def test_an_argument_of_another_class_is_refused() -> None:
+    def make() -> nn.Module:
+        return Net(lambda self, x, z: x * (2 if isinstance(z, Image) else 3))
+
+    image = batch()[0].as_subclass(Image)
+    refused(make, InputError, r"kwargs\['z'\] is a .*Image.*as_subclass\(torch.Tensor\)", z=image)
+    refused(make, InputError, r"args\[0\] is a .*Image", x=image, z=batch()[0])
+
+
+def with_attribute(x: Tensor) -> Tensor:
+    x.scale = 3.0  # type: ignore[attr-defined]
+    return x
+
+
+UNUSUAL: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = {
+    "has an attribute 'scale'": (with_attribute, lambda z: getattr(z, "scale", 2.0)),
+    "is a lazy negative": (lambda z: torch.complex(z, z).conj().imag, lambda z: 2 if z.is_neg() else 3),
+    "is a lazy conjugate": (lambda z: torch.complex(z, z).conj(), lambda z: 2 if z.is_conj() else 3),
+}
+
+
+@pytest.mark.parametrize("match", UNUSUAL)
+def test_an_argument_that_is_more_than_its_values_is_refused(match: str) -> None:
+    make, read = UNUSUAL[match]
+    net = Net(lambda self, x, z: x * read(z) + z.real)
+    (x, target), (z, _) = batch(), batch()
+    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=F.mse_loss)
+    if match != "is a lazy conjugate":
+        pipe.step(x, target=target, z=z.clone())
+    with pytest.raises(InputError, match=rf"kwargs\['z'\] {match}"):
+        pipe.step(x, target=target, z=make(z))
+
+
+def test_a_sparse_argument_is_refused() -> None:
+    def make() -> nn.Module:
+        return Net(lambda self, x, z: x + z.to_dense().sum())
+
+    refused(make, InputError, r"kwargs\['z'\] has layout torch.sparse_coo", z=torch.eye(5).to_sparse())
+
+
+# the layout of arguments
+
+LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
+    "is_contiguous": lambda z: 2 if z.is_contiguous() else 3,
+    "stride": lambda z: z.stride(0),
+    "dim_order": lambda z: 2 if z.dim_order() == (0, 1) else 3,
+    "as_strided": lambda z: z.as_strided((WIDTH,), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_a_forward_that_asks_for_a_layout_gets_it_or_is_refused(name: str, differentiates: bool) -> None:
+    def odd(self: Any, x: Tensor, z: Tensor) -> Tensor:
+        if differentiates:  # so that Dynamo does not trace it
+            leaf = x.detach().requires_grad_()
+            x = x + torch.autograd.grad(leaf.sin().sum(), leaf)[0]
+        return x * LAYOUTS[name](z) + z.sum()
+
+    z = torch.randn(WIDTH, 3)
+    assert_trains_as_eager(lambda: Net(odd), z=z)
+    refused(lambda: Net(odd), CaptureError, rf"layout of a tensor, with {name}.*test_foreign", z=z.t())
+
+
+def test_arguments_with_gaps_are_taken_where_nobody_asks() -> None:
+    assert_trains_as_eager(lambda: Net(lambda self, x, z: x + z), z=torch.randn(WIDTH, ROWS).t())
+
+
+def test_a_layout_is_refused_after_a_call_with_another() -> None:
+    net = Net(lambda self, x, z: x * (2 if z.is_contiguous() else 3) + z.sum())
+    x, target = batch()
+    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=F.mse_loss)
+    pipe.step(x, target=target, z=torch.ones(WIDTH, 3))
+    with pytest.raises(CaptureError, match=r"kwargs\['z'\] is not"):
+        pipe.step(x, target=target, z=torch.ones(3, WIDTH).t())
+
+
+def test_an_offset_into_memory_is_refused() -> None:
+    def make() -> nn.Module:
+        return Net(lambda self, x, z: x * (z.storage_offset() + 1) + z.sum())
+
+    refused(make, CaptureError, r"storage_offset\(\) at test_foreign_code.py", z=torch.randn(9)[3:])
+
+
+# the order of keyword arguments
+
+
+def test_keyword_arguments_come_in_the_order_of_the_call() -> None:
+    def odd(self: Any, x: Tensor, **others: Tensor) -> Tensor:
+        one, other = others.values()
+        return x + 2 * one - other
+
+    one, other = batch()
+    assert_trains_as_eager(lambda: Net(odd), b=one, a=other)
+    net = Net(odd)
+    pipe = pipec.compile(net, devices=2, microbatches=2)
+    torch.testing.assert_close(pipe(one, a=one, b=other), net(one, a=one, b=other))
+    torch.testing.assert_close(pipe(one, b=other, a=one), net(one, b=other, a=one))
+
+
+# what changes more than values
+
+
+def assign(self: Any, name: str, value: Any) -> None:
+    setattr(self, name, value)
+
+
+def freeze(self: Any, x: Tensor) -> Tensor:
+    self.middle.weight.requires_grad_(False)
+    return x
+
+
+def freeze_module(self: Any, x: Tensor) -> Tensor:
+    self.middle.requires_grad_(False)
+    return x
+
+
+def clear_gradient(self: Any, x: Tensor) -> Tensor:
+    self.middle.weight.grad = None
+    return x
+
+
+def replace_parameter(self: Any, x: Tensor) -> Tensor:
+    self.middle.weight = nn.Parameter(self.middle.weight.detach() * 2)
+    return x
+
+
+def replace_data(self: Any, x: Tensor) -> Tensor:
+    self.middle.weight.data = self.middle.weight.data * 0.5
+    return x
+
+
+def seed(self: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return x + torch.randn(WIDTH)
+
+
+def fork(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return x + torch.randn(WIDTH)
+
+
+def read_seed(self: Any, x: Tensor) -> Tensor:
+    return x * (torch.initial_seed() % 7)
+
+
+@pytest.mark.parametrize(
+    ("odd", "match"),
+    [
+        (freeze, "sets requires_grad of a parameter"),
+        (freeze_module, "sets requires_grad of a parameter"),
+        (clear_gradient, "sets or asks for the grad"),
+        (replace_parameter, "replaces a parameter"),
+        (replace_data, "replaces a parameter or its data"),
+        (seed, "seeds torch's random generator"),
+        (fork, "seeds torch's random generator"),
+        (read_seed, "seeds torch's random generator"),
+    ],
+)
+def test_a_forward_that_changes_more_than_values_is_refused(odd: Any, match: str) -> None:
+    generator = torch.random.default_generator
+    refused(lambda: Net(odd), CaptureError, match)
+    assert torch.random.default_generator is generator
+    assert not {"grad", "data", "requires_grad", "requires_grad_", "stride"} & {*vars(Tensor)}
+
+
+def test_gradients_that_forward_clears_are_refused_once_there_are_some() -> None:
+    def odd(self: Any, x: Tensor) -> Tensor:
+        self.zero_grad()
+        return x
+
+    x, target = batch()
+    pipe = pipec.compile(Net(odd), devices=2, microbatches=2, loss_fn=F.mse_loss)
+    pipe.step(x, target=target)
+    with pytest.raises(CaptureError, match="sets or asks for the grad"):
+        pipe.step(x, target=target)
+
+
+def use_buffers(net: Any) -> None:
+    net.register_buffer("one", torch.tensor(1.0))
+    net.register_buffer("other", torch.tensor(2.0))
+    net.register_buffer("table", torch.zeros(WIDTH, WIDTH))
+
+
+def swap(self: Any, x: Tensor) -> Tensor:
+    self.one, self.other = self.other, self.one
+    return x * self.one
+
+
+def share(self: Any, x: Tensor) -> Tensor:
+    self.one = self.other = x.detach().mean()
+    return x
+
+
+def alias_weight(self: Any, x: Tensor) -> Tensor:
+    self.table = self.middle.weight.detach().t()
+    return x
+
+
+def alias_argument(self: Any, x: Tensor, z: Tensor) -> Tensor:
+    self.one = z
+    return x * z.sum()
+
+
+@pytest.mark.parametrize(
+    ("odd", "match", "others"),
+    [
+        (swap, "assigns other, or a view of it, to the buffer one", {}),
+        (share, "assigns one, or a view of it, to the buffer other", {}),
+        (alias_weight, "assigns middle.weight, or a view of it, to the buffer table", {}),
+        (
+            alias_argument,
+            r"assigns argument kwargs\['z'\], or a view of it, to the buffer one",
+            {"z": torch.ones(3)},
+        ),
+    ],
+)
+def test_a_buffer_is_not_replaced_by_a_tensor_that_others_hold(
+    odd: Any, match: str, others: dict[str, Any]
+) -> None:
+    refused(lambda: Net(odd, use_buffers), CaptureError, match, **others)
+
+
+def hold_views(net: Any) -> None:
+    net.register_buffer("one", torch.zeros(WIDTH))
+    net.views = [net.one[:3], net.middle.weight.detach()]
+
+
+def read_buffer_view(self: Any, x: Tensor) -> Tensor:
+    self.one.add_(1)
+    return x * self.views[0].sum()
+
+
+def read_weight(self: Any, x: Tensor) -> Tensor:
+    return x @ self.views[1]
+
+
+@pytest.mark.parametrize(("odd", "owner"), [(read_buffer_view, "one"), (read_weight, "middle.weight")])
+def test_an_unregistered_view_of_what_training_changes_is_refused(odd: Any, owner: str) -> None:
+    refused(lambda: Net(odd, hold_views), CaptureError, f"shares memory with {owner}, which changes")
+
+
+COUNT = [0]
+
+
+def count_globally(self: Any, x: Tensor) -> Tensor:
+    COUNT[0] += 1
+    return x * COUNT[0]
+
+
+def count_in_a_list(self: Any, x: Tensor) -> Tensor:
+    self.calls.append(1)
+    return x * len(self.calls)
+
+
+def count_in_a_name(self: Any, x: Tensor) -> Tensor:
+    global TOTAL
+    TOTAL += 1
+    return x * TOTAL
+
+
+TOTAL = 0
+
+
+@pytest.mark.parametrize(
+    ("odd", "name"),
+    [(count_globally, "COUNT"), (count_in_a_name, "test_foreign_code"), (count_in_a_list, "calls")],
+)
+def test_a_warning_names_python_state_that_forward_changes(
+    odd: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, target = batch()
+    with caplog.at_level(logging.WARNING, "pipec"):
+        step(Net(odd, lambda net: assign(net, "calls", [])), x, target)
+    (said,) = [message for message in caplog.messages if "leave it alone" in message]
+    assert f"{name}; pipelines run what was captured" in said
+
+
+# hooks of every module
+
+
+def double(module: nn.Module, gradients: Any) -> Any:
+    return tuple(gradient if gradient is None else 2 * gradient for gradient in gradients)
+
+
+def test_hooks_of_every_module() -> None:
+    modules = torch.nn.modules.module
+
+    def make() -> nn.Module:
+        return Net(lambda self, x: x.sin())
+
+    hook = modules.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        refused(make, CaptureError, "with register_forward_hook")
+    finally:
+        hook.remove()
+    hook = modules.register_module_full_backward_pre_hook(double)
+    try:
+        assert_trains_as_eager(make)
+    finally:
+        hook.remove()
+
+
+# gradients and checkpoints
+
+
+class Half(torch.autograd.Function):
+    """Two results. The gradient of one that is not used is None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor | None) -> Tensor:
+        return first * 5 if second is None else first + second
+
+
+def test_a_missing_gradient_is_none_in_a_custom_backward() -> None:
+    assert_trains_as_eager(lambda: Net(lambda self, x: Half.apply(x)[0]))
+
+
+def drop(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+def test_a_checkpoint_of_dropout_alone_saves_its_result_and_not_its_mask() -> None:
+    nets = Net(lambda self, x: checkpoint(drop, x, use_reentrant=False)), Net(lambda self, x: drop(x))
+    x, target = batch()
+    for net in nets:
+        torch.manual_seed(3)
+        step(net, x, target)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+# results
+
+
+class Box:
+    def __init__(self, value: Tensor, unit: str) -> None:
+        self.value, self.unit = value, unit
+
+
+@pytest.fixture
+def registered_box() -> Iterator[None]:
+    pytree.register_pytree_node(
+        Box,
+        lambda box: ([box.value], box.unit),
+        lambda values, unit: Box(*values, unit),
+        serialized_type_name="Box",
+    )
+    yield
+    pytree._deregister_pytree_node(Box)
+
+
+def test_the_loss_is_found_behind_an_object_that_the_model_made(registered_box: None) -> None:
+    class Boxed(Net):
+        def forward(self, x: Tensor, **others: Any) -> Any:
+            return Box(super().forward(x), "m")
+
+    net = Boxed(lambda self, x: x.sin())
+    x, target = batch()
+    pipe = pipec.compile(
+        net, devices=2, microbatches=2, loss_fn=lambda box, target: F.mse_loss(box.value, target)
+    )
+    loss, box = pipe.step(x, target=target, outputs=True)
+    expected = net(x)
+    torch.testing.assert_close(loss, F.mse_loss(expected.value, target).detach())
+    torch.testing.assert_close(box.value, expected.value.detach())
+    assert box.unit == "m"
