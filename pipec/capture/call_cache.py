@@ -20,8 +20,8 @@ class CallKey:
     """Everything that decides how a call is split and whether it is refused.
 
     ``structure`` has the names of keyword arguments in order, the type, the shape and the strides of each
-    tensor, and plain values. ``binding`` is
-    the signature of the model's ``forward``, and ``request`` what the pipeline makes of the call.
+    tensor, and plain values. ``binding`` is the signature of the model's ``forward``, and ``request`` what
+    the pipeline makes of the call.
     """
 
     structure: tuple[Any, ...]

@@ -254,7 +254,7 @@ def _layout(tensor: Tensor, is_general: bool) -> Hashable:
 
 
 def _is_changed(given: Tensor, laid_out: Tensor) -> bool:
-    """Whether ``sample`` has other strides than the tensor that the user passes."""
+    """Whether a model is traced with other strides than those of the tensor that the user passes."""
     if given.layout is not torch.strided:
         return False
     traced = torch.empty(given.shape, device="meta") if laid_out.is_contiguous() else laid_out
