@@ -13,6 +13,9 @@ from pipec.graph import TrainingGraph, UpdatedBuffer
 from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import pytree
 
+_HARMLESS = "_dynamo", "_explanation"
+"""Attributes of Dynamo, and of losses that a pipeline returned."""
+
 
 def refuse_active_mode() -> None:
     """Raise InputError if the script has entered a mode, or hooks on saved tensors, around a call."""
@@ -38,7 +41,7 @@ def refuse_unusual_arguments(tree: Any) -> None:
             raise InputError(
                 f"{path} has layout {leaf.layout}, which no stage can take; pass {path}.to_dense()"
             )
-        if attributes := [name for name in vars(leaf) if not name.startswith("_dynamo")]:
+        if attributes := [name for name in vars(leaf) if not name.startswith(_HARMLESS)]:
             raise InputError(
                 f"{path} has an attribute {attributes[0]!r}, which stages would not see; pass it as an "
                 "argument of its own, and a tensor without attributes, such as x.view_as(x)"

@@ -35,7 +35,7 @@ def is_of_torch(definition: object) -> bool:
 def changes_operators(tensor: Tensor) -> bool:
     """Whether the class of a tensor says what operators compute with it."""
     kind: Any = type(tensor)
-    if issubclass(kind, FakeTensor) or is_lazy(tensor) or kind.__module__.startswith("pipec."):
+    if _is_known(kind) or is_lazy(tensor):
         return False
     function, dispatch = kind.__torch_function__, kind.__torch_dispatch__
     return getattr(function, "__func__", function) not in _INHERITED or dispatch not in _INHERITED
@@ -43,4 +43,9 @@ def changes_operators(tensor: Tensor) -> bool:
 
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether the class of a tensor adds nothing to what torch's own tensors do."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor)
+    return type(tensor) in (Tensor, torch.nn.Parameter) or _is_known(type(tensor))
+
+
+def _is_known(kind: type) -> bool:
+    """Whether a class of tensors is pipec's own, such as that of results, or of tensors without values."""
+    return kind.__module__.startswith("pipec.") or issubclass(kind, FakeTensor)

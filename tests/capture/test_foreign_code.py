@@ -534,3 +534,15 @@ def test_the_loss_is_found_behind_an_object_that_the_model_made(registered_box: 
     torch.testing.assert_close(loss, F.mse_loss(expected.value, target).detach())
     torch.testing.assert_close(box.value, expected.value.detach())
     assert box.unit == "m"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_pipeline_returns_is_an_argument_like_any_other(training: bool) -> None:
+    x, target = batch()
+    net = Net(lambda net, x, scale: x * scale)
+    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=F.mse_loss).train(training)
+    loss = pipe.eval_step(x, target=target, scale=torch.tensor(1.0))
+    expected = F.mse_loss(net(x, scale=loss.item()), target)
+    torch.testing.assert_close(pipe.eval_step(x, target=target, scale=loss), expected)
+    output = pipe(x, scale=loss)
+    torch.testing.assert_close(pipe(output, scale=loss), net(output, scale=loss))
