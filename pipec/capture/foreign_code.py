@@ -13,9 +13,6 @@ from pipec.graph import TrainingGraph, UpdatedBuffer
 from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import pytree
 
-_HARMLESS = "_dynamo", "_explanation"
-"""Attributes of Dynamo, and of losses that a pipeline returned."""
-
 
 def refuse_active_mode() -> None:
     """Raise InputError if the script has entered a mode, or hooks on saved tensors, around a call."""
@@ -41,7 +38,8 @@ def refuse_unusual_arguments(tree: Any) -> None:
             raise InputError(
                 f"{path} has layout {leaf.layout}, which no stage can take; pass {path}.to_dense()"
             )
-        if attributes := [name for name in vars(leaf) if not name.startswith(_HARMLESS)]:
+        attributes = [name for name in vars(leaf) if not name.startswith("_dynamo")]
+        if attributes and not kind.__module__.startswith("pipec."):  # a loss explains itself
             raise InputError(
                 f"{path} has an attribute {attributes[0]!r}, which stages would not see; pass it as an "
                 "argument of its own, and a tensor without attributes, such as x.view_as(x)"
@@ -101,7 +99,8 @@ def refuse_layout_reads(captured: "torch_compat.CapturedGraph", changed: Sequenc
     if reads:
         raise CaptureError(
             f"forward() asks for the layout of a tensor, with {reads[0]}\nStages get contiguous tensors, and "
-            f"{changed[0]} is not. Pass {changed[0]} contiguous, with .contiguous(), or do not ask"
+            f"{changed[0]} is not. Pass {changed[0]}.contiguous(), or call contiguous() in forward() and do "
+            "not ask"
         )
 
 

@@ -173,7 +173,7 @@ def _find_on_known_graph(
     """What was kept for the call on a graph that is known, or on the forward of one, and its stages."""
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
     if staged := _valid_graph(cached.graphs, sizes[0], request.values):
-        kept = lookup.find(candidate, staged.graph.text)
+        kept = lookup.find(candidate, _whole_text(staged.graph))
         return (staged, kept) if kept else None
     graph = next((each for each in request.trained if _may_extract(request, each, sizes)), None)
     text = _text_of_forward(graph) if graph else ""
@@ -322,7 +322,7 @@ def _find_traced(
     if request.key.mode is not Mode.TRAIN and not request.trained_in_other_modes:
         return "", None
     try:
-        text = hashlib.sha256(trace(computed=False).text.encode()).hexdigest()
+        text = _DIGEST + hashlib.sha256(trace(computed=False).text.encode()).hexdigest()
     except Exception as error:  # whatever fails, the call is compiled
         log.debug("a trace cannot be compared: %s", error)
         return "", None
@@ -344,8 +344,17 @@ def _is_valid_for(request: CompileRequest, graph: TrainingGraph, sizes: Collecti
     return all(graph.is_valid_for(size, request.values) for size in {*sizes, request.batch})
 
 
+_DIGEST = "digest "
+"""Begins a text that tells traces of one process apart, and must not be a key for other processes."""
+
+
+def _whole_text(graph: TrainingGraph) -> str:
+    return "" if graph.text.startswith(_DIGEST) else graph.text
+
+
 def _text_of_forward(graph: TrainingGraph) -> str:
-    return f"the forward of\n{graph.text}" if graph.text else ""
+    text = _whole_text(graph)
+    return f"the forward of\n{text}" if text else ""
 
 
 def _trace_variables(

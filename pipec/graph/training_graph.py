@@ -72,8 +72,8 @@ class TrainingGraph:
     * ``assignment`` has the stages of a graph that is cut.
     * ``paths`` names the leaves of the arguments, and ``axes`` says where the user has the rows of the leaves
       that are split. ``training`` is the mode of the model.
-    * ``text`` is all that the graph was made of, the same in each process that makes it, or a digest of it;
-      empty if unknown.
+    * ``text`` is all that the graph was made of, the same in each process that makes it; without a
+      compilation cache a digest, to compare traces of this process. It is empty if unknown.
     """
 
     module: fx.GraphModule

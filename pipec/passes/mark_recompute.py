@@ -75,7 +75,7 @@ def checkpointed_values(graph: TrainingGraph) -> frozenset[str]:
         readers = [user for user in node.users if user.op == "output" or is_forward(user)]
         return any(region(each) != inside or (_passes_on(each) and leaves(each, inside)) for each in readers)
 
-    def is_kept(node: fx.Node, inside: int) -> bool:
+    def is_saved(node: fx.Node, inside: int) -> bool:
         if is_tensor(node):
             return leaves(node, inside)
         return all(leaves(item, inside) for item in node.users)  # a tuple itself cannot be saved
@@ -84,7 +84,7 @@ def checkpointed_values(graph: TrainingGraph) -> frozenset[str]:
     return frozenset(
         node.name
         for node in values
-        if is_recomputable(node) and (inside := region(node)) and not is_kept(node, inside)
+        if is_recomputable(node) and (inside := region(node)) and not is_saved(node, inside)
     )
 
 

@@ -1,5 +1,6 @@
 """Tells what a script defines that changes what operators of torch compute, and that a graph would lose."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,13 +19,19 @@ _INHERITED: Any = (
 def active_mode() -> str:
     """The first function mode, or hooks on saved tensors, that a script has entered; empty if there are none.
 
-    Those of torch do not count: tracing knows a default device, and ``save_on_cpu`` changes no value.
+    Modes of torch do not count: tracing knows a default device.
     """
     for mode in _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ():
         if not is_of_torch(type(mode)):
             return f"the mode {type(mode).__qualname__}"
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return "" if hooks is None or all(map(is_of_torch, hooks)) else "saved_tensors_hooks"
+    return "" if hooks is None or keep_values(hooks) else "saved_tensors_hooks"
+
+
+def keep_values(hooks: Iterable[object]) -> bool:
+    """Whether hooks on saved tensors are of ``save_on_cpu`` or of checkpoints, which change no value."""
+    modules = "torch.autograd.graph", "torch.utils.checkpoint"
+    return all(getattr(hook, "__module__", "") in modules for hook in hooks)
 
 
 def is_of_torch(definition: object) -> bool:

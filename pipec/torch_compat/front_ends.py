@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.torch_compat.export_regions import inline_regions
-from pipec.torch_compat.foreign_classes import is_of_torch
+from pipec.torch_compat.foreign_classes import is_of_torch, keep_values
 from pipec.torch_compat.guards import fqn_of
 from pipec.torch_compat.lost_effects import LOST_GRADIENT, refuse_lost_effects
 from pipec.torch_compat.module_state import silence_output
@@ -533,7 +533,7 @@ def _refuse_custom_backwards() -> Iterator[None]:
         return grad_fn.__get__(self)
 
     def refuse_saved_tensors_hooks(*hooks: Any) -> Any:
-        if not all(map(is_of_torch, hooks)):
+        if not keep_values(hooks):
             raise TypeError("the hooks of saved_tensors_hooks in forward() would be lost")
         return push(*hooks)
 

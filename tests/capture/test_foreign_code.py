@@ -92,6 +92,9 @@ CONTEXTS = {
     "saved tensors rounded": lambda: torch.autograd.graph.saved_tensors_hooks(
         lambda x: x.bfloat16(), lambda x: x.float()
     ),
+    "saved tensors cut by functions of torch": lambda: torch.autograd.graph.saved_tensors_hooks(
+        F.relu, F.relu
+    ),
     "saved tensors moved": torch.autograd.graph.save_on_cpu,
     "function mode": Doubling,
 }
@@ -108,7 +111,11 @@ def test_a_dispatch_mode_in_forward_acts_below_autograd() -> None:
 
 @pytest.mark.parametrize(
     ("context", "name"),
-    [(Doubling, "the mode Doubling"), (CONTEXTS["saved tensors doubled"], "saved_tensors")],
+    [
+        (Doubling, "the mode Doubling"),
+        (CONTEXTS["saved tensors doubled"], "saved_tensors"),
+        (CONTEXTS["saved tensors cut by functions of torch"], "saved_tensors"),
+    ],
 )
 def test_a_context_around_a_call_is_refused(context: Callable[[], Any], name: str) -> None:
     net = Net(lambda self, x: x.sin())
