@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import pipec
 from pipec.capture.trace_text import UnknownValueError
 from pipec.compiler import disk_cache, stored_call
-from pipec.compiler.disk_cache import DiskCache
+from pipec.compiler.disk_cache import COMPILE_CACHE, DiskCache
 from pipec.errors import PipecError
 from pipec.torch_compat import is_own, replaced_code
 
@@ -48,6 +48,19 @@ def test_what_was_compiled_is_read_by_the_next_pipeline(
     assert (first.num_read, second.num_read, plain.num_read) == (0, 2, 0)
     assert first.same_as(plain)
     assert second.same_as(plain)
+
+
+def test_a_graph_from_before_the_folder_was_named_is_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(12, 4)
+    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=nn.functional.mse_loss)
+    monkeypatch.delenv(COMPILE_CACHE, raising=False)
+    pipe.step(x[:8], target=x[:8])
+    monkeypatch.setenv(COMPILE_CACHE, str(tmp_path))
+    pipe.step(x, target=x)
+    pipe.eval_step(x, target=x)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_nothing_is_written_unless_a_folder_is_named(
