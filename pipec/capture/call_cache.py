@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.capture.model_call import ModelCall
+from pipec.torch_compat import attributes, marked_dimensions
 
 CALL_CACHE_SIZE = 8
 """How many keys are cached, those used last."""
@@ -79,11 +80,11 @@ def _structure(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
     leaves.append(value)
     if kind in _PLAIN:
         return kind, value
-    if kind is not Tensor or value.layout is not torch.strided or value.is_nested or vars(value):
+    if kind is not Tensor or value.layout is not torch.strided or value.is_nested:
         raise _UnknownError
-    if value.is_conj() or value.is_neg():
+    if value.is_conj() or value.is_neg() or (vars(value) and attributes(value)):
         raise _UnknownError
-    return value.dtype, value.shape, value.stride()
+    return value.dtype, value.shape, value.stride(), marked_dimensions(value) if vars(value) else None
 
 
 _PLAIN = (int, float, bool, str, type(None))

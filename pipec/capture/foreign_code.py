@@ -38,7 +38,7 @@ def refuse_unusual_arguments(tree: Any) -> None:
             raise InputError(
                 f"{path} has layout {leaf.layout}, which no stage can take; pass {path}.to_dense()"
             )
-        attributes = [name for name in vars(leaf) if not name.startswith("_dynamo")]
+        attributes = torch_compat.attributes(leaf)
         if attributes and not kind.__module__.startswith("pipec."):  # a loss explains itself
             raise InputError(
                 f"{path} has an attribute {attributes[0]!r}, which stages would not see; pass it as an "

@@ -14,7 +14,7 @@ from pipec.errors import InputError, TargetRowsError
 from pipec.ir import Variable
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.ir.batch_split import leaf_path
-from pipec.torch_compat import pytree
+from pipec.torch_compat import marked_dimensions, pytree
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class ModelCall:
     shape (2, n) would look batched. ``ambiguous_leaves`` are the paths of those that may not be split after
     all, each with the name of its argument. ``changed_layouts`` are the paths of those that the user passes
     with other strides than the model is traced with. ``keyword_order`` has the names of keyword arguments in
-    the user's order, if ``forward`` gets them in a dict and may ask for it.
+    the user's order, if ``forward`` gets them in a dict and may ask for it. ``marked`` has the leaf and the
+    dimension, rows first, of sizes that torch's ``mark_dynamic`` said will differ in later calls.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
     """
@@ -40,6 +41,7 @@ class ModelCall:
     ambiguous_leaves: Mapping[str, str | int] = field(default_factory=dict)
     changed_layouts: tuple[str, ...] = ()
     keyword_order: tuple[str, ...] = ()
+    marked: tuple[tuple[int, int], ...] = ()
 
     @property
     def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -137,6 +139,15 @@ class ModelCall:
             path for path, old, new in leaves if isinstance(old, Tensor) and _is_changed(old, new)
         )
         return replace(self, changed_layouts=changed)
+
+    def marked_as(self, given: Sequence[Any]) -> "ModelCall":
+        """The call with what is ``marked`` of ``given``, the leaves that the user passes."""
+        found = list[tuple[int, int]]()
+        for position, (leaf, axis) in enumerate(zip(given, self.axes, strict=True)):
+            marked = marked_dimensions(leaf) if isinstance(leaf, Tensor) else frozenset[int]()
+            dims = range(axis is not None, self.leaves[position].ndim) if marked else ()
+            found += [(position, dim) for dim in dims if (axis.given_dim(dim) if axis else dim) in marked]
+        return replace(self, marked=tuple(found))
 
     def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments, keyword arguments and target that have these leaves in the place of its own."""

@@ -44,14 +44,15 @@ class VariableHistory:
     def of(self, call: ModelCall, mode: Mode) -> tuple[Variable, ...]:
         """The variables of a call: values that differ from earlier calls of its kind.
 
-        The first evaluation of a kind has the variables of the steps before it.
+        The first evaluation of a kind has the variables of the steps before it. Sizes that torch's
+        ``mark_dynamic`` has marked are variables from the first call on.
         """
         values = _values(call)
         seen = self._seen.get(_kind(call, mode, values))
         if seen is None and mode is Mode.LOSS:
             trained = self._seen.get(_kind(call, Mode.TRAIN, values))
             seen = _Seen(values, trained.names) if trained else None
-        return tuple(_variables(call, seen, values)) if seen else ()
+        return tuple(_variables(call, seen or _Seen(values, {}), values))
 
     def change(self, call: ModelCall, mode: Mode) -> str:
         """The new values of a call, in words; empty if there are none, or if its kind is new."""
@@ -59,12 +60,21 @@ class VariableHistory:
         seen = self._seen.get(_kind(call, mode, values))
         return _change(seen, self.of(call, mode), values) if seen else ""
 
-    def note(self, call: ModelCall, mode: Mode) -> None:
-        """Remember a call that was compiled."""
+    def note(self, call: ModelCall, mode: Mode, constants: Collection[str] = ()) -> None:
+        """Remember a call that was compiled. Variables among ``constants`` could not be symbols.
+
+        A mark on these is forgotten: the size may be a symbol together with others that change with it.
+        """
         values, variables = _values(call), self.of(call, mode)
         kind = _kind(call, mode, values)
-        self._seen.pop(kind, None)
-        self._seen[kind] = _Seen(values, {(x.position, x.dim): x.name for x in variables})
+        seen = self._seen.pop(kind, _Seen(values, {}))
+        names = {(x.position, x.dim): x.name for x in variables}
+        kept = {
+            site: name
+            for site, name in names.items()
+            if name not in constants or site in seen.names or seen.values[site] != values[site]
+        }
+        self._seen[kind] = _Seen(values, kept)
         for oldest in list(self._seen)[:-MAX_CALL_KINDS]:
             del self._seen[oldest]
 
@@ -112,7 +122,7 @@ def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) ->
     found: list[Variable] = []
     for (position, dim), value in values.items():
         before: object = seen.names.get((position, dim), seen.values[position, dim])
-        if before != value:
+        if before != value or (position, dim) in call.marked:
             path = call.paths[position]
             if dim is None:
                 name = _number_name(path, position, {variable.name for variable in found})
@@ -134,6 +144,8 @@ def _change(seen: _Seen, variables: Sequence[Variable], values: Mapping[LeafDim,
     """``kwargs['input_ids'] has 96 in dimension 1, compiled for 64: it becomes symbolic``"""
     for variable in variables:
         site = variable.position, variable.dim
+        if site not in seen.names and seen.values[site] == values[site]:
+            return f"{variable.what} is marked as dynamic: it becomes symbolic"
         if site not in seen.names:
             return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}: it becomes symbolic"
         if seen.names[site] != variable.name:

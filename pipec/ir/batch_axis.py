@@ -61,9 +61,14 @@ class BatchAxis:
 
     def dim_name(self, dim: int) -> str:
         """The user's name for a dimension, except the first, of the tensor that ``rows_first`` returns."""
+        given = self.given_dim(dim)
+        return f"{'what is beside the batch in ' * (given == self.dim)}dimension {given}"
+
+    def given_dim(self, dim: int) -> int:
+        """The user's dimension that holds a dimension, except the first, of what ``rows_first`` returns."""
         if self.dim < dim <= self.dim + self.num_merged:
-            return f"what is beside the batch in dimension {self.dim}"
-        return f"dimension {dim - 1 if dim <= self.dim else dim - self.num_merged}"
+            return self.dim
+        return dim - 1 if dim <= self.dim else dim - self.num_merged
 
     @property
     def has_outer(self) -> bool:

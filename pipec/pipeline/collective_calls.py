@@ -322,7 +322,7 @@ class CallAgreement:
         given = ModelCall(args, kwargs, target).leaves
         call = ModelCall(*pytree.tree_map(as_contiguous, (args, kwargs, target))).laid_out_from(given)
         call.check(self._compiler.model)
-        call = self._divided(call.in_order_for(self._compiler.model))
+        call = self._divided(call.in_order_for(self._compiler.model)).marked_as(given)
         if mode is not Mode.FORWARD:
             call.check_target(needed=self._compiler.settings.loss_fn is not None)
         return call
@@ -333,7 +333,7 @@ class CallAgreement:
 
 def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
-    return call.split, call.ambiguous_leaves, call.changed_layouts, call.keyword_order
+    return call.split, call.ambiguous_leaves, call.changed_layouts, call.keyword_order, call.marked
 
 
 def _requires_grad(leaf: object) -> bool:
@@ -359,7 +359,8 @@ def _collective_call(
 def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
     """What must be equal on all ranks: rows, types and sizes, and values unless nothing is run."""
     leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
-    return {"rows": str(call.batch_size), **dict(zip(call.paths, leaves, strict=True))}
+    described = dict(zip(call.paths, leaves, strict=True))
+    return {"rows": str(call.batch_size), **described, **_describe_marks(call)}
 
 
 def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
@@ -368,7 +369,13 @@ def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
         f"rows of {_row_type(leaf)}" if split else describe_leaf(leaf, values=request.method != "prepare")
         for leaf, split in zip(call.leaves, call.batched, strict=True)
     ]
-    return dict(zip(call.paths, leaves, strict=True))
+    return dict(zip(call.paths, leaves, strict=True)) | _describe_marks(call)
+
+
+def _describe_marks(call: ModelCall) -> CallDescription:
+    """What was marked as dynamic: it becomes symbolic in the code that every rank runs."""
+    marked = [f"dimension {dim} of {call.paths[position]}" for position, dim in call.marked]
+    return {"marked as dynamic": ", ".join(marked) or "nothing"}
 
 
 def _row_type(leaf: Tensor) -> str:

@@ -254,7 +254,7 @@ class CompiledCalls:
         groups, read = self._context.ranks.call_on_rank_0(request, compiled)
         self._agreement.traced_constants[key.mode] = TracedConstants(read)
         self._agreement.known_splits |= observed_splits(call)
-        self._agreement.variables.note(call, key.mode)
+        self._agreement.variables.note(call, key.mode, groups[0][0].artifact.plan.fixed_sizes)
         self._agreement.checked_calls.clear()
         self._compiler.cache.add(collective_call.signature, rows, groups)
         kept = {made.number: made.artifact for made in self._compiler.cache.compiled}

@@ -20,7 +20,13 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipec.torch_compat.foreign_classes import active_mode, changes_operators, is_plain_tensor
+from pipec.torch_compat.foreign_classes import (
+    active_mode,
+    attributes,
+    changes_operators,
+    is_plain_tensor,
+    marked_dimensions,
+)
 from pipec.torch_compat.lazy_code import lazy_graph_module, lazy_graph_modules
 from pipec.torch_compat.module_contents import (
     ModuleContents,
@@ -51,6 +57,7 @@ __all__ = [
     "ValueGuard",
     "ValuePath",
     "active_mode",
+    "attributes",
     "changes_operators",
     "constant_guard",
     "device_and_dtype",
@@ -61,6 +68,7 @@ __all__ = [
     "is_plain_tensor",
     "lazy_graph_module",
     "lazy_graph_modules",
+    "marked_dimensions",
     "module_contents",
     "num_changes",
     "pytree",

@@ -15,6 +15,9 @@ _INHERITED: Any = (
 )
 """What a class of tensors has that leaves operators as they are."""
 
+_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
+_DYNAMIC = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+
 
 def active_mode() -> str:
     """The first function mode, or hooks on saved tensors, that a script has entered; empty if there are none.
@@ -46,6 +49,17 @@ def changes_operators(tensor: Tensor) -> bool:
         return False
     function, dispatch = kind.__torch_function__, kind.__torch_dispatch__
     return getattr(function, "__func__", function) not in _INHERITED or dispatch not in _INHERITED
+
+
+def attributes(tensor: Tensor) -> list[str]:
+    """The attributes that a script gave to a tensor, without those by which torch marks its dimensions."""
+    return [name for name in vars(tensor) if not name.startswith(_MARKS)]
+
+
+def marked_dimensions(tensor: Tensor) -> frozenset[int]:
+    """The dimensions that ``mark_dynamic`` or ``maybe_mark_dynamic`` said will have other sizes later."""
+    held = vars(tensor)
+    return frozenset().union(*(held.get(name, ()) for name in _DYNAMIC))
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

@@ -234,6 +234,58 @@ def test_a_size_made_of_the_rows_is_followed(size: Callable[[int], float]) -> No
     assert pair.pipe.plan.dynamic_batch
 
 
+# sizes that a script marks
+
+
+def marked(inputs: dict[str, Tensor], dim: int = 1) -> dict[str, Tensor]:
+    for tensor in inputs.values():
+        torch._dynamo.mark_dynamic(tensor, dim)
+    return inputs
+
+
+@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
+def test_marked_lengths_are_symbols_from_the_first_call(mark: Callable[[Tensor, int], None]) -> None:
+    pair, first = attention(), sequences(8)
+    for tensor in first.values():
+        mark(tensor, 1)
+    assert [pair.step(**first), pair.step(**sequences(10)), pair.step(**marked(sequences(5)))] == [1, 0, 0]
+    assert {(given.path, given.dim) for given in pair.pipe.plan.variables} == {
+        ("kwargs['x']", 1),
+        ("target", 1),
+    }
+
+
+def test_a_later_mark_and_one_on_the_rows(caplog: pytest.LogCaptureFixture) -> None:
+    pair = attention()
+    assert [pair.step(**marked(sequences(8), dim=0)), pair.step(**sequences(8))] == [1, 0]
+    assert [pair.step(**marked(sequences(8))), pair.step(**sequences(6))] == [1, 0]
+    assert "dimension 1 of kwargs['x'] is marked as dynamic" in caplog.text
+
+
+def test_a_marked_length_counts_the_dimensions_as_the_user_has_them() -> None:
+    class TimeFirst(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    torch.manual_seed(0)
+    pair = Pair(TimeFirst(), loss_fn=F.mse_loss, batched={"x": 1, "target": 1})
+    found = []
+    for length in (8, 10, 5):
+        given = {name: x.transpose(0, 1).contiguous() for name, x in sequences(length).items()}
+        found.append(pair.step(**marked(given, dim=0)))
+    assert found == [1, 0, 0]
+
+
+def test_a_mark_on_one_of_two_equal_lengths_is_said_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    pair, found = attention(), []
+    for length in (8, 8, 10, 5):
+        inputs = sequences(length)
+        torch._dynamo.mark_dynamic(inputs["x"], 1)
+        found.append(pair.step(**inputs))
+    assert found == [1, 0, 1, 0]
+    assert "each value of kwargs['x'] is compiled on its own" in caplog.text
+
+
 # sizes that are equal by chance, and sizes of one
 
 
