@@ -34,7 +34,7 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.choose_replicas import ChooseReplicas
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
-from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values
+from pipec.passes.mark_recompute import MarkRecompute
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
 from pipec.programs.tail_order import has_two_forwards
 
@@ -441,7 +441,7 @@ def evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -
     fit, and another choice is to be found.
     """
     evaluated, options = staged.evaluate(schedule, size), staged.options
-    if options.recompute == "auto" and (again := checkpointed_values(staged.graph)):
+    if options.recompute == "auto" and (again := staged.checkpointed):
         every = frozenset(range(staged.graph.num_stages))
         following = staged.with_recompute(MarkRecompute(again, every)).evaluate(schedule, size)
         if not any(following.excess_bytes):

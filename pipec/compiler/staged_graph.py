@@ -20,7 +20,7 @@ from pipec.compiler.batch_equivalence import (
 from pipec.compiler.pass_list import NO_OFFLOAD, CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import PipecError
-from pipec.graph import Operator, TailGradient, TrainingGraph, copy_graph
+from pipec.graph import Operator, TailGradient, TrainingGraph
 from pipec.graph.before_tail import not_repeatable
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.hardware.topology import Topology
@@ -41,7 +41,7 @@ from pipec.ir.text_format import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.mark_offload import MarkOffload
-from pipec.passes.mark_recompute import MarkRecompute, stage_values
+from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values, stage_values
 from pipec.passes.pass_dump import requested_pass_dumps
 from pipec.plan.buckets import segment_backwards
 from pipec.plan.build_plan import Names, build_plan, stage_cost
@@ -156,12 +156,12 @@ class UncutGraph:
     _prepared: list[tuple[Sequence[Pass], TrainingGraph]] = field(default_factory=list)
 
     def after(self, passes: Sequence[Pass], observers: Sequence[Observer]) -> TrainingGraph:
-        """A copy of the graph after these passes."""
+        """The graph after these passes."""
         found = next((graph for known, graph in self._prepared if known == passes), None)
         if found is None:
-            found = run_passes(copy_graph(self.captured), passes, observers)
+            found = run_passes(self.captured, passes, observers)
             self._prepared.append((passes, found))
-        return copy_graph(found)
+        return found
 
 
 class StagedGraph:
@@ -337,6 +337,11 @@ class StagedGraph:
     def operator_stages(self) -> Sequence[tuple[Operator, int]]:
         """The operators of the model, each with its stage."""
         return [*zip(self.graph.operators, self.graph.assignment.stages, strict=True)]
+
+    @functools.cached_property
+    def checkpointed(self) -> frozenset[str]:
+        """The values that ``torch.utils.checkpoint`` in the model computes again."""
+        return checkpointed_values(self.graph)
 
     @functools.cached_property
     def names(self) -> Names:

@@ -280,17 +280,16 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares memory with its first input, so that recomputing it is free."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-        return False  # such as the conjugate of a complex number
-    if node.target is torch.ops.aten._unsafe_view.default:
-        return True
-    return _returns_views(node.target)
+    if not isinstance(node.target, OpOverload) or not _returns_views(node.target):
+        return False
+    return bool(node.all_input_nodes)  # not of the conjugate of a complex number
 
 
 @functools.cache
 def _returns_views(operator: OpOverload) -> bool:
     returned = [result.alias_info for result in operator._schema.returns]
-    return any(info is not None and not info.is_write for info in returned)
+    is_view = any(info is not None and not info.is_write for info in returned)
+    return is_view or operator is torch.ops.aten._unsafe_view.default
 
 
 def depends_on_strides(node: fx.Node) -> bool:
