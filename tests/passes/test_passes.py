@@ -282,7 +282,15 @@ class Forgetful:
         return graph
 
 
-@pytest.mark.parametrize("others", [(), (Simplify(),), (AnnotateCost(DEVICE),)], ids=["", "goes on", "fails"])
+def read_operators(graph: TrainingGraph) -> TrainingGraph:
+    """A pass that fails if a node has no cause."""
+    assert all(node.meta["operator"] >= 0 for node in graph.nodes)
+    return graph
+
+
+@pytest.mark.parametrize(
+    "others", [(), (Simplify(),), (read_operators,)], ids=["last", "unnoticed", "noticed"]
+)
 def test_the_pass_at_fault_is_named(captured: TrainingGraph, others: tuple[Pass, ...]) -> None:
     with pytest.raises(VerifyError, match=r"after Forgetful\(\)"):
         through(captured, Simplify(), Forgetful(), *others)
