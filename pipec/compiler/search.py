@@ -62,8 +62,13 @@ class CapturedStep:
     budget: SearchBudget | None = None
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
-        """The graph after all passes; ``how`` is the pass that assigns stages."""
-        return StagedGraph(self.graph, how, options, observers=self.observers, uncut=self._uncut)
+        """The graph after all passes; ``how`` is the pass that assigns stages. Placements may share it."""
+        for known_how, known_options, staged in self._cuts:
+            if (how, options) == (known_how, known_options):
+                return staged
+        staged = StagedGraph(self.graph, how, options, observers=self.observers, uncut=self._uncut)
+        self._cuts.append((how, options, staged))
+        return staged
 
     def may_cut(self, found: Sequence[EvaluatedPlan]) -> bool:
         """Whether to try another cut, after these plans."""
@@ -72,6 +77,10 @@ class CapturedStep:
     @functools.cached_property
     def _uncut(self) -> UncutGraph:
         return UncutGraph(self.graph)
+
+    @functools.cached_property
+    def _cuts(self) -> list[tuple[Pass, CompilerOptions, StagedGraph]]:
+        return []
 
     def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
         """The graph with the stages of an earlier call. A profile would be of that call's graph: unused."""
@@ -207,7 +216,7 @@ def evaluate_cuts(step: CapturedStep, candidate: Candidate, every_placement: boo
         if is_tried and (staged := tried.fastest_cut(step, placement)):
             cuts.append((placement, staged))
             tried.try_schedules(staged, placement, tried.counts[:1])
-    for placement, staged in sorted(cuts, key=lambda cut: tried.best_score(cut[1])):
+    for placement, staged in sorted(cuts, key=lambda cut: tried.best_score(*cut)):
         tried.try_schedules(staged, placement, tried.counts[1:])
         tried.try_cuts_within_memory(step, placement, staged)
     return tried.result()
@@ -324,15 +333,19 @@ class _Search:
             self.first_error = self.first_error or error
             return None
 
-    def best_score(self, staged: StagedGraph) -> tuple[float, float]:
-        """The score of the best plan that was evaluated on these stages."""
-        scores = (evaluated.score for evaluated, on in self.evaluated if on is staged)
+    def best_score(self, placement: Placement, staged: StagedGraph) -> tuple[float, float]:
+        """The score of the best plan that was evaluated on these stages, so placed."""
+        scores = (evaluated.score for evaluated in self._evaluated(placement, staged))
         return min(scores, default=(math.inf, math.inf))
+
+    def _evaluated(self, placement: Placement, staged: StagedGraph) -> list[EvaluatedPlan]:
+        """The plans that were evaluated on these stages, so placed."""
+        return [each for each, on in self.evaluated if on is staged and each.schedule.placement == placement]
 
     def try_cuts_within_memory(self, step: CapturedStep, placement: Placement, staged: StagedGraph) -> None:
         """Unless the best schedule fits on the fastest cut, ``staged``, try cuts that need less memory."""
         first, replicas = self.sizes[self.counts[0]], self.candidate.policy.replicas
-        nearest = self._nearest(staged)
+        nearest = self._nearest(placement, staged)
         if nearest and any(nearest.excess_bytes) and isinstance(replicas, int) and is_straight(placement):
             for size in dict.fromkeys([first, min(self.sizes.values())]):
                 self._try_cuts_of_size_within_memory(step, placement, size, nearest)
@@ -367,7 +380,7 @@ class _Search:
                 shared = candidate.for_replicas(cut)
                 staged = step.cut(shared, candidate.options)
                 self.try_schedules(staged, placement, self.counts)
-                found = self._nearest(staged, replays)
+                found = self._nearest(placement, staged, replays)
             except PlanError as error:
                 self.first_error = self.first_error or error
                 return
@@ -379,12 +392,14 @@ class _Search:
                 for group, old in zip(members, reserved, strict=True)
             ]
 
-    def _nearest(self, staged: StagedGraph, replays: bool = False) -> EvaluatedPlan | None:
+    def _nearest(
+        self, placement: Placement, staged: StagedGraph, replays: bool = False
+    ) -> EvaluatedPlan | None:
         """The plan that was evaluated on these stages and lacks least memory, if any.
 
         It is a plan without recompute, unless the graph is cut for stages that recompute.
         """
-        tried = [evaluated for evaluated, on in self.evaluated if on is staged]
+        tried = self._evaluated(placement, staged)
         if not replays:
             tried = [
                 staged.evaluate(evaluated.schedule, evaluated.plan.microbatch_size) for evaluated in tried
@@ -402,6 +417,7 @@ class _Search:
             num_valid = len(list(takewhile(staged.graph.is_valid_for, sizes)))
             if num_valid == count or (num_valid and len(self.counts) == 1):
                 for schedule in self._schedules(staged, placement, num_valid, sizes[0]):
+                    assert schedule.placement == placement, "cuts are told apart by their placement"
                     if self._may_evaluate(staged, schedule):
                         self.evaluated.append((evaluate_within_memory(staged, schedule, sizes[0]), staged))
 
