@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.capture.model_call import ModelCall
+from pipec.ir.batch_split import repeated_tensors
 from pipec.torch_compat import attributes, marked_dimensions
 
 CALL_CACHE_SIZE = 8
@@ -21,8 +22,8 @@ class CallKey:
     """Everything that decides how a call is split and whether it is refused.
 
     ``structure`` has the names of keyword arguments in order, the type, the shape and the strides of each
-    tensor, and plain values. ``binding`` is the signature of the model's ``forward``, and ``request`` what
-    the pipeline makes of the call.
+    tensor, plain values, and which tensors are passed again. ``binding`` is the signature of the model's
+    ``forward``, and ``request`` what the pipeline makes of the call.
     """
 
     structure: tuple[Any, ...]
@@ -37,6 +38,7 @@ class CallKey:
         leaves: list[Any] = []
         try:
             structure = *kwargs, *_structure((args, dict(sorted(kwargs.items())), target), leaves)
+            structure = *structure, repeated_tensors(leaves)
             binding = () if model._forward_pre_hooks else _binding(model.forward)
         except _UnknownError:
             return None, leaves

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipec.errors import InputError, TargetRowsError
 from pipec.ir import Variable
 from pipec.ir.batch_axis import LEADING, BatchAxis
-from pipec.ir.batch_split import leaf_path
+from pipec.ir.batch_split import leaf_path, repeated_tensors
 from pipec.torch_compat import marked_dimensions, pytree
 
 
@@ -30,6 +30,7 @@ class ModelCall:
     with other strides than the model is traced with. ``keyword_order`` has the names of keyword arguments in
     the user's order, if ``forward`` gets them in a dict and may ask for it. ``marked`` has the leaf and the
     dimension, rows first, of sizes that torch's ``mark_dynamic`` said will differ in later calls.
+    ``repeated`` has the leaves at which a tensor is passed again, each with the leaf that has it first.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
     """
@@ -42,6 +43,7 @@ class ModelCall:
     changed_layouts: tuple[str, ...] = ()
     keyword_order: tuple[str, ...] = ()
     marked: tuple[tuple[int, int], ...] = ()
+    repeated: tuple[tuple[int, int], ...] = ()
 
     @property
     def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -133,12 +135,12 @@ class ModelCall:
         return replace(self, keyword_order=tuple(others)) if is_asked else self
 
     def laid_out_from(self, given: Sequence[Any]) -> "ModelCall":
-        """The call with its ``changed_layouts``, where ``given`` are the leaves that the user passes."""
+        """The call with what it loses of ``given``, the leaves that the user passes: layouts and identity."""
         leaves = zip(self.paths, given, self.leaves, strict=True)
         changed = tuple(
             path for path, old, new in leaves if isinstance(old, Tensor) and _is_changed(old, new)
         )
-        return replace(self, changed_layouts=changed)
+        return replace(self, changed_layouts=changed, repeated=repeated_tensors(given))
 
     def marked_as(self, given: Sequence[Any]) -> "ModelCall":
         """The call with what is ``marked`` of ``given``, the leaves that the user passes."""

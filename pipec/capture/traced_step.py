@@ -21,7 +21,8 @@ class TracedStep(nn.Module):
     where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups
     of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
     positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them. The model
-    gets the keyword arguments of ``keyword_order`` in that order, behind the others.
+    gets the keyword arguments of ``keyword_order`` in that order, behind the others. At the positions of
+    ``repeated`` it gets the tensors at others again, if it compares them.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TracedStep(nn.Module):
         self.equal_dimensions = tuple(map(tuple, equal_dimensions))
         self.numbers = tuple(numbers)
         self.keyword_order = tuple(keyword_order)
+        self.repeated: Sequence[tuple[int, int]] = ()
         self.training = model.training
         self.replaceable_buffers = tuple(_replaceable_buffers(model))
 
@@ -63,7 +65,9 @@ class TracedStep(nn.Module):
                 torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
         for position, place in self.moved_axes:  # laid out as what the user passes, which may be viewed
             leaves[position] = place.restore(leaves[position]).contiguous()
-        if self.numbers or self.moved_axes:
+        for position, first in self.repeated:
+            leaves[position] = leaves[first]
+        if self.numbers or self.moved_axes or self.repeated:
             args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         before = [self.get_buffer(name) for name in self.replaceable_buffers]
         output = self.result(args, kwargs, target)

@@ -145,14 +145,16 @@ def capture(
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
         with timed("compare operators without gradients"):
             depends = mode is not Mode.TRAIN or tracer.is_found or tracer.depends_on_grad_mode()
-        batched = step.batched
+        batched, repeated = step.batched, step.repeated
+        compares_tensors = tracer.compares_tensors
     refuse_shared_constants(model, graph)
-    step.batched = batched  # which guards of the capture look at
+    step.batched, step.repeated = batched, repeated  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
     if mode is Mode.TRAIN and not tracer.is_found:
         _check_trained(graph)
     graph = replace(graph, model_guards=tracer.model_guards(), depends_on_grad_mode=depends)
+    graph = replace(graph, repeated=call.repeated if compares_tensors else None)
     if symbolic and graph.batch is None and not tracer.is_found:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -290,6 +292,11 @@ class _Tracer:
         """Whether the last graph comes with Dynamo's guards."""
         return self._captured is not None and self._captured.dynamo_output is not None
 
+    @property
+    def compares_tensors(self) -> bool:
+        """Whether the last graph may depend on which arguments are one tensor."""
+        return bool(self._step.repeated) or self._captured is None or self._captured.compares_tensors
+
     def depends_on_grad_mode(self) -> bool:
         """Whether the last graph may be another one without gradients."""
         captured = self._captured
@@ -331,6 +338,9 @@ class _Tracer:
         has_loss, is_of_dynamo = self._mode is not Mode.FORWARD, captured.dynamo_output is not None
         if has_loss and is_of_dynamo and not torch_compat.returns_loss_first(captured):
             raise TypeError("the model returns an object that torch makes before it returns the loss")
+        if captured.compares_tensors and self._step.repeated != self._call.repeated:
+            self._step.repeated = self._call.repeated
+            return self.trace(front_end, symbolic, variables)
         refuse_layout_reads(captured, self._call.changed_layouts)
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)

@@ -156,7 +156,7 @@ def _request_text(request: CompileRequest) -> str:
         *(settings.loss_fn is None, settings.device, settings.precision, settings.microbatch_weight),
         *(settings.requires_proof, settings.calibrates_cpu, request.refuses_mixed_rows),
         *(key.mode, key.call_signature, key.outputs, key.variables, request.values),
-        *(call.batch_size, call.axes, call.paths, call.ambiguous_leaves),
+        *(call.batch_size, call.axes, call.paths, call.ambiguous_leaves, call.repeated),
     )
     return "\n".join(
         [
@@ -172,7 +172,7 @@ def _find_on_known_graph(
 ) -> tuple[StagedGraph, StoredCall] | None:
     """What was kept for the call on a graph that is known, or on the forward of one, and its stages."""
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
-    if staged := _valid_graph(cached.graphs, sizes[0], request.values):
+    if staged := _valid_graph(request, cached.graphs, sizes[0]):
         kept = lookup.find(candidate, _whole_text(staged.graph))
         return (staged, kept) if kept else None
     graph = next((each for each in request.trained if _may_extract(request, each, sizes)), None)
@@ -230,7 +230,7 @@ def _capture_call(
 ) -> tuple[TrainingGraph, Candidate]:
     """The graph of the first microbatch, and the candidate: model collectives may fix its microbatches."""
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
-    if staged := _valid_graph(known, sizes[0], request.values):
+    if staged := _valid_graph(request, known, sizes[0]):
         return staged.captured, candidate
     graph, candidate = _capture(request, candidate, sizes, known[-1].captured if known else None)
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
@@ -238,9 +238,9 @@ def _capture_call(
     return (graph, candidate) if is_valid else _capture(request, candidate, sizes, graph)
 
 
-def _valid_graph(known: Sequence[StagedGraph], size: int, values: Sizes) -> StagedGraph | None:
-    """The first cut graph that is valid for a microbatch of ``size`` rows, if any."""
-    return next((staged for staged in known if staged.graph.is_valid_for(size, values)), None)
+def _valid_graph(request: CompileRequest, known: Sequence[StagedGraph], size: int) -> StagedGraph | None:
+    """The first cut graph that is valid for a microbatch of ``size`` rows of the call, if any."""
+    return next((staged for staged in known if _is_valid_for(request, staged.graph, [size])), None)
 
 
 def _capture(
@@ -327,7 +327,7 @@ def _find_traced(
         log.debug("a trace cannot be compared: %s", error)
         return "", None
     for each in request.trained_in_other_modes:
-        same = each.text == text and _is_valid_for(request, each, sizes)
+        same = each.text == text and _is_valid_for(request, each, {*sizes, request.batch})
         if same and (extracted := extract_forward(each)):
             return text, replace(
                 extracted, batch_size=sizes[0], training=request.model.training, text=_text_of_forward(each)
@@ -337,11 +337,12 @@ def _find_traced(
 
 def _may_extract(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
     """Whether a training graph is valid for the model as it is, and for microbatches of all ``sizes``."""
-    return _is_valid_for(request, graph, sizes) and not graph.model_guards.violation()
+    return _is_valid_for(request, graph, {*sizes, request.batch}) and not graph.model_guards.violation()
 
 
 def _is_valid_for(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
-    return all(graph.is_valid_for(size, request.values) for size in {*sizes, request.batch})
+    has_repeated = graph.repeated in (None, request.call.repeated)
+    return has_repeated and all(graph.is_valid_for(size, request.values) for size in sizes)
 
 
 _DIGEST = "digest "
@@ -472,7 +473,7 @@ def _generate_groups(request: CompileRequest, choice: _Choice, cached: CompiledG
     if choice.found is not None and choice.found.key not in artifacts:
         artifacts[choice.found.key] = _generate(request, decided, choice.found)
     while rest:
-        staged = _valid_graph(graphs, rest[0], request.values)
+        staged = _valid_graph(request, graphs, rest[0])
         if staged is None:
             graph, decided = _capture(request, decided, rest, graphs[-1].captured)
             staged = request.step_of(graph).cut_as_decided(decided)
@@ -534,7 +535,7 @@ def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) 
 def _check_microbatches(request: CompileRequest, compiled: CompiledCall) -> None:
     """Refuse microbatches that are not equivalent to the batch; warn where equivalence is not proved."""
     sizes = [size for _, group in compiled.groups for size in group]
-    staged = _valid_graph(compiled.cached.graphs, sizes[0], request.values)
+    staged = _valid_graph(request, compiled.cached.graphs, sizes[0])
     assert staged is not None
     require_rows_for_norms(staged.graph.findings, sizes)
     if len(sizes) > 1:

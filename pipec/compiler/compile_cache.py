@@ -61,9 +61,9 @@ class _CachedProgram:
     groups: MicrobatchGroups
     _valid_sizes: set[tuple[float, ...]] = field(default_factory=set)
 
-    def is_valid_for(self, rows: int, values: Sizes) -> bool:
+    def is_valid_for(self, rows: int, values: Sizes, repeated: tuple[tuple[int, int], ...]) -> bool:
         """Whether the artifacts are valid for such a batch. Evaluates guards once for each size."""
-        if rows != self.rows:
+        if rows != self.rows or self.groups[0][0].artifact.plan.repeated not in (None, repeated):
             return False
         sizes = tuple(values.values())
         if sizes in self._valid_sizes:
@@ -112,7 +112,7 @@ class CompileCache:
             return None
         values = variable_values(signature.key.variables, call.leaves)
         for program in reversed(cached.programs):
-            if program.is_valid_for(rows, values):
+            if program.is_valid_for(rows, values, call.repeated):
                 self._use(cached, program)
                 return program.groups
         return None

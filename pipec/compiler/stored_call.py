@@ -197,6 +197,7 @@ class StoredCall:
             variable_symbols={sympy.Symbol(name): name for name in self.cut.symbols},
             output_spec=output_spec,
             constants={name: constants.get(name, x) for name, x in self.artifact.constants.items()},
+            repeated=self.plan.repeated,
             text=text,
             kept=self,
         )

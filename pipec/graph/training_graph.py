@@ -67,6 +67,8 @@ class TrainingGraph:
     * ``first_collective`` is the first model collective, if any: replicas run it at the same time.
     * ``squeezed_at`` is the place where eager torch would squeeze the batch dimension of a batch of one row,
       if any.
+    * ``repeated`` are the arguments that are one tensor in the captured call, pairs of positions, if the
+      model compares arguments; else None.
     * ``model_guards`` tell whether capturing again would give the same graph, and ``input_branches`` whether
       the arguments of a call lead to the same branches. Passes do not change them.
     * ``assignment`` has the stages of a graph that is cut.
@@ -105,6 +107,7 @@ class TrainingGraph:
     model_guards: ModelGuards = NO_MODEL_GUARDS
     input_branches: InputBranches = NO_INPUT_BRANCHES
     depends_on_grad_mode: bool = True
+    repeated: tuple[tuple[int, int], ...] | None = None
     text: str = field(default="", repr=False)
 
     @property

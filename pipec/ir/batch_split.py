@@ -50,6 +50,13 @@ def leaf_path(keys: Sequence[Any]) -> str:
     return str(keys[0].key) + "".join(str(key) for key in keys[1:])
 
 
+def repeated_tensors(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """The positions of tensors that are among the leaves before, each with the first such position."""
+    first: dict[int, int] = {}
+    found = ((k, first.setdefault(id(x), k)) for k, x in enumerate(leaves) if hasattr(x, "shape"))
+    return tuple((position, before) for position, before in found if position != before)
+
+
 def variable_values(variables: Sequence[Variable], leaves: Sequence[Any]) -> Sizes:
     """The size or number of each variable by name, in a call whose arguments have these leaves."""
     return {

@@ -178,7 +178,8 @@ class Plan:
     stage reads, with their rows first, and ``batch_axes`` has the user's batch axes of those that are split.
     ``training`` is the mode in which the model was captured. ``variables`` are the sizes and numbers that may
     change from call to call, and ``planned_sizes`` their values for the prediction of costs. The code is
-    valid if they fulfil all ``guards``, such as ``t <= 512``, and equal ``fixed_sizes``.
+    valid if they fulfil all ``guards``, such as ``t <= 512``, and equal ``fixed_sizes``. Unless ``repeated``
+    is None, it is valid for calls in which these arguments alone are one tensor: pairs of positions.
 
     ``link_seconds[i]`` is the time of ``links[i]``, ``link_sender_bytes[i]`` the bytes that its sender holds
     for it besides saved values, ``link_saved_bytes[i]`` the bytes of it that are saved values, and
@@ -220,6 +221,7 @@ class Plan:
     planned_sizes: Sizes = field(default_factory=dict)
     fixed_sizes: Sizes = field(default_factory=dict)
     guards: tuple[str, ...] = ()
+    repeated: tuple[tuple[int, int], ...] | None = None
     sync_spec: SyncSpec = NO_SYNC
     microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()

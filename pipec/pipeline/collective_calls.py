@@ -333,7 +333,8 @@ class CallAgreement:
 
 def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
-    return call.split, call.ambiguous_leaves, call.changed_layouts, call.keyword_order, call.marked
+    splits = call.split, call.ambiguous_leaves
+    return *splits, call.changed_layouts, call.keyword_order, call.marked, call.repeated
 
 
 def _requires_grad(leaf: object) -> bool:
@@ -360,7 +361,7 @@ def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
     """What must be equal on all ranks: rows, types and sizes, and values unless nothing is run."""
     leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
     described = dict(zip(call.paths, leaves, strict=True))
-    return {"rows": str(call.batch_size), **described, **_describe_marks(call)}
+    return {"rows": str(call.batch_size), **described, **_describe_form(call)}
 
 
 def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
@@ -369,13 +370,15 @@ def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
         f"rows of {_row_type(leaf)}" if split else describe_leaf(leaf, values=request.method != "prepare")
         for leaf, split in zip(call.leaves, call.batched, strict=True)
     ]
-    return dict(zip(call.paths, leaves, strict=True)) | _describe_marks(call)
+    return dict(zip(call.paths, leaves, strict=True)) | _describe_form(call)
 
 
-def _describe_marks(call: ModelCall) -> CallDescription:
-    """What was marked as dynamic: it becomes symbolic in the code that every rank runs."""
+def _describe_form(call: ModelCall) -> CallDescription:
+    """What must be equal on all ranks besides the arguments, because the code that they run depends on it."""
     marked = [f"dimension {dim} of {call.paths[position]}" for position, dim in call.marked]
-    return {"marked as dynamic": ", ".join(marked) or "nothing"}
+    repeated = [f"{call.paths[position]} is {call.paths[first]}" for position, first in call.repeated]
+    described = {"marked as dynamic": marked, "the same tensor": repeated}
+    return {name: ", ".join(each) or "nothing" for name, each in described.items()}
 
 
 def _row_type(leaf: Tensor) -> str:

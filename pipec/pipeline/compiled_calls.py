@@ -153,6 +153,8 @@ class CompiledCalls:
             call = self._agreement.check_call(Mode.TRAIN, args, kwargs, arguments.target)
             if call.batch_size != first.batch_size or call.signature(variables) != key.call_signature:
                 return None
+            if call.repeated != first.repeated:
+                return None
             if variable_values(variables, call.leaves) != variable_values(variables, first.leaves):
                 return None
             (batch_slice,) = self._batch_slices(replace(collective_call, call=call), [groups[0][1]])

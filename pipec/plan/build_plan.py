@@ -106,6 +106,7 @@ def build_plan(
         variables=graph.variables,
         planned_sizes=graph.planned_sizes,
         fixed_sizes=graph.fixed_sizes,
+        repeated=graph.repeated,
         guards=tuple(_guards(graph)),
         sync_spec=build_sync_spec(sync_spec, graph.mode, stages, values, links, schedule.placement, topology),
     )

@@ -27,7 +27,13 @@ from pipec.ir.argument_checks import (
     number,
 )
 from pipec.ir.batch_axis import BatchAxis
-from pipec.ir.batch_split import leaf_path, require_equal_rows, split_sizes, variable_values
+from pipec.ir.batch_split import (
+    leaf_path,
+    repeated_tensors,
+    require_equal_rows,
+    split_sizes,
+    variable_values,
+)
 from pipec.ir.text_format import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.absent_tensors import materialized, release_elsewhere
 from pipec.runtime.call_guard import LossIterator, exclusive_call
@@ -268,6 +274,12 @@ class _ArtifactCalls:
 
     def _check_call(self, leaves: Sequence[Any], unflatten_call: UnflattenCall) -> "_Batch":
         plan = self._plan
+        if plan.repeated not in (None, repeated_tensors(leaves)):
+            same = [f"{plan.arguments[k]} is {plan.arguments[first]}" for k, first in plan.repeated]
+            raise InputError(
+                "forward() asks which of its arguments are one tensor, and this artifact was made for calls "
+                f"in which {' and '.join(same) or 'none is another'}. Pass the same, or save one for each"
+            )
         rows = _batch_size(plan, leaves)
         leaves = [_rows_in_front(plan, k, as_contiguous(leaf), rows) for k, leaf in enumerate(leaves)]
         sizes = split_sizes(rows, plan.num_microbatches)

@@ -115,7 +115,8 @@ class CapturedGraph:
     ``dynamo_output`` is Dynamo's record of everything that the code read, for ``Guards``; other front ends
     have none. ``layout_reads`` says where the forward's own code asked for the strides of tensors.
     ``traced_backward`` is set if the graph includes its backward. ``depends_on_grad_mode`` is
-    False if the trace is proved to be the same with gradients enabled and disabled.
+    False if the trace is proved to be the same with gradients enabled and disabled, and ``compares_tensors``
+    is False if it does not depend on which arguments are one tensor.
     """
 
     module: torch.fx.GraphModule
@@ -125,6 +126,7 @@ class CapturedGraph:
     layout_reads: tuple[str, ...] = ()
     traced_backward: TracedBackward | None = None
     depends_on_grad_mode: bool = True
+    compares_tensors: bool = True
 
 
 SymbolicDims = Sequence[tuple[torch.Tensor, int]]
@@ -175,6 +177,7 @@ def _trace_with_dynamo(
         _ignore_cudnn_flags(),
         _record_gradient_reads() as read,
         _record_traced_layout_reads() as layout_reads,
+        _record_compared_tensors() as compared,
         torch_function_mode_stack_state_mgr,
         regions.active() if regions else contextlib.nullcontext(),
     ):
@@ -185,8 +188,12 @@ def _trace_with_dynamo(
         regions.failed |= "is_leaf" in read  # the results of copied subgraphs are leaves while Dynamo traces
     changed = _changed_state([str(warning.message) for warning in caught])
     depends = bool(read or layout_reads) or not all(map(_ignores_grad_mode, graph_module.graph.nodes))
-    reads = tuple(layout_reads)
-    return CapturedGraph(graph_module, args, changed, outputs[0], reads, depends_on_grad_mode=depends)
+    compares = any(left is not right for left, right in zip(compared[::2], compared[1::2], strict=True))
+    return CapturedGraph(
+        *(graph_module, args, changed, outputs[0], tuple(layout_reads)),
+        depends_on_grad_mode=depends,
+        compares_tensors=compares,
+    )
 
 
 @contextlib.contextmanager
@@ -240,6 +247,22 @@ def _record_traced_layout_reads() -> Iterator[list[str]]:
         yield reads
     finally:
         TensorVariable.call_method = call_method  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _record_compared_tensors() -> Iterator[list[torch.fx.Node]]:
+    """Collect the tensors, two at a time, of which Python code asks whether they are one object."""
+    compared, example_of = list[torch.fx.Node](), builtin.extract_fake_example_value
+
+    def noted(node: torch.fx.Node, *args: Any) -> Any:
+        compared.append(node)
+        return example_of(node, *args)
+
+    builtin.extract_fake_example_value = noted  # type: ignore[assignment]
+    try:
+        yield compared
+    finally:
+        builtin.extract_fake_example_value = example_of
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """What Python and torch let a forward do besides operators: stages do the same, or the model is refused."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -553,3 +555,38 @@ def test_what_a_pipeline_returns_is_an_argument_like_any_other(training: bool) -
     torch.testing.assert_close(pipe.eval_step(x, target=target, scale=loss), expected)
     output = pipe(x, scale=loss)
     torch.testing.assert_close(pipe(output, scale=loss), net(output, scale=loss))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_tensor_that_is_passed_twice_is_one_object(dim: int) -> None:
+    class Alone(nn.Linear):
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return super().forward(x) * (2 if memory is x else 1) + memory
+
+    model, others = Alone(WIDTH, WIDTH), (3,) * (1 - dim)
+    x, other, gaps = (torch.randn(*(3,) * dim, ROWS, *others, 2 * WIDTH).chunk(2, -1)[0] for _ in range(3))
+    x, other = x.contiguous(), other.contiguous()
+    pipe = pipec.compile(
+        copy.deepcopy(model),
+        devices=2,
+        microbatches=2,
+        loss_fn=F.mse_loss,
+        batched=dict.fromkeys(("x", "memory", "target"), dim),
+    )
+    for given in ((x, x, other), (x, other, x), (gaps, gaps, gaps), (x, x, x)):
+        loss = pipe.step(*given[:2], target=given[2])
+        torch.testing.assert_close(loss, F.mse_loss(model(*given[:2]), given[2]).detach())
+
+
+def test_an_artifact_knows_which_arguments_were_one_tensor(tmp_path: Path) -> None:
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.mse_loss(output[0], target)
+
+    x, other = (each.reshape(4, 2, WIDTH) for each in batch())
+    batched = dict.fromkeys(("query", "key", "value", "target"), 1)
+    pipe = pipec.compile(nn.MultiheadAttention(WIDTH, 2), devices=1, loss_fn=loss_fn, batched=batched)
+    pipe.prepare(x, x, x, target=other).save(tmp_path, tensors=True)
+    loaded = pipec.load(tmp_path)
+    assert loaded.step(x, x, x, target=other) == pipe.step(x, x, x, target=other)
+    with pytest.raises(InputError, match=r"args\[1\] is args\[0\] and args\[2\] is args\[0\]"):
+        loaded.step(x, other, other, target=other)
