@@ -160,6 +160,7 @@ def _pipeline(
     if weights is not None:
         tensors = tensors.unread(f"in {weights.name} still")
         restore_tensors(model, {**tensors.parameters, **tensors.buffers})
+    tensors.refuse_lazy()
     tensors.refuse_shared_memory()
     with materialized(tensors.unique().values()):
         updates = _optimizer_updates(options, tensors)

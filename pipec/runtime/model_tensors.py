@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pipec.errors import InputError
 from pipec.ir import Plan
@@ -38,6 +39,15 @@ class ModelTensors:
         """Every tensor once, under its first name."""
         every: dict[str, Tensor] = {**self.parameters, **self.buffers}
         return {fqn: tensor for fqn, tensor in every.items() if self.canonical[fqn] == fqn}
+
+    def refuse_lazy(self) -> None:
+        """Raise InputError if a tensor has no shape yet, such as those of ``nn.LazyLinear``."""
+        for fqn, tensor in self.unique().items():
+            if is_lazy(tensor):
+                raise InputError(
+                    f"{fqn} gets its shape from the first batch that the model sees; call the model "
+                    "once before you compile it, as in model(x)"
+                )
 
     def refuse_shared_memory(self) -> None:
         """Raise InputError if a trained parameter shares memory with another tensor.

@@ -218,3 +218,11 @@ def test_saving_over_something_else_is_refused(pipe: Pipeline, tmp_path: Path) -
     with pytest.raises(ArtifactError, match="is not an artifact of pipec"):
         pipe.save(tmp_path)
     assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_a_lazy_model_is_called_once_before() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(InputError, match=r"0\.weight gets its shape .* as in model\(x\)"):
+        make(model)
+    model(X)
+    assert make(model).step(X, target=Y).isfinite()
