@@ -1,7 +1,11 @@
 """pipec: a pipeline-parallel graph compiler for PyTorch."""
 
 import importlib
+import time
 from typing import TYPE_CHECKING
+
+_IMPORTED = time.time()
+"""Before any other file of pipec was read. Source that changed since then is not what runs."""
 
 if TYPE_CHECKING:
     from pipec import ops

@@ -119,7 +119,8 @@ def compile_call(request: CompileRequest, candidate: Candidate, cached: Compiled
     cache = disk_cache()
     if cache is None:
         return _compile(request, candidate, cached)
-    lookup = Lookup(cache, functools.partial(_request_text, request), request.warn)
+    process = functools.partial(process_text, request.settings.device.type == "cuda")
+    lookup = Lookup(cache, process, functools.partial(_request_text, request), request.warn)
     with lookup.listening():
         return _compile(replace(request, lookup=lookup, warn=lookup.warn), candidate, cached)
 
@@ -127,7 +128,7 @@ def compile_call(request: CompileRequest, candidate: Candidate, cached: Compiled
 def _compile(request: CompileRequest, candidate: Candidate, cached: CompiledGraphs) -> CompiledCall:
     if request.lookup and (found := _find_on_known_graph(request, request.lookup, candidate, cached)):
         return _restored(request, candidate, cached, *found)
-    cached = _recaptured(cached)
+    cached = _recaptured(request, cached)
     graph, candidate = _capture_call(request, candidate, cached.graphs)
     if isinstance(graph, RestoredGraph):
         return _restored(request, candidate, cached, RestoredStages(graph, candidate.options), graph.kept)
@@ -150,21 +151,17 @@ def _compile(request: CompileRequest, candidate: Candidate, cached: CompiledGrap
 
 
 def _request_text(request: CompileRequest) -> str:
-    """All that a compilation reads, besides the graph and the candidate."""
+    """All that a compilation reads, besides the process, the graph and the candidate."""
     settings, key, call = request.settings, request.key, request.call
     parts = (
         *(settings.loss_fn is None, settings.device, settings.precision, settings.microbatch_weight),
         *(settings.requires_proof, settings.calibrates_cpu, request.refuses_mixed_rows),
         *(key.mode, key.call_signature, key.outputs, key.variables, request.values),
         *(call.batch_size, call.axes, call.paths, call.ambiguous_leaves, call.repeated),
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        *(log.isEnabledFor(level) for level in (logging.INFO, logging.WARNING)),
     )
-    return "\n".join(
-        [
-            process_text(settings.device.type == "cuda"),
-            *map(describe, parts),
-            *model_text(request.model, request.canonical),
-        ]
-    )
+    return "\n".join([*map(describe, parts), *model_text(request.model, request.canonical)])
 
 
 def _find_on_known_graph(
@@ -173,7 +170,7 @@ def _find_on_known_graph(
     """What was kept for the call on a graph that is known, or on the forward of one, and its stages."""
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
     if staged := _valid_graph(request, cached.graphs, sizes[0]):
-        kept = lookup.find(candidate, _whole_text(staged.graph))
+        kept = lookup.find(candidate, _whole_text(staged.graph), staged)
         return (staged, kept) if kept else None
     graph = next((each for each in request.trained if _may_extract(request, each, sizes)), None)
     text = _text_of_forward(graph) if graph else ""
@@ -203,10 +200,10 @@ def _restored(
     return CompiledCall([(compiled, sizes)], kept.decisions.applied(candidate), graphs)
 
 
-def _recaptured(cached: CompiledGraphs) -> CompiledGraphs:
+def _recaptured(request: CompileRequest, cached: CompiledGraphs) -> CompiledGraphs:
     """The same with graphs in the place of restored ones, except of those that would be other graphs now."""
     graphs = {
-        staged: staged.recaptured() if isinstance(staged, RestoredStages) else staged
+        staged: staged.recaptured(request.lookup) if isinstance(staged, RestoredStages) else staged
         for staged in cached.graphs
     }
     artifacts = {
@@ -283,7 +280,8 @@ def _capture(
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
     if isinstance(graph, RestoredGraph):
         call = request.call.sample(request.batch, torch.device("meta"))
-        again = replace(request, call=call, trained=(), lookup=Lookup(None, str, request.warn))
+        assert request.lookup is not None
+        again = replace(request, call=call, trained=(), lookup=request.lookup.without_cache())
         return replace(graph, recapture=functools.partial(_recapture, again, candidate, given)), candidate
     if graph.first_collective and candidate.num_microbatches is None:
         log.info(
@@ -308,7 +306,7 @@ def _extract_forward(request: CompileRequest, sizes: Collection[int]) -> Trainin
     """The forward of a training graph that is valid for microbatches of all ``sizes``, if there is one."""
     for each in request.trained:
         if _may_extract(request, each, sizes):
-            graph = each.recaptured if isinstance(each, RestoredGraph) else each
+            graph = each.recaptured(request.lookup) if isinstance(each, RestoredGraph) else each
             extracted = extract_forward(graph) if graph else None
             if graph and extracted:
                 return replace(extracted, batch_size=next(iter(sizes)), text=_text_of_forward(graph))

@@ -6,6 +6,7 @@ graph that is known, such as an evaluation after a step, has the text of that gr
 """
 
 import base64
+import copy
 import functools
 import hashlib
 import logging
@@ -53,8 +54,6 @@ log = logging.getLogger("pipec")
 FORMAT = "pipec compiled call 1"
 
 DAMAGED = (PipecError, safetensors.SafetensorError, *DAMAGED_DATA_ERRORS)
-
-_IMPORTED = time.time()
 
 
 @dataclass(frozen=True)
@@ -129,6 +128,9 @@ class Cut:
     @classmethod
     def of(cls, staged: StagedGraph) -> "Cut":
         graph, options = staged.graph, staged.options
+        if isinstance(graph, RestoredGraph):
+            restored: Cut = graph.kept.cut
+            return restored
         return cls(
             *(graph.assignment.stages, graph.assignment.num_stages, graph.assignment.ranks),
             *(graph.assignment.replicas, tuple(sorted(graph.assignment.split))),
@@ -177,6 +179,8 @@ class StoredCall:
         check_tensors(self.plan, constants, where)
         artifact = Artifact(self.plan, self.sources, programs, constants)
         verify_artifact(artifact)
+        for guard in self.cut.guards:
+            holds(guard, {"b": 2, **self.plan.planned_sizes})
         return artifact
 
     def graph(
@@ -221,9 +225,12 @@ class RestoredGraph(TrainingGraph):
             return False
         return all(holds(guard, sizes) for guard in self.kept.cut.guards)
 
+    def recaptured(self, lookup: "Lookup | None") -> TrainingGraph | None:
+        """The graph itself, captured again; None if it, or this process, is not the same any more."""
+        return None if lookup and not lookup.is_of_process(self) else self._recaptured
+
     @functools.cached_property
-    def recaptured(self) -> TrainingGraph | None:
-        """The graph itself, captured again; None if it is not the same any more."""
+    def _recaptured(self) -> TrainingGraph | None:
         try:
             graph = self.recapture() if self.recapture else None
         except PipecError as error:
@@ -239,36 +246,54 @@ class RestoredStages(StagedGraph):
         self.graph = self.captured = self._restored = graph
         self.options, self._uncut, self._known, self._dumps = options, None, {}, []
 
-    def recaptured(self) -> StagedGraph | None:
+    def recaptured(self, lookup: "Lookup | None") -> StagedGraph | None:
         """The cut graph itself, or None if it is not the same any more."""
-        graph, cut = self._restored.recaptured, self._restored.kept.cut
+        graph, cut = self._restored.recaptured(lookup), self._restored.kept.cut
         if graph is None:
             return None
         return StagedGraph(graph, AssignStages(cut.assignment), cut.options(self.options))
 
 
 class Lookup:
-    """Looks up one call, and notes what its compilation says, to keep it. Without ``cache`` it keeps nothing.
+    """Looks up one call, and notes what its compilation says, to keep it.
 
-    ``request_text`` says all that the compilation reads, besides the graph and the candidate.
+    ``process_text`` says what the compilation reads of this process, and ``request_text`` all else, besides
+    the graph and the candidate. The text of a graph ends with a digest of the former, from when it was
+    captured.
     """
 
     def __init__(
-        self, cache: DiskCache | None, request_text: Callable[[], str], warn: Callable[[str], None]
+        self,
+        cache: DiskCache,
+        process_text: Callable[[], str],
+        request_text: Callable[[], str],
+        warn: Callable[[str], None],
     ) -> None:
-        self._cache, self._warn, self._thread = cache, warn, threading.get_ident()
+        self._cache: DiskCache | None = cache
+        self._warn, self._thread = warn, threading.get_ident()
         self._times = [time.perf_counter()]
         self._request = self._text = ""
         self._key: str | None = None
         self._tensors: Mapping[str, Tensor] | None = None
         self._said: list[tuple[int, str]] = []
         self._warned: list[str] = []
-        if cache is not None:
-            try:
-                self._request = request_text()
-            except Exception as error:  # whatever fails, the call is compiled
-                self._refuse(str(error))
-                self._cache = None
+        try:
+            process = process_text()
+            self._request = request_text()
+        except Exception as error:  # whatever fails, the call is compiled
+            self._refuse(str(error))
+            self._cache, process = None, f"unknown: {error}"
+        self._process = hashlib.sha256(process.encode()).hexdigest()
+
+    def without_cache(self) -> "Lookup":
+        """A lookup that gives graphs the same texts, and neither finds nor keeps anything."""
+        lookup = copy.copy(self)
+        lookup._cache = None
+        return lookup
+
+    def is_of_process(self, graph: TrainingGraph) -> bool:
+        """Whether a graph was captured while this process was as it is now."""
+        return graph.text.endswith(self._process)
 
     def warn(self, warning: str) -> None:
         self._warned.append(warning)
@@ -282,7 +307,7 @@ class Lookup:
     @contextmanager
     def listening(self) -> Iterator["Lookup"]:
         """Note what is logged meanwhile."""
-        log.addFilter(self)
+        log.filters.insert(0, self)  # before those that drop records
         try:
             yield self
         finally:
@@ -298,15 +323,16 @@ class Lookup:
         except Exception as error:
             self._refuse(str(error) if isinstance(error, UnknownValueError) else repr(error))
             return "", None
-        kept = self.find(candidate, found.text)
+        text = f"{found.text}\n{self._process}"
+        kept = self.find(candidate, text)
         self._tensors = found.tensors
-        if kept is None or kept.traced is None:
-            return found.text, None
+        if kept is None or kept.traced is None or not {*kept.traced.values()} <= found.tensors.keys():
+            return text, None
         constants = {name: found.tensors[traced] for name, traced in kept.traced.items()}
-        return found.text, kept.graph(mode, found.text, found.output_spec, constants)
+        return text, kept.graph(mode, text, found.output_spec, constants)
 
-    def find(self, candidate: Candidate, text: str) -> StoredCall | None:
-        """The call that was kept for a graph of this text."""
+    def find(self, candidate: Candidate, text: str, known: StagedGraph | None = None) -> StoredCall | None:
+        """The call that was kept for a graph of this text, which was cut as the ``known`` one, if any."""
         self._key, self._text, self._tensors, self._said, self._warned = None, text, None, [], []
         if self._cache is None or not text:
             return None
@@ -314,9 +340,10 @@ class Lookup:
         try:
             if foreign := foreign_schedule(str(candidate.policy.source)):
                 raise UnknownValueError(f"the schedule {foreign} is not pipec's own")
-            self._key = "\n".join([FORMAT, self._request, describe(candidate), text])
-        except UnknownValueError as error:
-            self._refuse(str(error))
+            cut = describe(Cut.of(known) if known else None)
+            self._key = "\n".join([FORMAT, self._process, self._request, describe(candidate), cut, text])
+        except Exception as error:
+            self._refuse(str(error) if isinstance(error, UnknownValueError) else repr(error))
             return None
         data = self._cache.read(self._key)
         return None if data is None else self._parsed(data)
@@ -409,8 +436,6 @@ def _lost(
             describe(x) == describe(read.artifact.constants[name]) for name, x in artifact.constants.items()
         ),
     }
-    for guard in read.cut.guards:
-        holds(guard, {"b": 2, **staged.graph.planned_sizes})
     return next((f"its {what} would not be the same" for what, is_same in same.items() if not is_same), "")
 
 
@@ -440,18 +465,24 @@ def process_text(gpu: bool) -> str:
         for name, value in {
             **torch_compat.global_state(gpu),
             "pipec": _source_digest(),
-            "logs": log.isEnabledFor(logging.INFO),
         }.items()
     )
 
 
-@functools.cache
 def _source_digest() -> str:
-    """A digest of pipec's own source. Raises UnknownValueError if it changed since it was imported."""
-    digest, folder = hashlib.sha256(), Path(pipec.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        if path.stat().st_ctime > _IMPORTED:  # a copy may keep its time of modification
+    """A digest of pipec's own source. Raises UnknownValueError if it changed since pipec was imported."""
+    folder = Path(pipec.__file__).parent
+    paths = sorted(folder.rglob("*.py"))
+    for path in paths:
+        if path.stat().st_ctime > pipec._IMPORTED:  # a copy may keep its time of modification
             raise UnknownValueError(f"{path} changed after it was imported")
+    return _digest_of_files(folder, tuple(paths))
+
+
+@functools.cache
+def _digest_of_files(folder: Path, paths: tuple[Path, ...]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
         digest.update(
             f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
         )

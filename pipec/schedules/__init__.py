@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -39,7 +39,14 @@ SEARCHED_SCHEDULES: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
 }
 """Schedules that depend on times and memory."""
 
-_OWN = dict(SCHEDULES)
+_REGISTRIES: Sequence[Mapping[str, object]] = (
+    SCHEDULES,
+    SEARCHED_SCHEDULES,
+    ASYNCHRONOUS_SCHEDULES,
+    LOOPED_SCHEDULES,
+)
+
+_OWN = [dict(each) for each in _REGISTRIES]
 
 _SUFFIXED = re.compile(r"(.+)-v([0-9]{1,9})")
 
@@ -69,8 +76,13 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Worklo
 def foreign_schedule(name: str) -> str:
     """The name of a schedule that a step by ``name`` may run, and that is not pipec's own; else empty."""
     named = (*SCHEDULES, *SEARCHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
-    changed = [each for each, make in SCHEDULES.items() if _OWN.get(each) is not make]
-    return next(iter(changed), "" if name in named or _looped(name) else name)
+    changed = (
+        each
+        for registry, own in zip(_REGISTRIES, _OWN, strict=True)
+        for each in {**own, **registry}
+        if registry.get(each) is not own.get(each)
+    )
+    return next(changed, "" if name in named or _looped(name) else name)
 
 
 def _looped(name: str) -> Callable[[int, int], Schedule] | None:

@@ -5,6 +5,7 @@ functions alone, and nothing in torch was replaced.
 """
 
 import builtins
+import contextlib
 import functools
 import hashlib
 import math
@@ -13,7 +14,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import (
@@ -193,16 +194,37 @@ def global_state(gpu: bool) -> dict[str, object]:
         "autocast": [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")],
         "autocast caches": torch.is_autocast_cache_enabled(),
         "default dtype": torch.get_default_dtype(),
-        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "this thread": _thread_text(),
         "functions": _functions_digest(),
         "order of attention kernels": torch._C._get_sdp_priority_order(),
         "einsum": (opt_einsum.is_available(), opt_einsum.enabled, opt_einsum.strategy),
-        "packages": {name: metadata.version(name) for name in ("numpy", "scipy", "sympy")},
+        "packages": {name: _version(name) for name in ("numpy", "scipy", "sympy")},
         "torch": (str(torch.__version__), str(torch.version.git_version), torch.__file__),
         "Python": (sys.version, sys.flags.optimize, platform.machine()),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "GPU": _gpu() if gpu else None,
     }
+
+
+_autograd: Any = torch._C._autograd
+
+_OF_THREAD: tuple[Callable[[], object], ...] = (
+    *(torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set),
+    *(torch._C._is_fwd_grad_enabled, torch._C._is_view_replay_enabled, torch._C._is_multithreading_enabled),
+    *(_autograd._saved_tensors_hooks_is_enabled, torch._C._is_torch_function_enabled),
+)
+
+
+def _thread_text() -> str:
+    """What the dispatcher and autograd are asked to do and to leave out, but for gradients and inference."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        return ", ".join(str(read()) for read in _OF_THREAD)
+
+
+def _version(package: str) -> str:
+    """The version that is loaded; on disk there may be another one by now."""
+    loaded = sys.modules.get(package)
+    return str(loaded.__version__) if loaded else metadata.version(package)
 
 
 def _config_text(config: Any) -> str:

@@ -2,27 +2,38 @@
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cache_mutations import CHANGES, Outcome, Setting, run
+from cache_mutations import CHANGES, SOURCE, Outcome, Setting, run, scope_of
 from slow_params import slow, slow_but
 from torch import Tensor, nn
 
 import pipec
 from pipec.capture.trace_text import UnknownValueError
-from pipec.compiler import disk_cache, stored_call
+from pipec.compiler import compile_cache, disk_cache, stored_call
 from pipec.compiler.disk_cache import COMPILE_CACHE, DiskCache
 from pipec.errors import PipecError
+from pipec.schedules import (
+    ASYNCHRONOUS_SCHEDULES,
+    LOOPED_SCHEDULES,
+    SCHEDULES,
+    SEARCHED_SCHEDULES,
+    foreign_schedule,
+)
 from pipec.torch_compat import is_own, replaced_code
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "compile_cache_script.py"
 
@@ -159,6 +170,80 @@ def test_tensors_of_the_program_are_read_where_they_are(
     )
     assert (first.num_read, second.num_read) == (0, 3)
     assert first.same_as(plain)
+    assert second.same_as(plain)
+
+
+def deaf() -> contextlib.AbstractContextManager[Any]:
+    return replaced(logging.getLogger("pipec"), "filters", [lambda record: False])
+
+
+def at_level(level: int) -> contextlib.AbstractContextManager[Any]:
+    return replaced(logging.getLogger("pipec"), "level", level)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [(deaf, contextlib.nullcontext), (lambda: at_level(logging.ERROR), lambda: at_level(logging.WARNING))],
+    ids=["a filter", "a level"],
+)
+def test_a_process_hears_what_an_earlier_one_did_not(
+    before: Around, now: Around, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting = CHANGES["Python's state"]
+    run(replace(setting, around=before), tmp_path, caplog)
+    second, plain = (run(replace(setting, around=now), folder, caplog) for folder in (tmp_path, None))
+    assert "sets attributes of the module" in "".join(plain.said)
+    assert second.same_as(plain)
+
+
+def step_and_step_on_half(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+    return [pipe.step(x, target=x), pipe.step(x[:4], target=x[:4])]
+
+
+def test_a_graph_from_another_state_of_torch_is_another_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only the state in which a call is compiled on a graph counts, but that in which it was captured."""
+
+    def around() -> contextlib.AbstractContextManager[Any]:
+        patched: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(
+            view_replay_for_aliased_outputs=not torch._functorch.config.view_replay_for_aliased_outputs
+        )
+        return patched
+
+    def changing(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        first = pipe.step(x, target=x)
+        with around():
+            return [first, pipe.step(x[:4], target=x[:4])]
+
+    run(Setting(calls=changing), tmp_path, caplog)
+    assert run(Setting(calls=step_and_step_on_half, around=around), tmp_path, caplog).num_read == 0
+    assert run(Setting(calls=changing), tmp_path, caplog).num_read == 2
+
+
+def test_a_graph_that_is_cut_anew_is_another_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile decides the first cut, and its times are not those of a graph that follows the cut."""
+    monkeypatch.setattr(compile_cache, "MAX_SIGNATURES", 1)
+    source = SOURCE.replace(" + TABLE", "").replace(" * self.kept", "")
+    scope = scope_of(source)
+    x = torch.randn(8, 8)
+    example = pipec.Example(scope["Net"](), (x,), target=x, loss_fn=scope["loss_fn"])
+    pipec.profile(example, microbatch_size=2, repeats=1).save(tmp_path / "profile.json")
+    options, kept = {"devices": 2, "profile": tmp_path / "profile.json"}, tmp_path / "kept"
+
+    def forgetting(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+        found = [pipe.step(x, target=x)]
+        for scale, batch in ((3.0, x), (1.5, x[:4])):
+            net.blocks[0].scale = scale
+            found.append(pipe.step(batch, target=batch))
+        return found
+
+    run(Setting(source, options, calls=step_and_step_on_half), kept, caplog)
+    setting = Setting(source, options, calls=forgetting)
+    second, plain = (run(setting, folder, caplog) for folder in (kept, None))
+    assert second.num_read == 1
     assert second.same_as(plain)
 
 
@@ -399,6 +484,38 @@ def replaced(owner: Any, name: str, value: Any) -> Any:
         yield
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("none"),
+        lambda: torch._C._ExcludeDispatchKeyGuard(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        ),
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        torch._C.DisableTorchFunctionSubclass,
+    ],
+)
+def test_what_a_thread_asks_of_torch_is_part_of_the_key(around: Around) -> None:
+    before = stored_call.process_text(gpu=False)
+    with around():
+        assert stored_call.process_text(gpu=False) != before
+    with torch.inference_mode():  # which captures leave, and calls have in their keys
+        assert stored_call.process_text(gpu=False) == before
+
+
+@pytest.mark.parametrize(
+    "registry", [SCHEDULES, LOOPED_SCHEDULES, SEARCHED_SCHEDULES, ASYNCHRONOUS_SCHEDULES]
+)
+def test_a_program_that_changes_the_schedules_is_told(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not foreign_schedule("auto")
+    first, *_ = registry
+    monkeypatch.delitem(registry, first)
+    assert foreign_schedule("auto") == first
+    monkeypatch.undo()
+    monkeypatch.setitem(registry, "mine", registry[first])
+    assert foreign_schedule("mine") == "mine"
+
+
 def test_another_source_of_pipec_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = stored_call.process_text(gpu=False)
     monkeypatch.setattr(stored_call, "_source_digest", lambda: "another")
@@ -413,12 +530,21 @@ def test_source_that_changed_after_it_was_imported_is_not_described(
 ) -> None:
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(pipec, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(stored_call, "_IMPORTED", time.time() + 10)
-    assert stored_call._source_digest.__wrapped__()
+    monkeypatch.setattr(pipec, "_IMPORTED", time.time() + 10)
+    assert stored_call._source_digest()
     os.utime(tmp_path / "__init__.py", (0, 0))  # as of a file that was copied with its times
-    monkeypatch.setattr(stored_call, "_IMPORTED", time.time() - 10)
+    monkeypatch.setattr(pipec, "_IMPORTED", time.time() - 10)
     with pytest.raises(UnknownValueError, match="changed after it was imported"):
-        stored_call._source_digest.__wrapped__()
+        stored_call._source_digest()
+
+
+def test_source_counts_as_imported_before_the_first_call_is_compiled() -> None:
+    code = "import sys, time, pipec.api; print(pipec._IMPORTED < time.time(), *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    is_noted, *modules = done.stdout.split()
+    assert is_noted == "True"
+    assert "pipec.schedules" in modules
+    assert "pipec.compiler.stored_call" not in modules
 
 
 # processes
