@@ -334,9 +334,9 @@ class _Tracer:
         refuse_layout_reads(captured, self._call.changed_layouts)
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
-        text = ""
+        warnings, text = [*_changed_state_warnings(self._step.model, captured.changed_state)], ""
         if proves:
-            trace = functools.partial(TraceText.of, captured, self._step, self._constants)
+            trace = functools.partial(TraceText.of, captured, self._step, self._constants, warnings)
             text, known = self._find(trace)
             if known is not None:
                 self.is_found = True
@@ -346,7 +346,8 @@ class _Tracer:
         operators = number_operators(captured.module)
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
-        _warn_of_changed_state(self._step.model, captured.changed_state)
+        for warning in warnings:
+            log.warning("%s", warning)
         first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
         if first_collective and self.has_traced_backward:
             raise CaptureError(
@@ -514,19 +515,18 @@ def _is_record(model: nn.Module, path: str) -> bool:
     return is_of_model and not isinstance(found, Collection | Iterator)
 
 
-def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
+def _changed_state_warnings(model: nn.Module, changed: Sequence[str]) -> Iterator[str]:
+    """The warnings that a forward changes objects, which pipelines leave alone."""
     modules = {f"model.{path}" if path else "model" for path, _ in model.named_modules()}
     for path in sorted(modules.intersection(changed)):
-        log.warning(
-            "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and leave "
-            "them alone. State that changes from step to step belongs into a registered buffer.",
-            path,
-            type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
+        kind = type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__
+        yield (
+            f"forward() of {path} ({kind}) sets attributes of the module; pipelines run what was captured "
+            "and leave them alone. State that changes from step to step belongs into a registered buffer."
         )
     others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules
     for path in sorted(path for path in others if not _is_record(model, path)):
-        log.warning(
-            "forward() changes %s; pipelines run what was captured and leave it alone. State that changes "
-            "from step to step belongs into a registered buffer.",
-            path.removeprefix("model."),
+        yield (
+            f"forward() changes {path.removeprefix('model.')}; pipelines run what was captured and leave it "
+            "alone. State that changes from step to step belongs into a registered buffer."
         )

@@ -222,13 +222,29 @@ class RestoredGraph(TrainingGraph):
 
     @functools.cached_property
     def recaptured(self) -> TrainingGraph | None:
-        """The graph itself, captured again; None if it is not the same any more."""
+        """The graph itself, captured again in silence; None if it is not the same any more."""
         try:
-            graph = self.recapture() if self.recapture else None
+            with _muted():
+                graph = self.recapture() if self.recapture else None
         except PipecError as error:
             log.debug("a graph cannot be captured again: %s", error)
             return None
         return graph if graph is not None and graph.text == self.text else None
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Log nothing from this thread."""
+    thread = threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.filters.insert(0, is_of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_of_others)
 
 
 class RestoredStages(StagedGraph):
@@ -280,8 +296,8 @@ class Lookup:
 
     @contextmanager
     def listening(self) -> Iterator["Lookup"]:
-        """Note what is logged meanwhile."""
-        log.addFilter(self)
+        """Note what is logged meanwhile, before filters of the script change or drop it."""
+        log.filters.insert(0, self)
         try:
             yield self
         finally:
@@ -439,7 +455,7 @@ def process_text(gpu: bool) -> str:
         for name, value in {
             **torch_compat.global_state(gpu),
             "pipec": _source_digest(),
-            "logs": log.isEnabledFor(logging.INFO),
+            "logs": [log.isEnabledFor(level) for level in (logging.INFO, logging.WARNING, logging.ERROR)],
         }.items()
     )
 
