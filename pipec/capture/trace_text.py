@@ -6,7 +6,7 @@ What is not known to mean the same in another process has no text: functions of 
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -21,6 +21,7 @@ from pipec.torch_compat import (
     CapturedGraph,
     FakeTensor,
     argument_tensors,
+    exact_text,
     is_own,
     name_of,
     pytree,
@@ -50,7 +51,7 @@ def describe(value: Any) -> str:
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return f"{kind.__name__} {value.node.expr}"
+        return f"{kind.__name__} {exact_text(value.node.expr)}"
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, Mapping):
@@ -70,7 +71,7 @@ def describe(value: Any) -> str:
     if isinstance(value, type) and value.__module__ in _KNOWN:
         return value.__qualname__
     if isinstance(value, sympy.Basic):
-        return f"sympy {value}"
+        return f"sympy {exact_text(value)}"
     raise UnknownValueError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -101,9 +102,21 @@ def _known_text(value: Any) -> str:
 def _metadata(tensor: Tensor) -> str:
     strided = tensor.layout is torch.strided
     layout = (*tensor.stride(), tensor.storage_offset()) if strided else tensor.layout
-    flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+    flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
     is_parameter = isinstance(tensor, nn.Parameter)
-    return f"{tensor.dtype} {tensor.device} {[*tensor.shape]} {layout} {flags} {is_parameter}"
+    sizes = describe(tuple(tensor.shape)), describe(layout)
+    return f"{tensor.dtype} {tensor.device} {sizes} {flags} {is_parameter}"
+
+
+def _shared_memory(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """The tensors that share memory with an earlier one: what is written into one is read in the others."""
+    storages = {name: x.untyped_storage() for name, x in tensors.items() if x.layout is torch.strided}
+    first: dict[tuple[str, int], str] = {}
+    for name, storage in storages.items():
+        for kind, place in (("storage", id(storage)), ("address", storage.data_ptr())):
+            owner = first.setdefault((kind, place), name) if place else name
+            if owner != name:
+                yield f"{name} has the {kind} of {owner}"
 
 
 def model_text(model: nn.Module, canonical: Mapping[str, str]) -> Iterator[str]:
@@ -142,9 +155,12 @@ class TraceText:
         captured: CapturedGraph,
         step: TracedStep,
         constants: Mapping[str, Tensor],
+        changed: Sequence[tuple[str, str]],
         computed: bool = True,
     ) -> "TraceText":
         """The text of what Dynamo traced. ``constants`` are the tensors of the loss alone.
+
+        ``changed`` is what the capture warns of: paths of objects, and their classes.
 
         Without ``computed``, the text leaves out what follows from the rest: the metadata of what the graph
         computes, which tells whether gradients were enabled, and the sizes of this call.
@@ -153,7 +169,8 @@ class TraceText:
             UnknownValueError: the graph calls, or holds, what has no text.
         """
         given, arguments = argument_tensors(captured), pytree.tree_leaves(captured.args)
-        names = {id(tensor): name for name, tensor in named_tensors(step).items()}
+        registered = named_tensors(step)
+        names = {id(tensor): name for name, tensor in registered.items()}
         names |= {id(leaf): f"leaf {k}" for k, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         arguments_text = {node: names.get(id(value)) or _known_text(value) for node, value in given.items()}
         writer, shapes = _Writer(arguments_text, computed), captured.module.meta["fake_mode"].shape_env
@@ -172,7 +189,8 @@ class TraceText:
         lines += [f"step {step.moved_axes} {step.batched} {step.numbers} {step.equal_dimensions}"]
         others = {x.name: value for x, value in given.items() if id(value) not in names}
         tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
-        return cls("\n".join([*lines, *writer.texts]), output_spec, {**tensors, **constants})
+        lines += [*map(repr, changed), *_shared_memory({**registered, **tensors})]
+        return cls("\n".join([*lines, *map(repr, writer.texts)]), output_spec, {**tensors, **constants})
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:
@@ -245,7 +263,7 @@ class _Writer:
 
     def _module(self, key: str, entry: tuple[str, Any]) -> int:
         path, kind = entry
-        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__} {kind.__name__}"
         place = self._modules.setdefault(key, len(self._modules))
         return self._number(f"{place} {path} {name}")
 

@@ -344,9 +344,9 @@ class _Tracer:
         refuse_layout_reads(captured, self._call.changed_layouts)
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
-        text = ""
+        changed, text = _changed_state(self._step.model, captured.changed_state), ""
         if proves:
-            trace = functools.partial(TraceText.of, captured, self._step, self._constants)
+            trace = functools.partial(TraceText.of, captured, self._step, self._constants, changed)
             text, known = self._find(trace)
             if known is not None:
                 self.is_found = True
@@ -356,7 +356,7 @@ class _Tracer:
         operators = number_operators(captured.module)
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
-        _warn_of_changed_state(self._step.model, captured.changed_state)
+        _warn_of_changed_state(changed)
         first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
         if first_collective and self.has_traced_backward:
             raise CaptureError(
@@ -524,19 +524,26 @@ def _is_record(model: nn.Module, path: str) -> bool:
     return is_of_model and not isinstance(found, Collection | Iterator)
 
 
-def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
-    modules = {f"model.{path}" if path else "model" for path, _ in model.named_modules()}
-    for path in sorted(modules.intersection(changed)):
-        log.warning(
-            "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and leave "
-            "them alone. State that changes from step to step belongs into a registered buffer.",
-            path,
-            type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
-        )
-    others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules
-    for path in sorted(path for path in others if not _is_record(model, path)):
-        log.warning(
-            "forward() changes %s; pipelines run what was captured and leave it alone. State that changes "
-            "from step to step belongs into a registered buffer.",
-            path.removeprefix("model."),
-        )
+def _changed_state(model: nn.Module, changed: Sequence[str]) -> list[tuple[str, str]]:
+    """The paths of objects that a forward changes, and pipelines leave alone, each with a module's class."""
+    modules = {f"model.{path}" if path else "model": type(module) for path, module in model.named_modules()}
+    of_modules = [(path, modules[path].__name__) for path in sorted(modules.keys() & changed)]
+    others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules.keys()
+    return of_modules + [(path, "") for path in sorted(others) if not _is_record(model, path)]
+
+
+def _warn_of_changed_state(changed: Sequence[tuple[str, str]]) -> None:
+    for path, kind in changed:
+        if kind:
+            log.warning(
+                "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and "
+                "leave them alone. State that changes from step to step belongs into a registered buffer.",
+                path,
+                kind,
+            )
+        else:
+            log.warning(
+                "forward() changes %s; pipelines run what was captured and leave it alone. State that "
+                "changes from step to step belongs into a registered buffer.",
+                path.removeprefix("model."),
+            )

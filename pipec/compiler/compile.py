@@ -159,7 +159,7 @@ def _request_text(request: CompileRequest) -> str:
         *(key.mode, key.call_signature, key.outputs, key.variables, request.values),
         *(call.batch_size, call.axes, call.paths, call.ambiguous_leaves, call.repeated),
         *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        *(log.isEnabledFor(level) for level in (logging.INFO, logging.WARNING)),
+        *(log.isEnabledFor(level) for level in (logging.INFO, logging.WARNING, logging.ERROR)),
     )
     return "\n".join([*map(describe, parts), *model_text(request.model, request.canonical)])
 

@@ -231,12 +231,29 @@ class RestoredGraph(TrainingGraph):
 
     @functools.cached_property
     def _recaptured(self) -> TrainingGraph | None:
+        """The graph itself, captured again in silence."""
         try:
-            graph = self.recapture() if self.recapture else None
+            with _muted():
+                graph = self.recapture() if self.recapture else None
         except PipecError as error:
             log.debug("a graph cannot be captured again: %s", error)
             return None
         return graph if graph is not None and graph.text == self.text else None
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Log nothing from this thread."""
+    thread = threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.filters.insert(0, is_of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_of_others)
 
 
 class RestoredStages(StagedGraph):
@@ -306,8 +323,8 @@ class Lookup:
 
     @contextmanager
     def listening(self) -> Iterator["Lookup"]:
-        """Note what is logged meanwhile."""
-        log.filters.insert(0, self)  # before those that drop records
+        """Note what is logged meanwhile, before filters of the script change or drop it."""
+        log.filters.insert(0, self)
         try:
             yield self
         finally:

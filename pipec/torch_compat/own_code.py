@@ -14,12 +14,14 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
+    CodeType,
     FunctionType,
     GenericAlias,
     MethodDescriptorType,
@@ -28,8 +30,10 @@ from types import (
 )
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
+from sympy.printing.str import StrPrinter
 from torch._decomp import decomposition_table
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
@@ -38,6 +42,7 @@ from torch.backends import opt_einsum
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from pipec.torch_compat.settings import SETTINGS, read_settings
 
@@ -51,8 +56,15 @@ _HOMES: tuple[Any, ...] = (
 )
 """Where torch and Python have the functions that are not written in Python."""
 
-_WRAPPING = tuple(sys.modules[name].__file__ for name in ("typing", "typing_extensions"))
+_WRAPPING = tuple(str(sys.modules[name].__file__) for name in ("typing", "typing_extensions"))
 """Files of functions that torch holds, and has not written."""
+
+_PYTHON, *_LIBRARIES = (
+    f"{Path(str(sys.modules[name].__file__)).parent}{os.sep}"
+    for name in ("contextlib", "sympy", "numpy", "torchgen")
+    if name in sys.modules
+)
+"""Where the functions are that modules of torch import from elsewhere."""
 
 _OTHER_CALLABLES = (
     *(type, GenericAlias, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType),
@@ -105,12 +117,26 @@ def name_of(target: Any) -> str:
 
 
 def _is_own_code(function: Any) -> bool:
-    """Whether a function, and each function that it wraps, is one of torch's or pipec's."""
+    """Whether a function, and each function that it wraps or encloses, is one of torch's or pipec's."""
     if not isinstance(function, FunctionType):
         return is_own(function)
     wrapped = getattr(function, "__wrapped__", None)
-    is_own_file = function.__code__.co_filename.startswith((_PIPEC, _TORCH))
-    return is_own_file and (wrapped is None or _is_own_code(wrapped))
+    if wrapped is not None and not _is_own_code(wrapped):
+        return False
+    files = [each.__code__.co_filename for each in _enclosed(function)]
+    return all(file.startswith((_PIPEC, _TORCH, *_WRAPPING)) for file in files)
+
+
+def _enclosed(function: FunctionType) -> list[FunctionType]:
+    """A function, and the functions in its closure, and in theirs."""
+    found = [function]
+    for each in found:
+        for cell in each.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                held = cell.cell_contents
+                if isinstance(held, FunctionType) and not any(held is other for other in found):
+                    found.append(held)
+    return found
 
 
 def replaced_code() -> str:
@@ -122,11 +148,11 @@ def replaced_code() -> str:
         return "hooks on saved tensors are active"
     for name, held in _functions():
         if isinstance(held, FunctionType):
-            if not _is_own_code(held) and held.__code__.co_filename not in _WRAPPING:
+            if not _is_own_code(held):
                 return f"{name} was replaced by a function in {held.__code__.co_filename}"
         elif not isinstance(held, _OTHER_CALLABLES) and type(held).__module__ not in _OTHER_MODULES:
             return f"{name} was replaced by a {type(held).__qualname__}"
-    return next(_foreign_kernels(), "")
+    return next(_foreign_functions(), "") or next(_foreign_kernels(), "")
 
 
 def _functions() -> Iterator[tuple[str, Any]]:
@@ -147,6 +173,27 @@ def _functions() -> Iterator[tuple[str, Any]]:
                 yield f"the kernel of {overload.name()} for {key}", kernel
 
 
+def _foreign_functions() -> Iterator[str]:
+    """The functions in torch's modules that come neither from torch nor from what it imports.
+
+    Those of Dynamo may be any, because it runs in each process.
+    """
+    for home, module in [*sys.modules.items()]:
+        is_of_torch = home.partition(".")[0] == "torch" and not home.startswith("torch._dynamo")
+        if not is_of_torch or not isinstance(module, ModuleType):
+            continue
+        for name, held in [*vars(module).items()]:
+            if type(held) is FunctionType and not _may_import(held) and (module, name) not in _UNUSED:
+                yield f"{home}.{name} was replaced by a function in {held.__code__.co_filename}"
+
+
+def _may_import(function: FunctionType) -> bool:
+    """Whether modules of torch may have a function: it is torch's, Python's, or of a library of torch's."""
+    file = function.__code__.co_filename
+    is_of_python = file.startswith((_PYTHON, "<frozen ")) and "site-packages" not in file
+    return is_of_python or file.startswith((_PIPEC, _TORCH, *_WRAPPING, *_LIBRARIES))
+
+
 def _functions_digest() -> str:
     """A digest of which function is where: one that another one of torch replaced changes it, too."""
     lines = sorted(f"{place} is {name_of(held)} {_code_text(held)}" for place, held in _functions())
@@ -154,11 +201,22 @@ def _functions_digest() -> str:
 
 
 def _code_text(held: Any) -> str:
-    """Where a function in Python is written, and the defaults of its arguments."""
+    """Where a function in Python is written, what it does, and the defaults of its arguments."""
     if not isinstance(held, FunctionType):
         return ""
-    plain = [each for each in held.__defaults__ or () if isinstance(each, bool | int | float | str | None)]
-    return f"{held.__code__.co_filename}:{held.__code__.co_firstlineno} {plain}"
+    defaults = (*(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values())
+    plain = [each for each in defaults if isinstance(each, bool | int | float | str | None)]
+    return f"{held.__code__.co_filename}:{held.__code__.co_firstlineno} {_bytecode(held.__code__)} {plain}"
+
+
+def _bytecode(code: CodeType) -> str:
+    """The instructions of a code, its names, and its constants but for objects."""
+    constants = [
+        _bytecode(each) if isinstance(each, CodeType) else repr(each)
+        for each in code.co_consts
+        if isinstance(each, CodeType | bool | int | float | str | tuple | None)
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _foreign_kernels() -> Iterator[str]:
@@ -262,14 +320,36 @@ def shape_facts(shapes: ShapeEnv, sizes: bool) -> Iterator[str]:
     With ``sizes``, those that the trace was made with are part of it.
     """
     for name in (*(_SIZES if sizes else ()), *_SHAPE_FACTS):
-        found = getattr(shapes, name, None)
-        yield f"{name}: {sorted(map(str, found)) if isinstance(found, set) else found}"
+        yield f"{name}: {exact_text(getattr(shapes, name, None))}"
     for guard in shapes.guards:
-        yield f"guard {guard.expr} {_place(guard.sloc)}"
+        yield f"guard {exact_text(guard.expr)} {_place(guard.sloc)}"
     for symbol, place in shapes.replacements_slocs.items():
         yield f"replaced {symbol} {_place(place)}"
     for symbol, asserts in shapes.deferred_runtime_asserts.items():
-        yield f"asserted of {symbol}: {[each.expr for each in asserts]}"
+        yield f"asserted of {symbol}: {exact_text([each.expr for each in asserts])}"
+
+
+class _ExactPrinter(StrPrinter):  # type: ignore[misc]
+    """Prints formulas with all digits of their numbers; ``str`` rounds them."""
+
+    def _print_Float(self, number: sympy.Float) -> str:
+        return f"Float{number._mpf_}"
+
+
+def exact_text(value: object) -> str:
+    """The text of formulas, ranges, and containers of them: equal texts mean equal values."""
+    match value:
+        case sympy.Basic():
+            return str(_ExactPrinter().doprint(value))
+        case ValueRanges():
+            return f"[{exact_text(value.lower)}, {exact_text(value.upper)}]"
+        case Mapping():
+            return f"{{{', '.join(f'{exact_text(key)}: {exact_text(held)}' for key, held in value.items())}}}"
+        case Set():
+            return f"set({', '.join(sorted(map(exact_text, value)))})"
+        case list() | tuple():
+            return f"({', '.join(map(exact_text, value))})"
+    return repr(value)
 
 
 def _place(place: Any) -> str:

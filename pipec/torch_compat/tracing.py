@@ -58,7 +58,14 @@ from pipec.torch_compat.operator_patches import (
     keep_recurrent_operators,
     skip_distribution_validation,
 )
-from pipec.torch_compat.own_code import global_state, is_own, name_of, replaced_code, shape_facts
+from pipec.torch_compat.own_code import (
+    exact_text,
+    global_state,
+    is_own,
+    name_of,
+    replaced_code,
+    shape_facts,
+)
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
@@ -90,6 +97,7 @@ __all__ = [
     "draws_with_numpy",
     "dry_run",
     "evaluate_symbolic",
+    "exact_text",
     "fqn_of",
     "global_state",
     "has_partial_backward_hook",

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from cache_mutations import CHANGES, SOURCE, Outcome, Setting, run, scope_of
+import typing_extensions
+from cache_mutations import CHANGES, PAIRS, SOURCE, Outcome, Setting, run, scope_of
 from slow_params import slow, slow_but
 from torch import Tensor, nn
+from torch._jit_internal import boolean_dispatch
 
 import pipec
 from pipec.capture.trace_text import UnknownValueError
@@ -97,10 +99,27 @@ def test_a_change_between_processes_is_noticed_or_makes_no_difference(
     outcome(Setting(), kept, caplog)
     expected, first, second = (outcome(CHANGES[name], folder, caplog) for folder in (None, kept, kept))
     for found in (first, second):
-        if isinstance(expected, str) or isinstance(found, str):
-            assert found == expected
-        else:
-            assert found.same_as(expected)
+        require_same(found, expected)
+
+
+def require_same(found: Outcome | str, expected: Outcome | str) -> None:
+    if isinstance(expected, str) or isinstance(found, str):
+        assert found == expected
+    else:
+        assert found.same_as(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but(PAIRS, "the memory of two buffers", "the last digit of a number in a condition on sizes"),
+)
+def test_a_change_that_the_traced_graph_does_not_show_is_noticed(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = PAIRS[name]
+    outcome(before, tmp_path, caplog)
+    found, expected = (outcome(after, folder, caplog) for folder in (tmp_path, None))
+    require_same(found, expected)
 
 
 @pytest.mark.slow
@@ -131,9 +150,11 @@ def test_what_is_not_there_is_compiled_on_what_was_read(
         other = pipe.eval_step(x, target=x) if missing == "evaluation" else pipe.step(x[:4], target=x[:4])
         return [loss, other, net.head.weight.grad.clone()]
 
-    run(Setting(calls=step), tmp_path, caplog)
-    second, plain = (run(Setting(calls=calls), folder, caplog) for folder in (tmp_path, None))
+    source = CHANGES["Python's state"].source  # its capture warns
+    run(Setting(source, calls=step), tmp_path, caplog)
+    second, plain = (run(Setting(source, calls=calls), folder, caplog) for folder in (tmp_path, None))
     assert second.num_read == 1
+    assert second.said
     assert second.same_as(plain)
 
 
@@ -467,6 +488,9 @@ def lambda_free(x: Tensor) -> Tensor:
         lambda: replaced(torch, "relu", torch.no_grad()(lambda x: x)),
         lambda: replaced(torch, "relu", nn.ReLU()),
         lambda: replaced(torch, "sin", lambda x: x),
+        lambda: replaced(torch.nn._reduction, "get_enum", lambda reduction: 2),
+        lambda: replaced(torch, "relu", typing_extensions.deprecated("")(lambda x: x)),
+        lambda: replaced(torch, "relu", boolean_dispatch("", 0, False, lambda x: x, lambda x: x, "", "")),
     ],
 )
 def test_what_replaces_torch_is_found(around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
@@ -514,6 +538,16 @@ def test_a_program_that_changes_the_schedules_is_told(registry: Any, monkeypatch
     monkeypatch.undo()
     monkeypatch.setitem(registry, "mine", registry[first])
     assert foreign_schedule("mine") == "mine"
+
+
+def test_another_code_of_a_function_of_torch_is_another_key() -> None:
+    before = stored_call.process_text(gpu=False)
+    code = nn.functional.softsign.__code__
+    other = code.replace(co_consts=tuple(2 if each == 1 else each for each in code.co_consts))
+    with replaced(nn.functional.softsign, "__code__", other):
+        assert replaced_code() == ""
+        assert stored_call.process_text(gpu=False) != before
+    assert stored_call.process_text(gpu=False) == before
 
 
 def test_another_source_of_pipec_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:

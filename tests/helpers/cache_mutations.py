@@ -6,6 +6,7 @@ text without a file, so that no line of its source gives a change away.
 
 import contextlib
 import functools
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from torch._dynamo import symbolic_convert
 
 import pipec
 from pipec.capture import traced_step
+from pipec.console import logger
 from pipec.hardware.devices import DEVICES
 from pipec.schedules import SCHEDULES
 
@@ -389,5 +391,93 @@ within(
     "a configuration of functorch",
     lambda: torch._functorch.config.patch(functionalize_rng_ops=False, view_replay_for_aliased_outputs=True),
 )
+
+PAIRS: dict[str, tuple[Setting, Setting]] = {}
+"""Two settings of one source, in which Dynamo traces the same graph."""
+
+
+def unseen(
+    name: str, line: str, first: Callable[[Any], object], second: Callable[[Any], object], **kwargs: Any
+) -> None:
+    """Two preparations of a model that has one more ``line`` in its forward."""
+    before = "x = x + math"
+    source = SOURCE.replace(before, f"{line}\n        {before}")
+    one, two = (Setting(source, prepare=_of_net(prepare), **kwargs) for prepare in (first, second))
+    PAIRS[name] = one, two
+
+
+def _of_net(prepare: Callable[[Any], object]) -> Callable[[Any, Any], object]:
+    return lambda net, _: prepare(net)
+
+
+class _Record:
+    def append(self, value: int) -> None:
+        self.value = value
+
+
+def _named(name: str) -> Callable[[Any], object]:
+    return lambda net: setattr(type(net), "__name__", name)
+
+
+@torch.inference_mode()
+def _made_for_inference(net: Any) -> None:
+    net.kept = torch.arange(8.0)
+
+
+def _steps(*rows: int) -> Callable[[Any, Any, Any], list[Any]]:
+    return lambda pipe, net, x: [pipe.step(x[:each], target=x[:each]) for each in rows]
+
+
+@contextlib.contextmanager
+def _filtered(keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _drop_all(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _replace_text(record: logging.LogRecord) -> bool:
+    record.msg, record.args = "", ()
+    return True
+
+
+unseen(
+    "the memory of two buffers",
+    "self.calls += 1; x = x + self.other",
+    lambda net: net.register_buffer("other", torch.zeros(())),
+    lambda net: net.register_buffer("other", net.calls.view(())),
+)
+unseen(
+    "the memory of a buffer and of a tensor that is not registered",
+    "self.calls += 1; x = x + self.other",
+    lambda net: setattr(net, "other", torch.zeros(())),
+    lambda net: setattr(net, "other", net.calls.view(())),
+    calls=_steps(8),
+)
+unseen(
+    "the class of what the forward changes",
+    "self.seen.append(3)",
+    lambda net: setattr(net, "seen", []),
+    lambda net: setattr(net, "seen", _Record()),
+)
+unseen("the name of a class", "self.seen = 3", _named("Net"), _named("Other"))
+unseen("the mode in which a tensor was made", "x = x * self.kept", lambda net: None, _made_for_inference)
+unseen(
+    "the last digit of a number in a condition on sizes",
+    "x = x * 2 if x.shape[0] * 0.1 != self.bound else x",
+    lambda net: setattr(net, "bound", 0.3),
+    lambda net: setattr(net, "bound", 0.1 * 3),
+    options={"devices": 2, "microbatches": 2},
+    calls=_steps(8, 6),
+)
+for _name, _keep in (("dropped", _drop_all), ("changed", _replace_text)):
+    unseen(f"messages that a filter {_name}", "self.seen = 3", lambda net: None, lambda net: None)
+    PAIRS[f"messages that a filter {_name}"][0].around = functools.partial(_filtered, _keep)
+
 
 Changes = Mapping[str, Setting]
