@@ -27,6 +27,7 @@ from pipec.torch_compat import (
     pytree,
     result_tree,
     shape_facts,
+    symbol_texts,
 )
 
 
@@ -174,7 +175,8 @@ class TraceText:
         names |= {id(leaf): f"leaf {k}" for k, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         arguments_text = {node: names.get(id(value)) or _known_text(value) for node, value in given.items()}
         writer, shapes = _Writer(arguments_text, computed), captured.module.meta["fake_mode"].shape_env
-        lines = [*writer.graph(captured.module), *shape_facts(shapes, sizes=computed)]
+        lines = [*writer.graph(captured.module), *shape_facts(shapes)]
+        lines += symbol_texts(shapes, "\n".join([*lines, *writer.texts]), sizes=computed)
         leaves, spec = pytree.tree_flatten(result_tree(captured))
         results = {
             id(node.meta["example_value"]): f"%{node.name}" for node in _results(captured.module.graph)

@@ -304,22 +304,16 @@ def _gpu() -> tuple[str, ...]:
     )
 
 
-_SIZES = ("backed_var_to_val", "var_to_val")
-"""The sizes that a trace was made with. It decides nothing by them without a guard."""
-
 _SHAPE_FACTS = (
-    *("var_to_range", "var_to_hint_override", "replacements"),
+    *("var_to_hint_override", "replacements"),
     *("unbacked_renamings", "unbacked_inputs", "divisible", "size_like", "specializations", "settings"),
 )
-"""What a trace has found out about its symbols, besides guards."""
+"""What a trace has found out about its symbols, besides guards, ranges and sizes."""
 
 
-def shape_facts(shapes: ShapeEnv, sizes: bool) -> Iterator[str]:
-    """What a trace found out about its sizes, as text: symbols, guards, and the lines that they come from.
-
-    With ``sizes``, those that the trace was made with are part of it.
-    """
-    for name in (*(_SIZES if sizes else ()), *_SHAPE_FACTS):
+def shape_facts(shapes: ShapeEnv) -> Iterator[str]:
+    """What a trace found out about its sizes, as text: symbols, guards, and the lines that they come from."""
+    for name in _SHAPE_FACTS:
         yield f"{name}: {exact_text(getattr(shapes, name, None))}"
     for guard in shapes.guards:
         yield f"guard {exact_text(guard.expr)} {_place(guard.sloc)}"
@@ -327,6 +321,19 @@ def shape_facts(shapes: ShapeEnv, sizes: bool) -> Iterator[str]:
         yield f"replaced {symbol} {_place(place)}"
     for symbol, asserts in shapes.deferred_runtime_asserts.items():
         yield f"asserted of {symbol}: {exact_text([each.expr for each in asserts])}"
+
+
+def symbol_texts(shapes: ShapeEnv, text: str, sizes: bool) -> Iterator[str]:
+    """The ranges of the symbols in the text of a trace and, with ``sizes``, the sizes of this call.
+
+    Others are the values of integers in tensors, such as the number of batches of a batch norm, which the
+    trace does not read.
+    """
+    known = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val
+    used = {*re.findall(r"\w+", text)}
+    for symbol, bounds in shapes.var_to_range.items():
+        if str(symbol) in used:
+            yield f"{symbol} in {exact_text(bounds)} {exact_text(known.get(symbol)) if sizes else ''}"
 
 
 class _ExactPrinter(StrPrinter):  # type: ignore[misc]

@@ -65,6 +65,7 @@ from pipec.torch_compat.own_code import (
     name_of,
     replaced_code,
     shape_facts,
+    symbol_texts,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
@@ -123,6 +124,7 @@ __all__ = [
     "shape_symbols",
     "size_of_symbol",
     "skip_distribution_validation",
+    "symbol_texts",
     "unbacked_symbols",
     "user_frames",
     "without_symbols",

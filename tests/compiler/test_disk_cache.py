@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import typing_extensions
-from cache_mutations import CHANGES, PAIRS, SOURCE, Outcome, Setting, run, scope_of
+from cache_mutations import CHANGES, PAIRS, SOURCE, Outcome, Setting, run, scope_of, steps
 from slow_params import slow, slow_but
 from torch import Tensor, nn
 from torch._jit_internal import boolean_dispatch
@@ -120,6 +120,25 @@ def test_a_change_that_the_traced_graph_does_not_show_is_noticed(
     outcome(before, tmp_path, caplog)
     found, expected = (outcome(after, folder, caplog) for folder in (tmp_path, None))
     require_same(found, expected)
+
+
+@pytest.mark.slow
+def test_what_a_batch_norm_has_counted_makes_no_difference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = SOURCE.replace("x = x + math", "self.seen = 3; x = self.norm(x)\n        x = x + math")
+
+    def setting(count: int, *rows: int) -> Setting:
+        def prepare(net: Any, _: Any) -> None:
+            net.norm = nn.BatchNorm1d(8)
+            net.norm.num_batches_tracked.fill_(count)
+
+        return Setting(source, prepare=prepare, rows=16, calls=steps(*rows))
+
+    run(setting(0, 8), tmp_path, caplog)
+    second, plain = (run(setting(7, 8, 16), folder, caplog) for folder in (tmp_path, None))
+    assert second.num_read == 1
+    assert second.same_as(plain)
 
 
 @pytest.mark.slow

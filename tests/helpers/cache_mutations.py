@@ -424,7 +424,7 @@ def _made_for_inference(net: Any) -> None:
     net.kept = torch.arange(8.0)
 
 
-def _steps(*rows: int) -> Callable[[Any, Any, Any], list[Any]]:
+def steps(*rows: int) -> Callable[[Any, Any, Any], list[Any]]:
     return lambda pipe, net, x: [pipe.step(x[:each], target=x[:each]) for each in rows]
 
 
@@ -457,7 +457,7 @@ unseen(
     "self.calls += 1; x = x + self.other",
     lambda net: setattr(net, "other", torch.zeros(())),
     lambda net: setattr(net, "other", net.calls.view(())),
-    calls=_steps(8),
+    calls=steps(8),
 )
 unseen(
     "the class of what the forward changes",
@@ -473,7 +473,7 @@ unseen(
     lambda net: setattr(net, "bound", 0.3),
     lambda net: setattr(net, "bound", 0.1 * 3),
     options={"devices": 2, "microbatches": 2},
-    calls=_steps(8, 6),
+    calls=steps(8, 6),
 )
 for _name, _keep in (("dropped", _drop_all), ("changed", _replace_text)):
     unseen(f"messages that a filter {_name}", "self.seen = 3", lambda net: None, lambda net: None)
