@@ -21,7 +21,14 @@ class SpecializedBatchError(Exception):
 
 
 class SpecializedVariableError(Exception):
-    """A variable was to be symbolic, but the model makes it a constant or equal to another size."""
+    """A variable was to be symbolic, but the model makes it a constant or equal to another size.
+
+    ``name`` is that of the variable; empty if it is not known which of several it is.
+    """
+
+    def __init__(self, reason: str, name: str = "") -> None:
+        super().__init__(reason)
+        self.name = name
 
 
 def batch_symbol(arguments: Sequence[fx.Node], specialized_by: str) -> sympy.Symbol:
@@ -72,18 +79,20 @@ def variable_symbols(
         for symbol in map(formula, values):
             if not isinstance(symbol, sympy.Symbol):
                 raise SpecializedVariableError(
-                    f"{variable.what} becomes a constant in {joint.specialized_by}"
+                    f"{variable.what} becomes a constant in {joint.specialized_by}", variable.name
                 )
             if found.setdefault(symbol, variable.name) != variable.name or symbol == batch:
                 raise SpecializedVariableError(
-                    f"the model needs {variable.what} to be as large as another one"
+                    f"the model needs {variable.what} to be as large as another one", variable.name
                 )
     read = {*found.values()}
     for variable in variables:
         shown = numbers.get(variable.name) if variable.dim is None else variable.name in read
         if not shown or any(value.is_number for value in joint.replacements.values()):
             where = joint.specialized_by or "the model, or nothing reads it"
-            raise SpecializedVariableError(f"{variable.what} becomes a constant in {where}")
+            raise SpecializedVariableError(
+                f"{variable.what} becomes a constant in {where}", "" if shown else variable.name
+            )
     return found
 
 

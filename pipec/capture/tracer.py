@@ -339,6 +339,7 @@ class _Tracer:
         if has_loss and is_of_dynamo and not torch_compat.returns_loss_first(captured):
             raise TypeError("the model returns an object that torch makes before it returns the loss")
         if captured.compares_tensors and self._step.repeated != self._call.repeated:
+            _refuse_other_splits(self._call)
             self._step.repeated = self._call.repeated
             return self.trace(front_end, symbolic, variables)
         refuse_layout_reads(captured, self._call.changed_layouts)
@@ -504,6 +505,17 @@ class _Tracer:
         guards = torch_compat.Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
         return ModelGuards.of(self._step, guards, constants, readable_attributes)
+
+
+def _refuse_other_splits(call: ModelCall) -> None:
+    """Raise InputError if a tensor that is passed twice is split in two ways: its parts are two tensors."""
+    for position, first in call.repeated:
+        if call.axes[position] != call.axes[first]:
+            path = call.paths[position]
+            raise InputError(
+                f"{path} is {call.paths[first]}, but is not split like it, and forward() may ask whether "
+                f"they are one tensor; pass {path}.clone()"
+            )
 
 
 def _symbolic(call: ModelCall, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:

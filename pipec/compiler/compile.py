@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import dropwhile, takewhile
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -359,20 +359,25 @@ def _text_of_forward(graph: TrainingGraph) -> str:
 def _trace_variables(
     variables: Sequence[Variable], traced: Callable[..., TrainingGraph], like: TrainingGraph | None
 ) -> TrainingGraph | None:
-    """A graph with symbolic variables: all of them, or the sizes alone, or the numbers alone.
+    """A graph with symbolic variables: all that can be, or the sizes alone, or the numbers alone.
 
-    Attempts that failed in the graph of a similar call (``like``) are not repeated. None if all fail.
+    Those that could not be in the graph of a similar call (``like``) are not tried. None if none can be.
     """
-    attempts = symbolic_candidates(variables)
     if like is not None:
         possible = {*like.variable_symbols.values()}
-        attempts = [*dropwhile(lambda each: {x.name for x in each} != possible, attempts)]
-    for attempt in attempts:
+        variables = [variable for variable in variables if variable.name in possible]
+    attempts = symbolic_candidates(variables)
+    while attempts:
+        attempt = attempts.pop(0)
         try:
             return traced(variables=attempt)
         except SpecializedVariableError as error:
-            names = ", ".join(dict.fromkeys(variable.path for variable in attempt))
+            fixed = [variable for variable in attempt if variable.name == error.name] or attempt
+            names = ", ".join(dict.fromkeys(variable.path for variable in fixed))
             log.warning("each value of %s is compiled on its own: %s", names, error)
+            if error.name:
+                left = [tuple(x for x in each if x.name != error.name) for each in (attempt, *attempts)]
+                attempts = [each for each in dict.fromkeys(left) if each]
     return None
 
 

@@ -146,14 +146,14 @@ class CompiledCalls:
             advance_default_generator(collective_call.generator_after)
 
         first, key = collective_call.call, collective_call.signature.key
-        variables = key.variables
+        variables, repeated = key.variables, groups[0][0].artifact.plan.repeated
 
         def split(arguments: CallArguments) -> StreamBatch | None:
             args, kwargs = arguments.args, dict(arguments.kwargs)
             call = self._agreement.check_call(Mode.TRAIN, args, kwargs, arguments.target)
             if call.batch_size != first.batch_size or call.signature(variables) != key.call_signature:
                 return None
-            if call.repeated != first.repeated:
+            if repeated not in (None, call.repeated):
                 return None
             if variable_values(variables, call.leaves) != variable_values(variables, first.leaves):
                 return None

@@ -277,8 +277,9 @@ class _ArtifactCalls:
         if plan.repeated not in (None, repeated_tensors(leaves)):
             same = [f"{plan.arguments[k]} is {plan.arguments[first]}" for k, first in plan.repeated]
             raise InputError(
-                "forward() asks which of its arguments are one tensor, and this artifact was made for calls "
-                f"in which {' and '.join(same) or 'none is another'}. Pass the same, or save one for each"
+                "forward() may ask which of its arguments are one tensor, and this artifact was made for "
+                f"calls in which {' and '.join(same) or 'none is another'}. Pass the same, or save one for "
+                "each"
             )
         rows = _batch_size(plan, leaves)
         leaves = [_rows_in_front(plan, k, as_contiguous(leaf), rows) for k, leaf in enumerate(leaves)]

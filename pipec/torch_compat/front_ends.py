@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,10 @@ LAYOUT_METHODS = ("is_contiguous", "stride", "dim_order")
 
 MEMORY_METHODS = ("storage_offset", "data_ptr", "_is_view", "is_inference", "is_pinned", "is_shared")
 """Methods of tensors that tell of their memory, which is another in stages."""
+
+
+IDENTITY_METHODS = ("get_id", "call_id", "hash_impl", "get_python_hash")
+"""Methods of Dynamo's tensors, in one version or another, that make their ``id`` or their hash."""
 
 
 GRADIENT_FUNCTIONS = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
@@ -250,19 +254,34 @@ def _record_traced_layout_reads() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _record_compared_tensors() -> Iterator[list[torch.fx.Node]]:
-    """Collect the tensors, two at a time, of which Python code asks whether they are one object."""
-    compared, example_of = list[torch.fx.Node](), builtin.extract_fake_example_value
+def _record_compared_tensors() -> Iterator[list[object]]:
+    """Collect the tensors, two at a time, of which Python code asks whether they are one object.
+
+    With a tensor whose ``id`` or hash is asked for, the other is not known: None.
+    """
+    compared, example_of = list[object](), builtin.extract_fake_example_value
+    own = dict(vars(TensorVariable))
 
     def noted(node: torch.fx.Node, *args: Any) -> Any:
         compared.append(node)
         return example_of(node, *args)
 
+    def noting(method: Any) -> Any:
+        def ask(self: TensorVariable, *args: Any) -> Any:
+            compared.extend((self, None))
+            return method(self, *args)
+
+        return ask
+
     builtin.extract_fake_example_value = noted  # type: ignore[assignment]
+    asked = [name for name in IDENTITY_METHODS if hasattr(TensorVariable, name)]
+    for name in asked:
+        setattr(TensorVariable, name, noting(getattr(TensorVariable, name)))
     try:
         yield compared
     finally:
         builtin.extract_fake_example_value = example_of
+        _restore(TensorVariable, asked, own)
 
 
 @contextlib.contextmanager
@@ -289,11 +308,16 @@ def record_layout_reads() -> Iterator[list[str]]:
             setattr(torch.Tensor, name, recording(name))
         yield reads
     finally:
-        for name in methods:
-            if name in own:
-                setattr(torch.Tensor, name, own[name])
-            else:
-                delattr(torch.Tensor, name)
+        _restore(torch.Tensor, methods, own)
+
+
+def _restore(kind: type, names: Sequence[str], own: Mapping[str, Any]) -> None:
+    """Give a class the methods of these names back that are its own, and else those of its bases."""
+    for name in names:
+        if name in own:
+            setattr(kind, name, own[name])
+        else:
+            delattr(kind, name)
 
 
 def _note_layout_read(reads: list[str], name: str, file: str, line: int) -> None:

@@ -578,6 +578,50 @@ def test_a_tensor_that_is_passed_twice_is_one_object(dim: int) -> None:
         torch.testing.assert_close(loss, F.mse_loss(model(*given[:2]), given[2]).detach())
 
 
+@pytest.mark.parametrize(
+    "times",
+    [
+        lambda x, memory: len({x, memory}),
+        lambda x, memory: {x: 3.0}.get(memory, 1.0),
+        lambda x, memory: 2 if id(x) == id(memory) else 1,
+        lambda x, memory: 2 if hash(x) == hash(memory) else 1,
+    ],
+    ids=["set", "dict", "id", "hash"],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_asks_for_identity_besides_is(times: Callable[[Tensor, Tensor], float], dim: int) -> None:
+    class Alone(nn.Linear):
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return super().forward(x) * times(x, memory) + memory
+
+    model = Alone(WIDTH, WIDTH)
+    pipe = pipec.compile(
+        copy.deepcopy(model),
+        devices=2,
+        microbatches=2,
+        loss_fn=F.mse_loss,
+        batched=dict.fromkeys(("x", "memory", "target"), dim),
+    )
+    x, other, target = (torch.randn(*(3,) * dim, ROWS, *(3,) * (1 - dim), WIDTH) for _ in range(3))
+    for memory in (other, x, other):
+        loss = pipe.step(x, memory, target=target)
+        torch.testing.assert_close(loss, F.mse_loss(model(x, memory), target).detach())
+
+
+def test_a_tensor_that_is_passed_twice_and_split_once_is_refused_where_it_is_compared() -> None:
+    class Alone(nn.Linear):
+        def forward(self, whole: Tensor, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if whole is x else 1) + whole.mean(0)
+
+    model, (x, target) = Alone(WIDTH, WIDTH), batch()
+    batched = {"whole": None, "x": 0, "target": 0}
+    pipe = pipec.compile(copy.deepcopy(model), devices=2, loss_fn=F.mse_loss, batched=batched)
+    with pytest.raises(InputError, match=r"args\[1\] is args\[0\], but is not split like it"):
+        pipe.step(x, x, target=target)
+    loss = pipe.step(x, x.clone(), target=target)
+    torch.testing.assert_close(loss, F.mse_loss(model(x, x.clone()), target).detach())
+
+
 def test_an_artifact_knows_which_arguments_were_one_tensor(tmp_path: Path) -> None:
     def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         return F.mse_loss(output[0], target)

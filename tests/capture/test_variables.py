@@ -286,6 +286,38 @@ def test_a_mark_on_one_of_two_equal_lengths_is_said_and_forgotten(caplog: pytest
     assert "each value of kwargs['x'] is compiled on its own" in caplog.text
 
 
+@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
+def test_a_mark_on_a_size_of_weights_leaves_the_others(
+    mark: Callable[[Tensor, int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, found = attention(), []
+    for length in (8, 10, 5):
+        inputs = sequences(length)
+        for tensor in inputs.values():
+            mark(tensor, 1)
+            mark(tensor, 2)
+        found.append(pair.step(**inputs))
+    assert found == [1, 0, 0]
+    assert "each value of kwargs['x'] is compiled on its own: dimension 2" in caplog.text
+
+
+def test_a_size_that_must_be_a_number_leaves_others_symbols() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.linear(x) * [0, 1, 2, 3][y.shape[1]] + y.mean(1, keepdim=True)
+
+    torch.manual_seed(0)
+    pair, found = Pair(Wide(), loss_fn=F.mse_loss), []
+    for length, width in ((8, 2), (9, 3), (5, 3), (6, 3), (7, 2), (4, 2)):
+        x, y, target = (torch.randn(ROWS, size, 4) for size in (length, width, length))
+        found.append(pair.step(x, y, target=target))
+    assert found == [1, 1, 0, 0, 1, 0]
+
+
 # sizes that are equal by chance, and sizes of one
 
 
