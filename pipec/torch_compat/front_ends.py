@@ -211,22 +211,22 @@ def _record_gradient_reads() -> Iterator[list[str]]:
         read.extend([name] * (name in GRADIENT_ATTRIBUTES))
         return get(self, tx, name)
 
-    def method(self: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
+    def method(self: TensorVariable, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         read.extend([name] * (name in GRADIENT_ATTRIBUTES))
-        return call_method(self, tx, name, *args)
+        return call_method(self, tx, name, *args, **kwargs)
 
-    def called(self: TorchInGraphFunctionVariable, *args: Any) -> Any:
+    def called(self: TorchInGraphFunctionVariable, *args: Any, **kwargs: Any) -> Any:
         read.extend(each.__name__ for each in GRADIENT_FUNCTIONS if self.value is each)
-        return call(self, *args)
+        return call(self, *args, **kwargs)
 
-    def ran(*args: Any) -> Any:
+    def ran(*args: Any, **kwargs: Any) -> Any:
         read.append("assume_constant_result")
-        return run(*args)
+        return run(*args, **kwargs)
 
     TensorVariable.var_getattr = attribute  # type: ignore[method-assign]
-    TensorVariable.call_method = method  # type: ignore[method-assign,assignment]
-    TorchInGraphFunctionVariable.call_function = called  # type: ignore[method-assign,assignment]
-    functions.invoke_and_store_as_constant = nn_module.invoke_and_store_as_constant = ran  # type: ignore[assignment]
+    TensorVariable.call_method = method  # type: ignore[method-assign]
+    TorchInGraphFunctionVariable.call_function = called  # type: ignore[method-assign]
+    functions.invoke_and_store_as_constant = nn_module.invoke_and_store_as_constant = ran
     try:
         yield read
     finally:
@@ -241,12 +241,12 @@ def _record_traced_layout_reads() -> Iterator[list[str]]:
     """Collect where code outside of torch asks for the strides of a tensor while Dynamo traces it."""
     reads, call_method = list[str](), TensorVariable.call_method
 
-    def method(self: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
+    def method(self: TensorVariable, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         if name in LAYOUT_METHODS:
             _note_layout_read(reads, name, tx.f_code.co_filename, tx.lineno)
-        return call_method(self, tx, name, *args)
+        return call_method(self, tx, name, *args, **kwargs)
 
-    TensorVariable.call_method = method  # type: ignore[method-assign,assignment]
+    TensorVariable.call_method = method  # type: ignore[method-assign]
     try:
         yield reads
     finally:
@@ -262,18 +262,18 @@ def _record_compared_tensors() -> Iterator[list[object]]:
     compared, example_of = list[object](), builtin.extract_fake_example_value
     own = dict(vars(TensorVariable))
 
-    def noted(node: torch.fx.Node, *args: Any) -> Any:
+    def noted(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
         compared.append(node)
-        return example_of(node, *args)
+        return example_of(node, *args, **kwargs)
 
     def noting(method: Any) -> Any:
-        def ask(self: TensorVariable, *args: Any) -> Any:
+        def ask(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
             compared.extend((self, None))
-            return method(self, *args)
+            return method(self, *args, **kwargs)
 
         return ask
 
-    builtin.extract_fake_example_value = noted  # type: ignore[assignment]
+    builtin.extract_fake_example_value = noted
     asked = [name for name in IDENTITY_METHODS if hasattr(TensorVariable, name)]
     for name in asked:
         setattr(TensorVariable, name, noting(getattr(TensorVariable, name)))
@@ -462,10 +462,11 @@ def _ignore_cudnn_flags() -> Iterator[None]:
     """Let Dynamo skip ``with torch.backends.cudnn.flags(...)``, which only chooses kernels."""
     call = TorchInGraphFunctionVariable.call_function
 
-    def called(self: TorchInGraphFunctionVariable, *args: Any) -> Any:
-        return NullContextVariable() if self.value is torch.backends.cudnn.flags else call(self, *args)
+    def called(self: TorchInGraphFunctionVariable, *args: Any, **kwargs: Any) -> Any:
+        is_flags = self.value is torch.backends.cudnn.flags
+        return NullContextVariable() if is_flags else call(self, *args, **kwargs)
 
-    TorchInGraphFunctionVariable.call_function = called  # type: ignore[method-assign,assignment]
+    TorchInGraphFunctionVariable.call_function = called  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import scan
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -634,3 +635,12 @@ def test_an_artifact_knows_which_arguments_were_one_tensor(tmp_path: Path) -> No
     assert loaded.step(x, x, x, target=other) == pipe.step(x, x, x, target=other)
     with pytest.raises(InputError, match=r"args\[1\] is args\[0\] and args\[2\] is args\[0\]"):
         loaded.step(x, other, other, target=other)
+
+
+def test_a_scan_is_refused_by_its_name() -> None:
+    def running_sums(net: nn.Module, x: Tensor) -> Tensor:
+        return scan(lambda total, row: (total + row, total + row), torch.zeros_like(x[0]), x)[1]
+
+    refused(
+        lambda: Net(running_sums), CaptureError, "the higher-order operator 'scan', which no stage can run"
+    )
