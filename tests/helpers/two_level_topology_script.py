@@ -81,6 +81,8 @@ def facts(
 
 SENT: Counter[int] = Counter()
 
+isend, send = dist.isend, GlooConnections.send
+
 
 def counting(tensor: torch.Tensor, peer: int, **options: Any) -> Any:
     SENT[peer] += tensor.numel() * tensor.itemsize
@@ -94,11 +96,8 @@ def counting_messages(
     send(connections, tensors, peer, tag)
 
 
-isend, dist.isend = dist.isend, counting
-send, GlooConnections.send = GlooConnections.send, counting_messages  # type: ignore[method-assign]
-
-
 if __name__ == "__main__":
+    dist.isend, GlooConnections.send = counting, counting_messages  # type: ignore[method-assign]
     host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
     found = {f"{shard} on hosts": facts(shard, HOSTS) for shard in LEVELS}
     found |= {f"{shard} flat": facts(shard, FLAT) for shard in LEVELS}
