@@ -173,6 +173,9 @@ def _arguments(plan: Plan) -> Iterator[str]:
     for path, axis in zip(plan.arguments, plan.batch_axes, strict=True):
         if axis and (min(axis.dim, axis.outer, axis.inner) < 0 or axis.outer == axis.inner == 0):
             yield f"argument {path!r} has the batch axis {axis}, which is not a dimension"
+    for position, first in plan.repeated or ():
+        if not 0 <= first < position < len(plan.arguments):
+            yield f"argument {position} is the same tensor as argument {first}, expected an earlier one"
     for entry in plan.inputs:
         if not 0 <= entry.position < len(plan.arguments) or plan.arguments[entry.position] != entry.path:
             yield f"input {entry.path!r} is not argument {entry.position}"
