@@ -175,7 +175,7 @@ def _arguments(plan: Plan) -> Iterator[str]:
             yield f"argument {path!r} has the batch axis {axis}, which is not a dimension"
     for position, first in plan.repeated or ():
         if not 0 <= first < position < len(plan.arguments):
-            yield f"argument {position} is the same tensor as argument {first}, expected an earlier one"
+            yield f"it repeats argument {first} as argument {position}, of {len(plan.arguments)} arguments"
     for entry in plan.inputs:
         if not 0 <= entry.position < len(plan.arguments) or plan.arguments[entry.position] != entry.path:
             yield f"input {entry.path!r} is not argument {entry.position}"

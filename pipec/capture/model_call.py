@@ -135,7 +135,7 @@ class ModelCall:
         return replace(self, keyword_order=tuple(others)) if is_asked else self
 
     def laid_out_from(self, given: Sequence[Any]) -> "ModelCall":
-        """The call with what it loses of ``given``, the leaves that the user passes: layouts and identity."""
+        """The call with its ``changed_layouts`` and what is ``repeated`` of ``given``, the user's leaves."""
         leaves = zip(self.paths, given, self.leaves, strict=True)
         changed = tuple(
             path for path, old, new in leaves if isinstance(old, Tensor) and _is_changed(old, new)

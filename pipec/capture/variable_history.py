@@ -60,7 +60,7 @@ class VariableHistory:
         seen = self._seen.get(_kind(call, mode, values))
         return _change(seen, self.of(call, mode), values) if seen else ""
 
-    def note(self, call: ModelCall, mode: Mode, constants: Collection[str] = ()) -> None:
+    def note(self, call: ModelCall, mode: Mode, constants: Collection[str]) -> None:
         """Remember a call that was compiled. Variables among ``constants`` could not be symbols.
 
         A mark on these is forgotten: the size may be a symbol together with others that change with it.

@@ -156,7 +156,7 @@ class UncutGraph:
     _prepared: list[tuple[Sequence[Pass], TrainingGraph]] = field(default_factory=list)
 
     def after(self, passes: Sequence[Pass], observers: Sequence[Observer]) -> TrainingGraph:
-        """The graph after these passes."""
+        """The graph after these passes, of which ``run_passes`` makes a copy for each cut."""
         found = next((graph for known, graph in self._prepared if known == passes), None)
         if found is None:
             found = run_passes(self.captured, passes, observers)

@@ -84,7 +84,10 @@ LAYOUT_METHODS = ("is_contiguous", "stride", "dim_order")
 """Methods of tensors that tell how they are laid out."""
 
 
-MEMORY_METHODS = ("storage_offset", "data_ptr", "_is_view", "is_inference", "is_pinned", "is_shared")
+MEMORY_METHODS = (
+    *("storage_offset", "data_ptr", "_is_view", "is_inference", "is_pinned", "is_shared"),
+    "is_set_to",
+)
 """Methods of tensors that tell of their memory, which is another in stages."""
 
 

@@ -560,44 +560,26 @@ def test_what_a_pipeline_returns_is_an_argument_like_any_other(training: bool) -
     torch.testing.assert_close(pipe(output, scale=loss), net(output, scale=loss))
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_tensor_that_is_passed_twice_is_one_object(dim: int) -> None:
-    class Alone(nn.Linear):
-        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-            return super().forward(x) * (2 if memory is x else 1) + memory
-
-    model, others = Alone(WIDTH, WIDTH), (3,) * (1 - dim)
-    x, other, gaps = (torch.randn(*(3,) * dim, ROWS, *others, 2 * WIDTH).chunk(2, -1)[0] for _ in range(3))
-    x, other = x.contiguous(), other.contiguous()
-    pipe = pipec.compile(
-        copy.deepcopy(model),
-        devices=2,
-        microbatches=2,
-        loss_fn=F.mse_loss,
-        batched=dict.fromkeys(("x", "memory", "target"), dim),
-    )
-    for given in ((x, x, other), (x, other, x), (gaps, gaps, gaps), (x, x, x)):
-        loss = pipe.step(*given[:2], target=given[2])
-        torch.testing.assert_close(loss, F.mse_loss(model(*given[:2]), given[2]).detach())
-
-
 @pytest.mark.parametrize(
     "times",
     [
+        lambda x, memory: 2 if memory is x else 1,
         lambda x, memory: len({x, memory}),
         lambda x, memory: {x: 3.0}.get(memory, 1.0),
         lambda x, memory: 2 if id(x) == id(memory) else 1,
         lambda x, memory: 2 if hash(x) == hash(memory) else 1,
     ],
-    ids=["set", "dict", "id", "hash"],
+    ids=["is", "set", "dict", "id", "hash"],
 )
 @pytest.mark.parametrize("dim", [0, 1])
-def test_what_asks_for_identity_besides_is(times: Callable[[Tensor, Tensor], float], dim: int) -> None:
-    class Alone(nn.Linear):
+def test_a_tensor_that_is_passed_twice_is_one_object(
+    times: Callable[[Tensor, Tensor], float], dim: int
+) -> None:
+    class Comparing(nn.Linear):
         def forward(self, x: Tensor, memory: Tensor) -> Tensor:
             return super().forward(x) * times(x, memory) + memory
 
-    model = Alone(WIDTH, WIDTH)
+    model = Comparing(WIDTH, WIDTH)
     pipe = pipec.compile(
         copy.deepcopy(model),
         devices=2,
@@ -605,10 +587,12 @@ def test_what_asks_for_identity_besides_is(times: Callable[[Tensor, Tensor], flo
         loss_fn=F.mse_loss,
         batched=dict.fromkeys(("x", "memory", "target"), dim),
     )
-    x, other, target = (torch.randn(*(3,) * dim, ROWS, *(3,) * (1 - dim), WIDTH) for _ in range(3))
-    for memory in (other, x, other):
-        loss = pipe.step(x, memory, target=target)
-        torch.testing.assert_close(loss, F.mse_loss(model(x, memory), target).detach())
+    shape = (ROWS, 3, 2 * WIDTH) if dim == 0 else (3, ROWS, 2 * WIDTH)
+    gaps, x, other = (torch.randn(shape)[..., ::2] for _ in range(3))
+    x, other = x.contiguous(), other.contiguous()
+    for given in ((x, other, other), (x, x, other), (x, other, x), (gaps, gaps, gaps), (x, x, x)):
+        loss = pipe.step(*given[:2], target=given[2])
+        torch.testing.assert_close(loss, F.mse_loss(model(*given[:2]), given[2]).detach())
 
 
 def test_a_tensor_that_is_passed_twice_and_split_once_is_refused_where_it_is_compared() -> None:
@@ -635,7 +619,7 @@ def test_an_artifact_knows_which_arguments_were_one_tensor(tmp_path: Path) -> No
     pipe.prepare(x, x, x, target=other).save(tmp_path, tensors=True)
     loaded = pipec.load(tmp_path)
     assert loaded.step(x, x, x, target=other) == pipe.step(x, x, x, target=other)
-    with pytest.raises(ArtifactError, match="argument 9 is the same tensor as argument 0"):
+    with pytest.raises(ArtifactError, match="repeats argument 0 as argument 9, of 4 arguments"):
         check_plan(replace(pipe.plan, repeated=((9, 0),)), tmp_path)
     with pytest.raises(InputError, match=r"args\[1\] is args\[0\] and args\[2\] is args\[0\]"):
         loaded.step(x, other, other, target=other)
@@ -648,3 +632,7 @@ def test_a_scan_is_refused_by_its_name() -> None:
     refused(
         lambda: Net(running_sums), CaptureError, "the higher-order operator 'scan', which no stage can run"
     )
+
+
+def test_a_forward_that_asks_for_the_memory_of_tensors_is_refused() -> None:
+    refused(lambda: Net(lambda net, x: x * (1 + x.is_set_to(x))), CaptureError, "is_set_to")
