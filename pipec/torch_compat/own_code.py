@@ -4,6 +4,7 @@ What torch and pipec do with a captured graph may be kept for other processes if
 functions alone, and nothing in torch was replaced.
 """
 
+import ast
 import builtins
 import contextlib
 import functools
@@ -183,7 +184,9 @@ def _foreign_functions() -> Iterator[str]:
         if not is_of_torch or not isinstance(module, ModuleType):
             continue
         for name, held in [*vars(module).items()]:
-            if type(held) is FunctionType and not _may_import(held) and (module, name) not in _UNUSED:
+            if type(held) is not FunctionType or _may_import(held) or (module, name) in _UNUSED:
+                continue
+            if not _imports(module, name, held):
                 yield f"{home}.{name} was replaced by a function in {held.__code__.co_filename}"
 
 
@@ -192,6 +195,19 @@ def _may_import(function: FunctionType) -> bool:
     file = function.__code__.co_filename
     is_of_python = file.startswith((_PYTHON, "<frozen ")) and "site-packages" not in file
     return is_of_python or file.startswith((_PIPEC, _TORCH, *_WRAPPING, *_LIBRARIES))
+
+
+def _imports(module: ModuleType, name: str, function: FunctionType) -> bool:
+    """Whether the source of a module imports ``function`` under ``name``, such as one of an optional library."""
+    file = Path(str(module.__file__))
+    tree = ast.parse(file.read_bytes() if file.is_file() else b"")
+    imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and not each.level]
+    return any(
+        getattr(sys.modules.get(str(each.module)), name if alias.name == "*" else alias.name, None) is function
+        for each in imports
+        for alias in each.names
+        if (alias.asname or alias.name) in (name, "*")
+    )
 
 
 def _functions_digest() -> str:

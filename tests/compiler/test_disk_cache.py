@@ -1,6 +1,7 @@
 """What an earlier process compiled is used if nothing has changed, and never otherwise."""
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import typing_extensions
@@ -518,6 +520,16 @@ def test_what_replaces_torch_is_found(around: Callable[[], contextlib.AbstractCo
         assert replaced_code()
     with replaced(torch, "compile", lambda model: model):  # as Lightning does
         assert replaced_code() == ""
+
+
+def test_what_torch_imports_of_other_libraries_replaces_nothing() -> None:
+    module = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
+    assert module.url_to_fs.__module__ == "fsspec.core"
+    assert replaced_code() == ""
+    for name in ("url_to_fs", "fsync"):  # imported, and not imported
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, fsspec.core.split_protocol, raising=False)
+            assert f"{name} was replaced by a function in {fsspec.core.__file__}" in replaced_code()
 
 
 @contextlib.contextmanager
