@@ -420,6 +420,16 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path, said: list[st
     assert "is not used as compilation cache" in message
 
 
+def test_a_folder_in_a_home_that_is_not_known_is_told(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_cache._warn_once.cache_clear()
+    monkeypatch.setenv(COMPILE_CACHE, "~nobody.is.called.so/kept")
+    assert disk_cache.disk_cache() is None
+    (message,) = said
+    assert message.startswith("~nobody.is.called.so/kept is not used as compilation cache: ")
+
+
 def test_what_was_used_longest_ago_is_evicted(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "MAX_BYTES", 350)
     for place, key in enumerate(("first", "second", "third")):
