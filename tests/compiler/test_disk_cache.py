@@ -238,6 +238,26 @@ def test_a_process_hears_what_an_earlier_one_did_not(
     assert second.same_as(plain)
 
 
+def step_and_evaluation(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+    return [*steps(8)(pipe, net, x), pipe.eval_step(x[:8], target=x[:8])]
+
+
+@pytest.mark.parametrize("process", slow_but(["first", "second"], "first"))
+def test_records_without_threads_are_said_again_once(
+    process: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first process has to note them, and the second not to repeat them when it captures again."""
+    setting = CHANGES["Python's state"]
+    without_threads = replace(setting, around=lambda: replaced(logging, "logThreads", False))
+    first, second = (without_threads, setting) if process == "first" else (setting, without_threads)
+    run(replace(first, calls=steps(8)), tmp_path, caplog)
+    second = replace(second, calls=steps(8) if process == "first" else step_and_evaluation)
+    found, plain = (run(second, folder, caplog) for folder in (tmp_path, None))
+    assert found.num_read == 1
+    assert "sets attributes of the module" in "".join(plain.said)
+    assert found.same_as(plain)
+
+
 def step_and_step_on_half(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
     return [pipe.step(x, target=x), pipe.step(x[:4], target=x[:4])]
 
