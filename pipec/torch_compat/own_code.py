@@ -26,6 +26,7 @@ from types import (
     FunctionType,
     GenericAlias,
     MethodDescriptorType,
+    MethodType,
     ModuleType,
     WrapperDescriptorType,
 )
@@ -174,8 +175,22 @@ def _functions() -> Iterator[tuple[str, Any]]:
                 yield f"the kernel of {overload.name()} for {key}", kernel
 
 
+_CALLABLES_OF = ("builtins", "types", "collections", "typing", "typing_extensions", "torch", "sympy")
+"""The modules of classes of which torch's modules hold objects that can be called, besides functions."""
+
+
+def _called(held: Any) -> Any:
+    """What a partial, a cached function or a method calls; any other object itself."""
+    kind = type(held)
+    if kind is functools.partial:
+        return _called(held.func)
+    if kind is functools._lru_cache_wrapper:
+        return _called(held.__wrapped__)
+    return held.__func__ if kind is MethodType else held
+
+
 def _foreign_functions() -> Iterator[str]:
-    """The functions in torch's modules that come neither from torch nor from what it imports.
+    """The functions in torch's modules, and objects in their place, that are not torch's and not imported.
 
     Those of Dynamo may be any, because it runs in each process.
     """
@@ -184,10 +199,21 @@ def _foreign_functions() -> Iterator[str]:
         if not is_of_torch or not isinstance(module, ModuleType):
             continue
         for name, held in [*vars(module).items()]:
-            if type(held) is not FunctionType or _may_import(held) or (module, name) in _UNUSED:
+            called = _called(held)
+            if _may_hold(called) or (module, name) in _UNUSED or _imports(module, name, held):
                 continue
-            if not _imports(module, name, held):
-                yield f"{home}.{name} was replaced by a function in {held.__code__.co_filename}"
+            is_function = type(called) is FunctionType
+            kind = f"function in {called.__code__.co_filename}" if is_function else type(called).__qualname__
+            yield f"{home}.{name} was replaced by a {kind}"
+
+
+def _may_hold(called: Any) -> bool:
+    """Whether modules of torch may have an object: it is no callable, a class, or known by what it is."""
+    kind = type(called)
+    if kind is FunctionType:
+        return _may_import(called)
+    is_known = kind.__module__.partition(".")[0] in _CALLABLES_OF
+    return is_known or not callable(called) or issubclass(kind, type)
 
 
 def _may_import(function: FunctionType) -> bool:
@@ -197,13 +223,13 @@ def _may_import(function: FunctionType) -> bool:
     return is_of_python or file.startswith((_PIPEC, _TORCH, *_WRAPPING, *_LIBRARIES))
 
 
-def _imports(module: ModuleType, name: str, function: FunctionType) -> bool:
-    """Whether the source of a module imports ``function`` under ``name``, such as one of an optional library."""
-    file = Path(str(module.__file__))
+def _imports(module: ModuleType, name: str, held: Any) -> bool:
+    """Whether the source of a module imports ``held`` under ``name``, such as one of an optional library."""
+    file = Path(str(getattr(module, "__file__", "")))
     tree = ast.parse(file.read_bytes() if file.is_file() else b"")
     imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and not each.level]
     return any(
-        getattr(sys.modules.get(str(each.module)), name if alias.name == "*" else alias.name, None) is function
+        getattr(sys.modules.get(str(each.module)), name if alias.name == "*" else alias.name, None) is held
         for each in imports
         for alias in each.names
         if (alias.asname or alias.name) in (name, "*")

@@ -1,6 +1,7 @@
 """What an earlier process compiled is used if nothing has changed, and never otherwise."""
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -496,6 +498,11 @@ def twice(x: Tensor) -> Tensor:
     return 2 * x
 
 
+class Twice:
+    def get_enum(self, reduction: str) -> int:
+        return 2
+
+
 @torch.no_grad()
 def without_gradients(x: Tensor) -> Tensor:
     return 2 * x
@@ -540,6 +547,10 @@ def lambda_free(x: Tensor) -> Tensor:
         lambda: replaced(torch, "relu", nn.ReLU()),
         lambda: replaced(torch, "sin", lambda x: x),
         lambda: replaced(torch.nn._reduction, "get_enum", lambda reduction: 2),
+        lambda: replaced(torch.nn._reduction, "get_enum", functools.partial(lambda reduction: 2)),
+        lambda: replaced(torch.nn._reduction, "get_enum", functools.cache(lambda reduction: 2)),
+        lambda: replaced(torch.nn._reduction, "get_enum", Twice().get_enum),
+        lambda: mock.patch("torch.nn._reduction.get_enum", return_value=2),
         lambda: replaced(torch, "relu", typing_extensions.deprecated("")(lambda x: x)),
         lambda: replaced(torch, "relu", boolean_dispatch("", 0, False, lambda x: x, lambda x: x, "", "")),
     ],
