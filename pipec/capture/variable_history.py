@@ -1,20 +1,22 @@
 """Tracks which sizes and numbers change from call to call, such as the length of sequences.
 
-The first call of a kind is compiled for its own sizes. A size or number that differs in a later call becomes
-a variable: it gets a name, and code compiled for that name serves other values too. Dimensions that had the
-same size in every call share a name, until a call in which they differ. The sizes and whole numbers 0 and 1
-never vary, because a dimension of one element is broadcast where others are not, nor does a number that is
-not finite.
+A variable has a name, and code compiled for that name serves other values too. Lengths of sequences of token
+ids are variables from the first call on, as others are that torch's ``mark_dynamic`` has marked, because most
+scripts pad each batch to its longest sequence. Any other size or number becomes one when it differs in a
+later call. Dimensions that had the same size in every call share a name, until a call in which they differ.
+The sizes and whole numbers 0 and 1 never vary, because a dimension of one element is broadcast where others
+are not, nor does a number that is not finite.
 
 Every rank makes the same calls, and so comes to the same variables by itself.
 """
 
 import math
 import re
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipec.capture.model_call import ModelCall
@@ -29,30 +31,44 @@ LeafDim = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values of the last compiled call of a kind, and which of them have changed before."""
+    """The values of the last compiled call of a kind, and the names of those that vary.
+
+    Those of ``fixed`` were expected to vary, could not be symbols, and have not changed so far.
+    """
 
     values: Mapping[LeafDim, float]
     names: Mapping[LeafDim, str]
+    fixed: frozenset[LeafDim] = frozenset()
+
+    def before(self, site: LeafDim, value: float) -> object:
+        """The name or the value at a site until now; dimensions may share a name if they agree in this."""
+        changes = site in self.fixed and self.values[site] != value
+        return self.values[site] if changes else self.names.get(site, self.values[site])
 
 
 class VariableHistory:
-    """The history of one pipeline's calls."""
+    """The history of one pipeline's calls. Without ``expects_lengths``, the first call has its own sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, expects_lengths: bool = True) -> None:
+        self._expects_lengths = expects_lengths
         self._seen: dict[Hashable, _Seen] = {}
 
     def of(self, call: ModelCall, mode: Mode) -> tuple[Variable, ...]:
-        """The variables of a call: values that differ from earlier calls of its kind.
+        """The variables of a call: values that differ from earlier calls of its kind, or are expected to.
 
-        The first evaluation of a kind has the variables of the steps before it. Sizes that torch's
-        ``mark_dynamic`` has marked are variables from the first call on.
+        The first evaluation of a kind has the variables of the steps before it.
         """
         values = _values(call)
         seen = self._seen.get(_kind(call, mode, values))
         if seen is None and mode is Mode.LOSS:
             trained = self._seen.get(_kind(call, Mode.TRAIN, values))
-            seen = _Seen(values, trained.names) if trained else None
-        return tuple(_variables(call, seen or _Seen(values, {}), values))
+            seen = _Seen(values, trained.names, trained.fixed) if trained else None
+        return tuple(_variables(call, seen or self._before_any(call, values), values))
+
+    def _before_any(self, call: ModelCall, values: Mapping[LeafDim, float]) -> _Seen:
+        """The history of a call that is the first of its kind."""
+        expected = (*(_lengths(call) if self._expects_lengths else ()), *call.marked)
+        return _Seen(values, {site: "" for site in expected if site in values})
 
     def change(self, call: ModelCall, mode: Mode) -> str:
         """The new values of a call, in words; empty if there are none, or if its kind is new."""
@@ -63,18 +79,19 @@ class VariableHistory:
     def note(self, call: ModelCall, mode: Mode, constants: Collection[str]) -> None:
         """Remember a call that was compiled. Variables among ``constants`` could not be symbols.
 
-        A mark on these is forgotten: the size may be a symbol together with others that change with it.
+        Those that were expected to vary, and have not done so, are tried again when they do: a size may be a
+        symbol together with others that change with it. A mark on them is forgotten.
         """
         values, variables = _values(call), self.of(call, mode)
         kind = _kind(call, mode, values)
         seen = self._seen.pop(kind, _Seen(values, {}))
         names = {(x.position, x.dim): x.name for x in variables}
-        kept = {
-            site: name
-            for site, name in names.items()
-            if name not in constants or site in seen.names or seen.values[site] != values[site]
-        }
-        self._seen[kind] = _Seen(values, kept)
+        still = {site for site in names if site not in seen.names and seen.values[site] == values[site]}
+        fixed = {site for site in still | {*seen.fixed} if names.get(site) in constants}
+        fixed = {site for site in fixed if seen.values[site] == values[site]}
+        forgotten = fixed.intersection(call.marked)
+        kept = {site: name for site, name in names.items() if site not in forgotten}
+        self._seen[kind] = _Seen(values, kept, frozenset(fixed - forgotten))
         for oldest in list(self._seen)[:-MAX_CALL_KINDS]:
             del self._seen[oldest]
 
@@ -107,6 +124,27 @@ def _values(call: ModelCall) -> dict[LeafDim, float]:
     return found
 
 
+def _lengths(call: ModelCall) -> Iterator[LeafDim]:
+    """The dimensions that are the length of a sequence of token ids, or have its size.
+
+    Ids are the arguments of whole numbers with two dimensions; their masks and labels have the same size,
+    and so may a tensor of floats have, in the dimension behind its rows.
+    """
+    leaves = [leaf if isinstance(leaf, Tensor) else None for leaf in call.leaves]
+    of_ids = {
+        leaf.shape[1]
+        for leaf, batched, path in zip(leaves, call.batched, call.paths, strict=True)
+        if leaf is not None and batched and leaf.ndim == 2 and leaf.dtype in _IDS
+        if not path.startswith("target")
+    }
+    for position, leaf in enumerate(leaves):
+        shape = () if leaf is None else leaf.shape[:2] if leaf.is_floating_point() else leaf.shape
+        yield from ((position, dim) for dim, size in enumerate(shape) if size in of_ids)
+
+
+_IDS = (torch.int64, torch.int32)
+
+
 def _may_vary(leaf: Any) -> bool:
     return (type(leaf) is float and math.isfinite(leaf)) or (type(leaf) is int and 1 < leaf < 2**31)
 
@@ -121,7 +159,7 @@ def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) ->
     equal_dimensions: dict[tuple[object, float], str] = {}
     found: list[Variable] = []
     for (position, dim), value in values.items():
-        before: object = seen.names.get((position, dim), seen.values[position, dim])
+        before = seen.before((position, dim), value)
         if before != value or (position, dim) in call.marked:
             path = call.paths[position]
             if dim is None:
@@ -144,6 +182,8 @@ def _change(seen: _Seen, variables: Sequence[Variable], values: Mapping[LeafDim,
     """``kwargs['input_ids'] has 96 in dimension 1, compiled for 64: it becomes symbolic``"""
     for variable in variables:
         site = variable.position, variable.dim
+        if site in seen.fixed and seen.values[site] != values[site]:
+            return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}"
         if site not in seen.names and seen.values[site] == values[site]:
             return f"{variable.what} is marked as dynamic: it becomes symbolic"
         if site not in seen.names:

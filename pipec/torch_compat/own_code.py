@@ -198,16 +198,17 @@ def _may_import(function: FunctionType) -> bool:
 
 
 def _imports(module: ModuleType, name: str, function: FunctionType) -> bool:
-    """Whether the source of a module imports ``function`` under ``name``, such as one of an optional library."""
+    """Whether the source of a module imports ``function`` under ``name``, as of an optional library."""
     file = Path(str(module.__file__))
     tree = ast.parse(file.read_bytes() if file.is_file() else b"")
     imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and not each.level]
-    return any(
-        getattr(sys.modules.get(str(each.module)), name if alias.name == "*" else alias.name, None) is function
+    homes = [
+        (sys.modules.get(str(each.module)), name if alias.name == "*" else alias.name)
         for each in imports
         for alias in each.names
         if (alias.asname or alias.name) in (name, "*")
-    )
+    ]
+    return any(getattr(home, imported, None) is function for home, imported in homes)
 
 
 def _functions_digest() -> str:
