@@ -40,10 +40,14 @@ class _Seen:
     names: Mapping[LeafDim, str]
     fixed: frozenset[LeafDim] = frozenset()
 
-    def before(self, site: LeafDim, value: float) -> object:
-        """The name or the value at a site until now; dimensions may share a name if they agree in this."""
-        changes = site in self.fixed and self.values[site] != value
-        return self.values[site] if changes else self.names.get(site, self.values[site])
+    def before(self, values: Mapping[LeafDim, float]) -> Mapping[LeafDim, object]:
+        """The name or the value of each until now. Dimensions may share a name if they agree in this.
+
+        As soon as one of ``fixed`` changes, the others are no longer expected to.
+        """
+        expects = all(self.values[site] == values[site] for site in self.fixed)
+        names = {site: name for site, name in self.names.items() if expects or site not in self.fixed}
+        return {site: names.get(site, self.values[site]) for site in values}
 
 
 class VariableHistory:
@@ -80,18 +84,19 @@ class VariableHistory:
         """Remember a call that was compiled. Variables among ``constants`` could not be symbols.
 
         Those that were expected to vary, and have not done so, are tried again when they do: a size may be a
-        symbol together with others that change with it. A mark on them is forgotten.
+        symbol together with others that change with it.
         """
         values, variables = _values(call), self.of(call, mode)
         kind = _kind(call, mode, values)
         seen = self._seen.pop(kind, _Seen(values, {}))
         names = {(x.position, x.dim): x.name for x in variables}
-        still = {site for site in names if site not in seen.names and seen.values[site] == values[site]}
-        fixed = {site for site in still | {*seen.fixed} if names.get(site) in constants}
-        fixed = {site for site in fixed if seen.values[site] == values[site]}
-        forgotten = fixed.intersection(call.marked)
-        kept = {site: name for site, name in names.items() if site not in forgotten}
-        self._seen[kind] = _Seen(values, kept, frozenset(fixed - forgotten))
+        fixed = frozenset(
+            site
+            for site, name in names.items()
+            if name in constants and seen.values[site] == values[site]
+            if site in seen.fixed or site not in seen.names
+        )
+        self._seen[kind] = _Seen(values, names, fixed)
         for oldest in list(self._seen)[:-MAX_CALL_KINDS]:
             del self._seen[oldest]
 
@@ -158,8 +163,9 @@ def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) ->
     """The variables that changed, each with a name. Dimensions that were equal in every call share one."""
     equal_dimensions: dict[tuple[object, float], str] = {}
     found: list[Variable] = []
+    every = seen.before(values)
     for (position, dim), value in values.items():
-        before = seen.before((position, dim), value)
+        before = every[position, dim]
         if before != value or (position, dim) in call.marked:
             path = call.paths[position]
             if dim is None:
