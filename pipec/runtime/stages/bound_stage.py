@@ -191,9 +191,9 @@ class BoundStage:
 
     def precompute(self, microbatch: int) -> None:
         """Compute what is computed once of the weights; in a stream, of the version of a microbatch."""
-        frame = self.frames[microbatch] if self.is_versioned else next(filter(None, self.frames), None)
-        if frame:
-            self._precompute_for(frame)
+        frames = [self.frames[microbatch]] if self.is_versioned else self.frames
+        if filled := next((frame for frame in frames if "constants" in frame), None):
+            self._precompute_for(filled)
 
     def select_precomputed(self, microbatch: int) -> None:
         """Put what was computed of the weights into a microbatch's frame.
