@@ -144,10 +144,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def call_seconds(make: Callable[[], nn.Module]) -> Mapping[str, float]:
-    """Seconds of the processor for the first call of each kind of one pipeline, from the first step on.
-
-    The last two are of another pipeline, with a length that ``mark_dynamic`` has marked.
-    """
+    """Seconds of the processor for the first call of each kind of one pipeline, from the first step on."""
     torch.compiler.reset()
     tokens, shorter = (torch.randint(VOCABULARY, (BATCH, length)) for length in (LENGTH, LENGTH * 3 // 4))
     pipe = pipec.compile(make(), devices=2, microbatches=4)
@@ -158,14 +155,7 @@ def call_seconds(make: Callable[[], nn.Module]) -> Mapping[str, float]:
         "eval_step after eval()": lambda: pipe.eval().eval_step(input_ids=tokens, labels=tokens),
         "forward": lambda: pipe(input_ids=tokens),
     }
-    seconds = {name: _seconds_of(call) for name, call in calls.items()}
-    torch.compiler.reset()
-    torch._dynamo.mark_dynamic(tokens, 1)
-    marked = pipec.compile(make(), devices=2, microbatches=4)
-    return seconds | {
-        "step of a marked length": _seconds_of(lambda: marked.step(input_ids=tokens, labels=tokens)),
-        "step of its second length": _seconds_of(lambda: marked.step(input_ids=shorter, labels=shorter)),
-    }
+    return {name: _seconds_of(call) for name, call in calls.items()}
 
 
 def _seconds_of(call: Callable[[], object]) -> float:

@@ -320,10 +320,10 @@ class Options:
     dynamic: bool = option(
         True,
         FLAG,
-        """compile once for every size of microbatch, and from the second one on for every length of
-        sequences and every number among the arguments. False: for each separately, which takes half the time
-        where there is only one, as for a plan that is only looked at; ``microbatches=None`` then means
-        up to four a rank. A ``profile`` is of dynamic graphs.""",
+        """compile once for every size of microbatch and every length of token ids, and from the second one on
+        for every other size and every number among the arguments. False: for each separately, which takes
+        half the time where there is only one, as for a plan that is only looked at; ``microbatches=None``
+        then means up to four a rank. A ``profile`` is of dynamic graphs.""",
     )
     timeout: float = option(
         300.0,

@@ -1,20 +1,22 @@
 """Tracks which sizes and numbers change from call to call, such as the length of sequences.
 
-The first call of a kind is compiled for its own sizes. A size or number that differs in a later call becomes
-a variable: it gets a name, and code compiled for that name serves other values too. Dimensions that had the
-same size in every call share a name, until a call in which they differ. The sizes and whole numbers 0 and 1
-never vary, because a dimension of one element is broadcast where others are not, nor does a number that is
-not finite.
+A variable has a name, and code compiled for that name serves other values too. Lengths of sequences of token
+ids are variables from the first call on, as others are that torch's ``mark_dynamic`` has marked, because most
+scripts pad each batch to its longest sequence. Any other size or number becomes one when it differs in a
+later call. Dimensions that had the same size in every call share a name, until a call in which they differ.
+The sizes and whole numbers 0 and 1 never vary, because a dimension of one element is broadcast where others
+are not, nor does a number that is not finite.
 
 Every rank makes the same calls, and so comes to the same variables by itself.
 """
 
 import math
 import re
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipec.capture.model_call import ModelCall
@@ -29,30 +31,48 @@ LeafDim = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values of the last compiled call of a kind, and which of them have changed before."""
+    """The values of the last compiled call of a kind, and the names of those that vary.
+
+    Those of ``fixed`` were expected to vary, could not be symbols, and have not changed so far.
+    """
 
     values: Mapping[LeafDim, float]
     names: Mapping[LeafDim, str]
+    fixed: frozenset[LeafDim] = frozenset()
+
+    def before(self, values: Mapping[LeafDim, float]) -> Mapping[LeafDim, object]:
+        """The name or the value of each until now. Dimensions may share a name if they agree in this.
+
+        As soon as one of ``fixed`` changes, the others are no longer expected to.
+        """
+        expects = all(self.values[site] == values[site] for site in self.fixed)
+        names = {site: name for site, name in self.names.items() if expects or site not in self.fixed}
+        return {site: names.get(site, self.values[site]) for site in values}
 
 
 class VariableHistory:
-    """The history of one pipeline's calls."""
+    """The history of one pipeline's calls. Without ``expects_lengths``, the first call has its own sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, expects_lengths: bool = True) -> None:
+        self._expects_lengths = expects_lengths
         self._seen: dict[Hashable, _Seen] = {}
 
     def of(self, call: ModelCall, mode: Mode) -> tuple[Variable, ...]:
-        """The variables of a call: values that differ from earlier calls of its kind.
+        """The variables of a call: values that differ from earlier calls of its kind, or are expected to.
 
-        The first evaluation of a kind has the variables of the steps before it. Sizes that torch's
-        ``mark_dynamic`` has marked are variables from the first call on.
+        The first evaluation of a kind has the variables of the steps before it.
         """
         values = _values(call)
         seen = self._seen.get(_kind(call, mode, values))
         if seen is None and mode is Mode.LOSS:
             trained = self._seen.get(_kind(call, Mode.TRAIN, values))
-            seen = _Seen(values, trained.names) if trained else None
-        return tuple(_variables(call, seen or _Seen(values, {}), values))
+            seen = _Seen(values, trained.names, trained.fixed) if trained else None
+        return tuple(_variables(call, seen or self._before_any(call, values), values))
+
+    def _before_any(self, call: ModelCall, values: Mapping[LeafDim, float]) -> _Seen:
+        """The history of a call that is the first of its kind."""
+        expected = (*(_lengths(call) if self._expects_lengths else ()), *call.marked)
+        return _Seen(values, {site: "" for site in expected if site in values})
 
     def change(self, call: ModelCall, mode: Mode) -> str:
         """The new values of a call, in words; empty if there are none, or if its kind is new."""
@@ -63,18 +83,20 @@ class VariableHistory:
     def note(self, call: ModelCall, mode: Mode, constants: Collection[str]) -> None:
         """Remember a call that was compiled. Variables among ``constants`` could not be symbols.
 
-        A mark on these is forgotten: the size may be a symbol together with others that change with it.
+        Those that were expected to vary, and have not done so, are tried again when they do: a size may be a
+        symbol together with others that change with it.
         """
         values, variables = _values(call), self.of(call, mode)
         kind = _kind(call, mode, values)
         seen = self._seen.pop(kind, _Seen(values, {}))
         names = {(x.position, x.dim): x.name for x in variables}
-        kept = {
-            site: name
+        fixed = frozenset(
+            site
             for site, name in names.items()
-            if name not in constants or site in seen.names or seen.values[site] != values[site]
-        }
-        self._seen[kind] = _Seen(values, kept)
+            if name in constants and seen.values[site] == values[site]
+            if site in seen.fixed or site not in seen.names
+        )
+        self._seen[kind] = _Seen(values, names, fixed)
         for oldest in list(self._seen)[:-MAX_CALL_KINDS]:
             del self._seen[oldest]
 
@@ -107,6 +129,27 @@ def _values(call: ModelCall) -> dict[LeafDim, float]:
     return found
 
 
+def _lengths(call: ModelCall) -> Iterator[LeafDim]:
+    """The dimensions that are the length of a sequence of token ids, or have its size.
+
+    Ids are the arguments of whole numbers with two dimensions; their masks and labels have the same size,
+    and so may a tensor of floats have, in the dimension behind its rows.
+    """
+    leaves = [leaf if isinstance(leaf, Tensor) else None for leaf in call.leaves]
+    of_ids = {
+        leaf.shape[1]
+        for leaf, batched, path in zip(leaves, call.batched, call.paths, strict=True)
+        if leaf is not None and batched and leaf.ndim == 2 and leaf.dtype in _IDS
+        if not path.startswith("target")
+    }
+    for position, leaf in enumerate(leaves):
+        shape = () if leaf is None else leaf.shape[:2] if leaf.is_floating_point() else leaf.shape
+        yield from ((position, dim) for dim, size in enumerate(shape) if size in of_ids)
+
+
+_IDS = (torch.int64, torch.int32)
+
+
 def _may_vary(leaf: Any) -> bool:
     return (type(leaf) is float and math.isfinite(leaf)) or (type(leaf) is int and 1 < leaf < 2**31)
 
@@ -120,8 +163,9 @@ def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) ->
     """The variables that changed, each with a name. Dimensions that were equal in every call share one."""
     equal_dimensions: dict[tuple[object, float], str] = {}
     found: list[Variable] = []
+    every = seen.before(values)
     for (position, dim), value in values.items():
-        before: object = seen.names.get((position, dim), seen.values[position, dim])
+        before = every[position, dim]
         if before != value or (position, dim) in call.marked:
             path = call.paths[position]
             if dim is None:
@@ -144,6 +188,8 @@ def _change(seen: _Seen, variables: Sequence[Variable], values: Mapping[LeafDim,
     """``kwargs['input_ids'] has 96 in dimension 1, compiled for 64: it becomes symbolic``"""
     for variable in variables:
         site = variable.position, variable.dim
+        if site in seen.fixed and seen.values[site] != values[site]:
+            return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}"
         if site not in seen.names and seen.values[site] == values[site]:
             return f"{variable.what} is marked as dynamic: it becomes symbolic"
         if site not in seen.names:

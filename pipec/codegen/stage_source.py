@@ -263,7 +263,8 @@ class StageSource:
         read = {*held.values()}
         tables = {"w": self.stage.parameters, "buffers": self.stage.buffers}
         parameters = [name for name, table in tables.items() if read.intersection(table)]
-        parameters += ["device"] if "device" in self.free_names(body) else []
+        named = self.free_names(body)
+        parameters += [name for name in (*self.graph.symbol_names, "device") if name in named]
         return [
             f"def precompute({', '.join(parameters)}):",
             '    """What depends on nothing but these: computed once for each version of the weights."""',

@@ -64,8 +64,8 @@ class CompileRequest:
     With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
     microbatch. ``warn`` issues each warning once. ``trained`` are the graphs of steps on such calls, from
     which an evaluation may be cut. ``trained_in_other_modes`` are those of a model with other modules in
-    training mode; an evaluation is cut from one if its own trace is the same. ``lookup`` finds what an
-    earlier process compiled.
+    training mode; an evaluation is cut from one if its own trace is the same. ``change`` says which variables
+    differ from the call before, in words. ``lookup`` finds what an earlier process compiled.
     """
 
     settings: CompileSettings
@@ -78,6 +78,7 @@ class CompileRequest:
     refuses_mixed_rows: bool = False
     trained: Sequence[TrainingGraph] = ()
     trained_in_other_modes: Sequence[TrainingGraph] = ()
+    change: str = ""
     lookup: Lookup | None = None
 
     @property
@@ -275,7 +276,7 @@ def _capture(
     with request.stopwatch.timed("capture"), autocasts:
         graph = _extract_forward(request, sizes)
         if graph is None and candidate.dynamic:
-            graph = _trace_variables(request.key.variables, traced, like)
+            graph = _trace_variables(request, traced, like)
         graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
     if isinstance(graph, RestoredGraph):
@@ -357,13 +358,15 @@ def _text_of_forward(graph: TrainingGraph) -> str:
 
 
 def _trace_variables(
-    variables: Sequence[Variable], traced: Callable[..., TrainingGraph], like: TrainingGraph | None
+    request: CompileRequest, traced: Callable[..., TrainingGraph], like: TrainingGraph | None
 ) -> TrainingGraph | None:
     """A graph with symbolic variables: all that can be, or the sizes alone, or the numbers alone.
 
-    Those that could not be in the graph of a similar call (``like``) are not tried. None if none can be.
+    Those that could not be in the graph of a similar call (``like``) are not tried, unless one has changed
+    since. None if none can be.
     """
-    if like is not None:
+    variables: Sequence[Variable] = request.key.variables
+    if like is not None and not request.change:
         possible = {*like.variable_symbols.values()}
         variables = [variable for variable in variables if variable.name in possible]
     attempts = symbolic_candidates(variables)
@@ -374,7 +377,8 @@ def _trace_variables(
         except SpecializedVariableError as error:
             fixed = [variable for variable in attempt if variable.name == error.name] or attempt
             names = ", ".join(dict.fromkeys(variable.path for variable in fixed))
-            log.warning("each value of %s is compiled on its own: %s", names, error)
+            level = logging.WARNING if request.change or request.call.marked else logging.DEBUG
+            log.log(level, "each value of %s is compiled on its own: %s", names, error)
             if error.name:
                 left = [tuple(x for x in each if x.name != error.name) for each in (attempt, *attempts)]
                 attempts = [each for each in dict.fromkeys(left) if each]

@@ -55,7 +55,7 @@ class Compiler:
     ) -> MicrobatchGroups:
         """Compile an artifact for each group of consecutive microbatches of ``call``.
 
-        ``change`` says which variables of the call became symbolic, for the log. With ``refuses_mixed_rows``,
+        ``change`` says which variables of the call differ from before. With ``refuses_mixed_rows``,
         a batch whose rows depend on one another is refused.
 
         Raises:
@@ -76,6 +76,7 @@ class Compiler:
                 stopwatch=self.stopwatch,
                 warn=self._warn_once,
                 refuses_mixed_rows=refuses_mixed_rows,
+                change=change,
                 trained=tuple(self.cache.trained_graphs(signature.key)),
                 trained_in_other_modes=tuple(self.cache.graphs_trained_in_other_modes(signature.key)),
             )

@@ -8,19 +8,21 @@
                                                                   dx = mm(dy, t(precomputed_0))    BACKWARD
 
 Examples are the casts of mixed precision, weight norm and other parametrizations, and the angles of rotary
-positions, which follow from a buffer. Otherwise every microbatch would compute, save and send them. A value
-that is larger than its parameters stays in the graph; so does a large one made of buffers alone.
+positions, which follow from a buffer and the length of the sequences. Otherwise every microbatch would
+compute, save and send them. A value that is larger than its parameters stays in the graph; so does a large
+one made of buffers alone.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from pipec import torch_compat
+from pipec.cost.symbolic_sizes import tensor_sizes
 from pipec.graph import (
     Buffer,
     Parameter,
@@ -104,12 +106,12 @@ class PrecomputeWeights:
         fixed = set[fx.Node]()
         for node in graph.nodes:
             inputs = node.all_input_nodes
-            if is_constant(node) and not _reads_sizes(node) and fixed.issuperset(inputs):
+            if is_constant(node) and fixed.issuperset(inputs) and not _reads_other_sizes(node, graph):
                 fixed.add(node)
             elif inputs and all(each in sources or each in fixed or self._is_source(each) for each in inputs):
                 of_inputs = (sources.get(each, {each}) for each in inputs if each not in fixed)
                 own = frozenset[fx.Node]().union(*of_inputs)
-                if node.meta["operator"] not in whole and _may_be_lifted(node, own):
+                if node.meta["operator"] not in whole and _may_be_lifted(node, own, graph):
                     sources[node] = own
         return sources
 
@@ -127,29 +129,29 @@ def _fqns(sources: Iterable[fx.Node], role_type: type[Parameter] | type[Buffer])
     return tuple(sorted(role.fqn for role in roles if isinstance(role, role_type)))
 
 
-def _reads_sizes(node: fx.Node) -> bool:
-    """Whether the node's arguments include a size that changes from call to call."""
+def _reads_other_sizes(node: fx.Node, graph: TrainingGraph) -> bool:
+    """Whether the node's arguments include a size that may differ between microbatches, such as the rows."""
     leaves = torch_compat.pytree.tree_leaves((node.args, node.kwargs))
-    return any(isinstance(each, sympy.Basic | torch.SymInt) for each in leaves)
+    sizes = (sympy.sympify(each) for each in leaves if isinstance(each, sympy.Basic | torch.SymInt))
+    return any(not size.free_symbols <= graph.variable_symbols.keys() for size in sizes)
 
 
-def _may_be_lifted(node: fx.Node, sources: Collection[fx.Node]) -> bool:
-    if not is_forward(node) or is_random(node) or is_collective(node) or _reads_sizes(node):
+def _may_be_lifted(node: fx.Node, sources: Collection[fx.Node], graph: TrainingGraph) -> bool:
+    if not is_forward(node) or is_random(node) or is_collective(node) or _reads_other_sizes(node, graph):
         return False
     if any(user.op == "output" for user in node.users):
         return False
     parameters = [each for each in sources if isinstance(each.meta["role"], Parameter)]
-    most = sum(_elements(each.meta["val"]) for each in parameters) if parameters else MAX_BUFFER_ELEMENTS
-    return is_view(node) or _elements(node.meta["val"]) <= most
+    read = sum(_elements(each, graph) for each in parameters) if parameters else MAX_BUFFER_ELEMENTS
+    return is_view(node) or _elements(node, graph) <= read
 
 
-def _elements(value: Any) -> float:
-    """The number of elements of a tensor or of a tuple of tensors; infinite if a size is symbolic."""
-    if isinstance(value, tuple | list):
-        return sum(map(_elements, value))
-    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
-        return float("inf")
-    return value.numel()
+def _elements(node: fx.Node, graph: TrainingGraph) -> float:
+    """The number of elements of a tensor or of several; infinite if microbatches differ in it."""
+    symbols = graph.variable_symbols.items()
+    planned = {symbol: sympy.sympify(graph.planned_sizes[name]) for symbol, name in symbols}
+    counts = [each.elements.xreplace(planned) for each in tensor_sizes(node.meta["val"])]
+    return sum(int(each) if each.is_number else math.inf for each in counts) if counts else math.inf
 
 
 def _is_read(node: fx.Node, sources: Sources) -> bool:

@@ -83,7 +83,9 @@ class CallAgreement:
         self._context, self._ranks, self._compiler, self._owned = context, context.ranks, compiler, owned
         self.batch, self.batched = batch, batched
         self.known_splits: dict[str, bool] = {}
-        self.variables = VariableHistory()
+        self.variables = VariableHistory(
+            expects_lengths=compiler.decided.dynamic and context.ranks.kernels == "source"
+        )
         self.traced_constants: dict[Mode, TracedConstants] = {}
         self.checked_calls = CallCache()
         self._states: dict[Mode, _KnownState] = {}

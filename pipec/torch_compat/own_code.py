@@ -224,16 +224,17 @@ def _may_import(function: FunctionType) -> bool:
 
 
 def _imports(module: ModuleType, name: str, held: Any) -> bool:
-    """Whether the source of a module imports ``held`` under ``name``, such as one of an optional library."""
+    """Whether the source of a module imports ``held`` under ``name``, as of an optional library."""
     file = Path(str(getattr(module, "__file__", "")))
     tree = ast.parse(file.read_bytes() if file.is_file() else b"")
     imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and not each.level]
-    return any(
-        getattr(sys.modules.get(str(each.module)), name if alias.name == "*" else alias.name, None) is held
+    homes = [
+        (sys.modules.get(str(each.module)), name if alias.name == "*" else alias.name)
         for each in imports
         for alias in each.names
         if (alias.asname or alias.name) in (name, "*")
-    )
+    ]
+    return any(getattr(home, imported, None) is held for home, imported in homes)
 
 
 def _functions_digest() -> str:
@@ -328,14 +329,15 @@ def _version(package: str) -> str:
 
 
 def _config_text(config: Any) -> str:
-    """The values of a configuration. Functions in it are by name, and sets in order."""
+    """The values of a configuration, but for the working folder. Functions are by name, and sets in order."""
 
     def text(value: object) -> str:
         if isinstance(value, set | frozenset):
             return str(sorted(map(text, value)))
         return str(getattr(value, "__qualname__", value))
 
-    return ", ".join(f"{name}={text(value)}" for name, value in sorted(config.get_config_copy().items()))
+    values = {name: value for name, value in config.get_config_copy().items() if name != "debug_dir_root"}
+    return ", ".join(f"{name}={text(value)}" for name, value in sorted(values.items()))
 
 
 def _gpu() -> tuple[str, ...]:

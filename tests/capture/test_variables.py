@@ -318,6 +318,134 @@ def test_a_size_that_must_be_a_number_leaves_others_symbols() -> None:
     assert found == [1, 1, 0, 0, 1, 0]
 
 
+# lengths of token ids
+
+
+class Reader(nn.Module):
+    """Token ids with their mask, and a head of its own for each token or for each row."""
+
+    def __init__(self, features: int = 0) -> None:
+        super().__init__()
+        self.embed, self.features = nn.Embedding(32, 8), nn.Linear(features, 8) if features else None
+        self.positions, self.out = nn.Parameter(torch.randn(32, 8) * 0.1), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, given: Tensor | None = None) -> Tensor:
+        hidden = (self.embed(ids) + self.positions[: ids.shape[1]]).tanh()
+        if mask is not None:
+            hidden = hidden * mask.unsqueeze(-1)
+        if self.features is not None:
+            hidden = hidden + self.features(given)[:, None]
+        return self.out(hidden)
+
+
+def of_tokens(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.transpose(1, 2), labels)
+
+
+def read(length: int, **others: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(length)
+    ids, target = (torch.randint(most, (ROWS, length), generator=generator) for most in (32, 3))
+    return {"ids": ids, "target": target, **others}
+
+
+def reader(loss_fn: Callable[..., Tensor] = of_tokens, **options: Any) -> Pair:
+    torch.manual_seed(0)
+    features = options.pop("features", 0)
+    return Pair(Reader(features), loss_fn=loss_fn, **options)
+
+
+def symbolic(pair: Pair) -> set[str]:
+    plan = pair.pipe.plan
+    return {f"{x.path} {x.dim}" for x in plan.variables if x.name not in plan.fixed_sizes}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_lengths_of_token_ids_are_symbols_from_the_first_call(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = reader()
+    found = [pair.step(**read(n, mask=torch.ones(ROWS, n).to(dtype))) for n in (8, 10, 5, 32)]
+    assert (found, caplog.text) == ([1, 0, 0, 0], "")
+    assert symbolic(pair) == {"kwargs['ids'] 1", "kwargs['mask'] 1", "target 1"}
+    with pytest.raises(pipec.InputError, match="33"):
+        pair.pipe.step(**read(33, mask=torch.ones(ROWS, 33).to(dtype)))
+
+
+def test_lengths_of_token_ids_are_symbols_of_forwards_and_evaluations() -> None:
+    pair = reader()
+    for length in (8, 10, 5):
+        ids, target = read(length).values()
+        assert torch.equal(pair.pipe(ids), pair.unsplit(ids))
+        expected = of_tokens(pair.unsplit(ids), target)
+        torch.testing.assert_close(pair.pipe.eval_step(ids, target=target), expected.detach())
+    assert pair.num_compiled == 2
+
+
+def test_lengths_are_those_of_the_batch_if_time_is_first() -> None:
+    class TimeFirst(Reader):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids.T)
+
+    torch.manual_seed(0)
+    pair, found = Pair(TimeFirst(), loss_fn=of_tokens, batched={"ids": 1, "target": 0}), []
+    for length in (8, 10, 5):
+        ids, target = read(length).values()
+        found.append(pair.step(ids.T.contiguous(), target=target))
+    assert found == [1, 0, 0]
+
+
+def test_with_a_fixed_batch_each_length_is_compiled() -> None:
+    pair = reader(dynamic=False)
+    assert [pair.step(**read(length)) for length in (8, 10, 10)] == [1, 1, 0]
+    assert symbolic(pair) == set()
+
+
+def test_a_length_that_equals_a_size_of_weights_is_a_symbol_as_soon_as_they_differ(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = reader(features=4)
+    found = [pair.step(**read(length, given=torch.randn(ROWS, 4))) for length in (4, 4, 6, 5)]
+    assert (found, "is compiled on its own" in caplog.text) == ([1, 0, 1, 0], False)
+    assert symbolic(pair) == {"kwargs['ids'] 1", "target 1"}
+
+
+def test_columns_of_categories_stay_numbers_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    class Categories(nn.Module):
+        """A table for each column, of which there are always as many."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(32, 2) for _ in range(4))
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            columns = [self.tables[k](ids[:, k]) for k in range(ids.shape[1])]
+            return self.out(torch.cat(columns, -1))
+
+    torch.manual_seed(0)
+    pair = Pair(Categories(), loss_fn=F.cross_entropy)
+    for _ in range(2):
+        pair.step(torch.randint(32, (ROWS, 4)), target=torch.randint(3, (ROWS,)))
+    assert (pair.num_compiled, caplog.text, symbolic(pair)) == (1, "", set())
+
+
+def test_a_loop_over_tokens_is_compiled_for_each_length_and_says_so_at_the_second(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Recurrent(Reader):
+        def forward(self, ids: Tensor) -> Tensor:
+            state = torch.zeros_like(self.embed(ids[:, 0]))
+            states = [state := (state + self.embed(token)).tanh() for token in ids.unbind(1)]
+            return self.out(torch.stack(states, 1))
+
+    torch.manual_seed(0)
+    pair, said, found = Pair(Recurrent(), loss_fn=of_tokens), [], []
+    for length in (3, 3, 4, 5, 3):
+        found.append(pair.step(**read(length)))
+        said.append(caplog.text.count("is compiled on its own"))
+    assert (found, said) == ([1, 0, 1, 1, 0], [0, 0, 1, 1, 1])
+
+
 # sizes that are equal by chance, and sizes of one
 
 

@@ -22,6 +22,7 @@ from pipec.graph import TrainingGraph, copy_graph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Schedule
+from pipec.ir.batch_split import variable_values
 from pipec.passes import Pass
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
@@ -148,11 +149,13 @@ class TrainingRun:
             **dict(self.model.named_parameters()),
             **dict(self.model.named_buffers()),
         }
+        self._variables = artifact.plan.variables
         self._execution = Execution(artifact, tensors, tensors, Ranks(artifact.plan.num_ranks, TIMEOUT))
         self._num_steps = 0
 
     def step(self, inputs: Inputs, sizes: Sequence[int] = SIZES) -> Tensor:
         leaves = ModelCall((), inputs).leaves
-        loss = self._execution.run(leaves, BatchSlice(sizes, sum(sizes)), SEED + self._num_steps)["loss"]
+        batch = BatchSlice(sizes, sum(sizes), values=variable_values(self._variables, leaves))
+        loss = self._execution.run(leaves, batch, SEED + self._num_steps)["loss"]
         self._num_steps += 1
         return loss

@@ -112,7 +112,7 @@ class BoundStage:
         self.buffers = self.buffers_before = self._registered
         self.versions = WeightVersions(self.weights, 0)
         self.is_versioned = False
-        self._precomputed: dict[int, tuple[Tensor, ...]] = {}
+        self._precomputed: dict[tuple[float, ...], tuple[Tensor, ...]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
         self.graphs: StageGraphs | None = getattr(code, "graphs", None)
         self.slots: dict[int, int] = {}
@@ -191,16 +191,32 @@ class BoundStage:
 
     def precompute(self, microbatch: int) -> None:
         """Compute what is computed once of the weights; in a stream, of the version of a microbatch."""
-        version = self.frames[microbatch]["version"] if self.is_versioned else -1
-        weights = self.versions.of(version) if self.is_versioned else self.weights
-        arguments = {"w": weights, "buffers": self.buffers, "device": self.device}
-        values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
-        self._precomputed[version] = self.graphs.precomputed(values) if self.graphs else values
+        frames = [self.frames[microbatch]] if self.is_versioned else self.frames
+        if filled := next((frame for frame in frames if "constants" in frame), None):
+            self._precompute_for(filled)
 
     def select_precomputed(self, microbatch: int) -> None:
-        """Put what was computed of a microbatch's version of the weights into its frame."""
+        """Put what was computed of the weights into a microbatch's frame.
+
+        Batches of a stream that read one version of the weights may have sequences of several lengths.
+        """
         frame = self.frames[microbatch]
-        frame["precomputed"] = self._precomputed[frame.get("version", -1)]
+        if self._precomputed_key(frame) not in self._precomputed:
+            self._precompute_for(frame)
+        frame["precomputed"] = self._precomputed[self._precomputed_key(frame)]
+
+    def _precompute_for(self, frame: Frame) -> None:
+        weights = self.versions.of(frame["version"]) if self.is_versioned else self.weights
+        arguments = {**frame, "w": weights, "buffers": self.buffers, "device": self.device}
+        values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
+        self._precomputed[self._precomputed_key(frame)] = (
+            self.graphs.precomputed(values) if self.graphs else values
+        )
+
+    def _precomputed_key(self, frame: Frame) -> tuple[float, ...]:
+        """The version of the weights, and the sizes that ``precompute`` takes."""
+        sizes = (frame[name] for name in self._precompute_arguments if name not in ("w", "buffers", "device"))
+        return frame.get("version", -1), *sizes
 
     def function(self, name: str, phase: Phase, microbatch: int) -> Callable[..., Any]:
         """A function of the code, for a microbatch.
@@ -245,8 +261,8 @@ class BoundStage:
         A stream that skips updates ends with the buffers before the first of them, and so ``keeps_buffers``.
         """
         self.versions.advance()
-        for number in [each for each in self._precomputed if each < self.versions.oldest]:
-            del self._precomputed[number]
+        for key in [each for each in self._precomputed if each[0] < self.versions.oldest]:
+            del self._precomputed[key]
         for number in [x for x in self._buffers_found if x < self.versions.oldest and not keeps_buffers]:
             del self._buffers_found[number]
 

@@ -150,8 +150,10 @@ class StageGraphs:
     def precomputed(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The results of ``precompute``, copied to the memory that graphs read."""
         return tuple(
-            self._place(("precomputed", index), each).copy_(each) if isinstance(each, Tensor) else each
-            for index, each in enumerate(values)
+            self._place(("precomputed", number, each.shape), each).copy_(each)
+            if isinstance(each, Tensor)
+            else each
+            for number, each in enumerate(values)
         )
 
     def _warm_up(self, source: Function, key: _GraphKey, args: Sequence[Any]) -> Any:
