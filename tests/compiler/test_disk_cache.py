@@ -660,7 +660,7 @@ def test_source_counts_as_imported_before_the_first_call_is_compiled() -> None:
 # processes
 
 
-def printed(words: tuple[str, ...], folder: Path | None, num_ranks: int = 0) -> dict[str, Any]:
+def printed(words: tuple[str, ...], folder: Path | None, working: Path, num_ranks: int = 0) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *(torchrun if num_ranks else ()), str(SCRIPT), *words]
     environment = {
@@ -669,7 +669,7 @@ def printed(words: tuple[str, ...], folder: Path | None, num_ranks: int = 0) -> 
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(pipec.__file__).parents[1]),
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=working, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -690,7 +690,9 @@ def printed(words: tuple[str, ...], folder: Path | None, num_ranks: int = 0) -> 
 def test_a_second_process_computes_the_same_bits(
     words: tuple[str, ...], num_ranks: int, tmp_path: Path
 ) -> None:
-    cold, warm, plain = (printed(words, folder, num_ranks) for folder in (tmp_path, tmp_path, None))
+    (working := tmp_path / "elsewhere").mkdir()
+    runs = (tmp_path, tmp_path), (tmp_path, working), (None, tmp_path)
+    cold, warm, plain = (printed(words, *folders, num_ranks) for folders in runs)
     assert cold["num_read"] == plain["num_read"] == 0
     assert warm["num_read"] == warm["num_compiled"]
     for found in (cold, warm):
