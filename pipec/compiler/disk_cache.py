@@ -85,9 +85,13 @@ class DiskCache:
 
 
 def disk_cache() -> DiskCache | None:
-    """The folder that the environment names, if any."""
+    """The folder that the environment names, if any. None if it is in a home that is not known."""
     folder = os.environ.get(COMPILE_CACHE)
-    return DiskCache(Path(folder).expanduser()) if folder else None
+    try:
+        return DiskCache(Path(folder).expanduser()) if folder else None
+    except RuntimeError as error:
+        _warn_once(f"{folder} is not used as compilation cache: {error}")
+        return None
 
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)

@@ -247,7 +247,7 @@ def _muted() -> Iterator[None]:
     thread = threading.get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
+        return threading.get_ident() != thread  # a record has no thread with logging.logThreads = False
 
     log.filters.insert(0, is_of_others)
     try:
@@ -317,7 +317,8 @@ class Lookup:
         self._warn(warning)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.INFO and record.thread == self._thread:  # others tell the progress
+        is_own = threading.get_ident() == self._thread  # others tell the progress
+        if record.levelno >= logging.INFO and is_own:
             self._said.append((record.levelno, record.getMessage()))
         return True
 

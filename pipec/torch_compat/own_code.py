@@ -26,6 +26,7 @@ from types import (
     FunctionType,
     GenericAlias,
     MethodDescriptorType,
+    MethodType,
     ModuleType,
     WrapperDescriptorType,
 )
@@ -174,8 +175,22 @@ def _functions() -> Iterator[tuple[str, Any]]:
                 yield f"the kernel of {overload.name()} for {key}", kernel
 
 
+_CALLABLES_OF = ("builtins", "types", "collections", "typing", "typing_extensions", "torch", "sympy")
+"""The modules of classes of which torch's modules hold objects that can be called, besides functions."""
+
+
+def _called(held: Any) -> Any:
+    """What a partial, a cached function or a method calls; any other object itself."""
+    kind = type(held)
+    if kind is functools.partial:
+        return _called(held.func)
+    if kind is functools._lru_cache_wrapper:
+        return _called(held.__wrapped__)
+    return held.__func__ if kind is MethodType else held
+
+
 def _foreign_functions() -> Iterator[str]:
-    """The functions in torch's modules that come neither from torch nor from what it imports.
+    """The functions in torch's modules, and objects in their place, that are not torch's and not imported.
 
     Those of Dynamo may be any, because it runs in each process.
     """
@@ -184,10 +199,21 @@ def _foreign_functions() -> Iterator[str]:
         if not is_of_torch or not isinstance(module, ModuleType):
             continue
         for name, held in [*vars(module).items()]:
-            if type(held) is not FunctionType or _may_import(held) or (module, name) in _UNUSED:
+            called = _called(held)
+            if _may_hold(called) or (module, name) in _UNUSED or _imports(module, name, held):
                 continue
-            if not _imports(module, name, held):
-                yield f"{home}.{name} was replaced by a function in {held.__code__.co_filename}"
+            is_function = type(called) is FunctionType
+            kind = f"function in {called.__code__.co_filename}" if is_function else type(called).__qualname__
+            yield f"{home}.{name} was replaced by a {kind}"
+
+
+def _may_hold(called: Any) -> bool:
+    """Whether modules of torch may have an object: it is no callable, a class, or known by what it is."""
+    kind = type(called)
+    if kind is FunctionType:
+        return _may_import(called)
+    is_known = kind.__module__.partition(".")[0] in _CALLABLES_OF
+    return is_known or not callable(called) or issubclass(kind, type)
 
 
 def _may_import(function: FunctionType) -> bool:
@@ -197,9 +223,9 @@ def _may_import(function: FunctionType) -> bool:
     return is_of_python or file.startswith((_PIPEC, _TORCH, *_WRAPPING, *_LIBRARIES))
 
 
-def _imports(module: ModuleType, name: str, function: FunctionType) -> bool:
-    """Whether the source of a module imports ``function`` under ``name``, as of an optional library."""
-    file = Path(str(module.__file__))
+def _imports(module: ModuleType, name: str, held: Any) -> bool:
+    """Whether the source of a module imports ``held`` under ``name``, as of an optional library."""
+    file = Path(str(getattr(module, "__file__", "")))
     tree = ast.parse(file.read_bytes() if file.is_file() else b"")
     imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and not each.level]
     homes = [
@@ -208,7 +234,7 @@ def _imports(module: ModuleType, name: str, function: FunctionType) -> bool:
         for alias in each.names
         if (alias.asname or alias.name) in (name, "*")
     ]
-    return any(getattr(home, imported, None) is function for home, imported in homes)
+    return any(getattr(home, imported, None) is held for home, imported in homes)
 
 
 def _functions_digest() -> str:
@@ -303,14 +329,15 @@ def _version(package: str) -> str:
 
 
 def _config_text(config: Any) -> str:
-    """The values of a configuration. Functions in it are by name, and sets in order."""
+    """The values of a configuration, but for the working folder. Functions are by name, and sets in order."""
 
     def text(value: object) -> str:
         if isinstance(value, set | frozenset):
             return str(sorted(map(text, value)))
         return str(getattr(value, "__qualname__", value))
 
-    return ", ".join(f"{name}={text(value)}" for name, value in sorted(config.get_config_copy().items()))
+    values = {name: value for name, value in config.get_config_copy().items() if name != "debug_dir_root"}
+    return ", ".join(f"{name}={text(value)}" for name, value in sorted(values.items()))
 
 
 def _gpu() -> tuple[str, ...]:

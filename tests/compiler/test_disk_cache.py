@@ -1,6 +1,7 @@
 """What an earlier process compiled is used if nothing has changed, and never otherwise."""
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -238,6 +240,26 @@ def test_a_process_hears_what_an_earlier_one_did_not(
     assert second.same_as(plain)
 
 
+def step_and_evaluation(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
+    return [*steps(8)(pipe, net, x), pipe.eval_step(x[:8], target=x[:8])]
+
+
+@pytest.mark.parametrize("process", slow_but(["first", "second"], "first"))
+def test_records_without_threads_are_said_again_once(
+    process: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first process has to note them, and the second not to repeat them when it captures again."""
+    setting = CHANGES["Python's state"]
+    without_threads = replace(setting, around=lambda: replaced(logging, "logThreads", False))
+    first, second = (without_threads, setting) if process == "first" else (setting, without_threads)
+    run(replace(first, calls=steps(8)), tmp_path, caplog)
+    second = replace(second, calls=steps(8) if process == "first" else step_and_evaluation)
+    found, plain = (run(second, folder, caplog) for folder in (tmp_path, None))
+    assert found.num_read == 1
+    assert "sets attributes of the module" in "".join(plain.said)
+    assert found.same_as(plain)
+
+
 def step_and_step_on_half(pipe: Any, net: Any, x: Tensor) -> list[Tensor]:
     return [pipe.step(x, target=x), pipe.step(x[:4], target=x[:4])]
 
@@ -420,6 +442,16 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path, said: list[st
     assert "is not used as compilation cache" in message
 
 
+def test_a_folder_in_a_home_that_is_not_known_is_told(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_cache._warn_once.cache_clear()
+    monkeypatch.setenv(COMPILE_CACHE, "~nobody.is.called.so/kept")
+    assert disk_cache.disk_cache() is None
+    (message,) = said
+    assert message.startswith("~nobody.is.called.so/kept is not used as compilation cache: ")
+
+
 def test_what_was_used_longest_ago_is_evicted(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "MAX_BYTES", 350)
     for place, key in enumerate(("first", "second", "third")):
@@ -466,6 +498,11 @@ def twice(x: Tensor) -> Tensor:
     return 2 * x
 
 
+class Twice:
+    def get_enum(self, reduction: str) -> int:
+        return 2
+
+
 @torch.no_grad()
 def without_gradients(x: Tensor) -> Tensor:
     return 2 * x
@@ -510,6 +547,10 @@ def lambda_free(x: Tensor) -> Tensor:
         lambda: replaced(torch, "relu", nn.ReLU()),
         lambda: replaced(torch, "sin", lambda x: x),
         lambda: replaced(torch.nn._reduction, "get_enum", lambda reduction: 2),
+        lambda: replaced(torch.nn._reduction, "get_enum", functools.partial(lambda reduction: 2)),
+        lambda: replaced(torch.nn._reduction, "get_enum", functools.cache(lambda reduction: 2)),
+        lambda: replaced(torch.nn._reduction, "get_enum", Twice().get_enum),
+        lambda: mock.patch("torch.nn._reduction.get_enum", return_value=2),
         lambda: replaced(torch, "relu", typing_extensions.deprecated("")(lambda x: x)),
         lambda: replaced(torch, "relu", boolean_dispatch("", 0, False, lambda x: x, lambda x: x, "", "")),
     ],
@@ -619,7 +660,7 @@ def test_source_counts_as_imported_before_the_first_call_is_compiled() -> None:
 # processes
 
 
-def printed(words: tuple[str, ...], folder: Path | None, num_ranks: int = 0) -> dict[str, Any]:
+def printed(words: tuple[str, ...], folder: Path | None, working: Path, num_ranks: int = 0) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *(torchrun if num_ranks else ()), str(SCRIPT), *words]
     environment = {
@@ -628,7 +669,7 @@ def printed(words: tuple[str, ...], folder: Path | None, num_ranks: int = 0) -> 
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(pipec.__file__).parents[1]),
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=working, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -649,7 +690,9 @@ def printed(words: tuple[str, ...], folder: Path | None, num_ranks: int = 0) -> 
 def test_a_second_process_computes_the_same_bits(
     words: tuple[str, ...], num_ranks: int, tmp_path: Path
 ) -> None:
-    cold, warm, plain = (printed(words, folder, num_ranks) for folder in (tmp_path, tmp_path, None))
+    (working := tmp_path / "elsewhere").mkdir()
+    runs = (tmp_path, tmp_path), (tmp_path, working), (None, tmp_path)
+    cold, warm, plain = (printed(words, *folders, num_ranks) for folders in runs)
     assert cold["num_read"] == plain["num_read"] == 0
     assert warm["num_read"] == warm["num_compiled"]
     for found in (cold, warm):
