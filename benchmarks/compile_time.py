@@ -74,8 +74,8 @@ AOT_EAGER = "torch.compile, aot_eager"
 FIRST_STEPS: Mapping[str, Callable[[], None]] = {
     AOT_EAGER: lambda: step_of_torch("aot_eager"),
     "torch.compile, inductor": lambda: step_of_torch("inductor"),
-    "pipec, fixed batch": lambda: step_of_pipec(dynamic=False),
-    "pipec, symbolic batch": lambda: step_of_pipec(dynamic=True),
+    "pipec, fixed batch and length": lambda: step_of_pipec(dynamic=False),
+    "pipec, symbolic batch and length": lambda: step_of_pipec(dynamic=True),
 }
 
 

@@ -1,8 +1,11 @@
 """What follows from buffers alone is computed once a step, by each stage that reads it."""
 
 import copy
+import functools
 
+import pytest
 import torch
+from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
@@ -52,6 +55,24 @@ def test_angles_are_computed_once_a_step_and_never_sent() -> None:
     for stage in (0, 1):
         before, phases = pipe.source(stage).split("def forward")
         assert "torch.cos(" in before
+        assert "torch.cos(" not in phases
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", slow("pipedream-2bw")])
+def test_angles_follow_the_length_of_each_batch(schedule: str) -> None:
+    """Batches of a stream that read one version of the weights have their own lengths."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, WIDTH), Rotary())
+    eager = copy.deepcopy(model)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.0)
+    pipe = pipec.compile(model, devices=2, microbatches=2, schedule=schedule, optimizer=optimizer)
+    batches = [torch.randint(16, (ROWS, length)) for length in (5, 8, 5, 3, 3, 8)]
+    found = torch.stack([*pipe.stream(batches)])
+    expected = torch.stack([eager(batch).detach() for batch in batches])
+    torch.testing.assert_close(found, expected)
+    for stage in (0, 1):
+        before, phases = pipe.source(stage).split("def forward")
+        assert "def precompute(buffers, t, device):" in before
         assert "torch.cos(" not in phases
 
 
