@@ -377,8 +377,8 @@ def _trace_variables(
         except SpecializedVariableError as error:
             fixed = [variable for variable in attempt if variable.name == error.name] or attempt
             names = ", ".join(dict.fromkeys(variable.path for variable in fixed))
-            level = logging.WARNING if request.change or request.call.marked else logging.DEBUG
-            log.log(level, "each value of %s is compiled on its own: %s", names, error)
+            if request.change or request.call.marked:
+                log.warning("each value of %s is compiled on its own: %s", names, error)
             if error.name:
                 left = [tuple(x for x in each if x.name != error.name) for each in (attempt, *attempts)]
                 attempts = [each for each in dict.fromkeys(left) if each]
