@@ -53,7 +53,7 @@ class _Seen:
 class VariableHistory:
     """The history of one pipeline's calls. Without ``expects_lengths``, the first call has its own sizes."""
 
-    def __init__(self, expects_lengths: bool = True) -> None:
+    def __init__(self, expects_lengths: bool) -> None:
         self._expects_lengths = expects_lengths
         self._seen: dict[Hashable, _Seen] = {}
 

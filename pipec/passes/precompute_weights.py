@@ -142,8 +142,8 @@ def _may_be_lifted(node: fx.Node, sources: Collection[fx.Node], graph: TrainingG
     if any(user.op == "output" for user in node.users):
         return False
     parameters = [each for each in sources if isinstance(each.meta["role"], Parameter)]
-    read = sum(_elements(each, graph) for each in parameters) if parameters else MAX_BUFFER_ELEMENTS
-    return is_view(node) or _elements(node, graph) <= read
+    most = sum(_elements(each, graph) for each in parameters) if parameters else MAX_BUFFER_ELEMENTS
+    return is_view(node) or _elements(node, graph) <= most
 
 
 def _elements(node: fx.Node, graph: TrainingGraph) -> float:

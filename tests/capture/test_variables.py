@@ -319,7 +319,7 @@ def test_a_size_that_must_be_a_number_leaves_others_symbols() -> None:
 
 
 class Reader(nn.Module):
-    """Token ids with their mask, and a head of its own for each token or for each row."""
+    """Token ids with a mask, a table of positions, and features of each row."""
 
     def __init__(self, features: int = 0) -> None:
         super().__init__()
@@ -345,10 +345,9 @@ def read(length: int, **others: Any) -> dict[str, Any]:
     return {"ids": ids, "target": target, **others}
 
 
-def reader(loss_fn: Callable[..., Tensor] = of_tokens, **options: Any) -> Pair:
+def reader(features: int = 0, **options: Any) -> Pair:
     torch.manual_seed(0)
-    features = options.pop("features", 0)
-    return Pair(Reader(features), loss_fn=loss_fn, **options)
+    return Pair(Reader(features), loss_fn=of_tokens, **options)
 
 
 def symbolic(pair: Pair) -> set[str]:
@@ -361,7 +360,7 @@ def test_lengths_of_token_ids_are_symbols_from_the_first_call(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = reader()
-    found = [pair.step(**read(n, mask=torch.ones(ROWS, n).to(dtype))) for n in (8, 10, 5, 32)]
+    found = [pair.step(**read(n, mask=(torch.rand(ROWS, n) < 0.7).to(dtype))) for n in (8, 10, 5, 32)]
     assert (found, caplog.text) == ([1, 0, 0, 0], "")
     assert symbolic(pair) == {"kwargs['ids'] 1", "kwargs['mask'] 1", "target 1"}
     with pytest.raises(pipec.InputError, match="33"):

@@ -198,10 +198,11 @@ class BoundStage:
     def select_precomputed(self, microbatch: int) -> None:
         """Put what was computed of the weights into a microbatch's frame.
 
-        Batches of a stream that read one version of the weights may have sequences of several lengths.
+        Batches of a stream that read one version of the weights may differ in length: what the program's
+        instruction did not compute for this one is computed here.
         """
         frame = self.frames[microbatch]
-        if self._precomputed_key(frame) not in self._precomputed:
+        if self.is_versioned and self._precomputed_key(frame) not in self._precomputed:
             self._precompute_for(frame)
         frame["precomputed"] = self._precomputed[self._precomputed_key(frame)]
 
