@@ -45,7 +45,16 @@ from pipec.compiler.microbatch_groups import (
     check_batch_counts,
     check_outputs,
 )
-from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, fitting_division, search
+from pipec.compiler.search import (
+    CapturedStep,
+    SearchResult,
+    evaluate_stages,
+    fitting_division,
+    nearest_plan,
+    search,
+    search_within,
+)
+from pipec.compiler.search_budget import SearchBudget
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.compiler.stored_call import Lookup, RestoredGraph, RestoredStages, StoredCall, process_text
@@ -442,10 +451,11 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
     with request.stopwatch.timed("search"):
         found = search(step, candidate)
         best, chosen = found.best, found.candidate
-        if candidate.cut is None:
+        if candidate.cut is None and any(best.excess_bytes):
+            budget = SearchBudget.for_first_fit(step.graph)
             require_memory(
-                best,
-                lambda devices: search(step, chosen.on_topology(devices)).best,
+                nearest_plan(best),
+                lambda devices: search_within(budget, step, chosen.on_topology(devices)).best,
                 instead=functools.partial(fitting_division, step, chosen),
             )
     decided = chosen.for_next_steps(best.schedule)

@@ -39,24 +39,25 @@ _READING = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]]
 """The phases that read the saved values of a forward, and free them."""
 
 
-def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
+def fit_into_memory(evaluated: EvaluatedPlan, looks_for_nearest: bool = True) -> EvaluatedPlan:
     """The schedule on the same cut, with as little recompute and offloading as lets all ranks fit.
 
     If the options allow both, the simulator decides whether recompute alone is faster. If no choice fits,
     recomputing everything is tried too, because the temporary memory of a function is known only after the
-    choice.
+    choice. The result then lacks memory: the least that any choice does, if the call ``looks_for_nearest``,
+    which takes as long again.
     """
     options = evaluated.staged.options
     ways = [False] * (options.recompute == "auto") + [True] * (
         options.may_offload and not evaluated.is_asynchronous
     )
-    tried = [_fitted(evaluated, offloads) for offloads in ways]
+    tried = [_fitted(evaluated, offloads, looks_for_nearest) for offloads in ways]
     if options.recompute == "auto" and all(any(each.excess_bytes) for each in tried):
         tried.append(_marked(evaluated, MarkRecompute(None)))
     return min(tried, key=lambda each: each.score)
 
 
-def _fitted(evaluated: EvaluatedPlan, offloads: bool) -> EvaluatedPlan:
+def _fitted(evaluated: EvaluatedPlan, offloads: bool, looks_for_nearest: bool) -> EvaluatedPlan:
     """The schedule within memory. Values may be copied to the host if it ``offloads``.
 
     At first a stage recomputes everything before its backward, which it can do while it waits for a message.
@@ -66,11 +67,14 @@ def _fitted(evaluated: EvaluatedPlan, offloads: bool) -> EvaluatedPlan:
 
     The temporary memory of a phase function depends on what is recomputed, and is no sum over values. The
     first attempt assumes that of the function without recompute, and each later one adds what the last one
-    lacked. If no attempt fits, the result is the plan that needs least memory.
+    lacked. If no attempt fits, the result is the plan that needs least memory if it ``looks_for_nearest``,
+    and any of those that were tried otherwise.
     """
     groups = [group for group in _groups(evaluated, offloads) if group.lacks(evaluated)]
     tried = _attempts(evaluated, groups)
     if not tried or any(group.lacks(tried[-1]) for group in groups):
+        if not looks_for_nearest:
+            return tried[-1] if tried else evaluated
         for group in groups:
             group.choose_smallest()
         tried.append(_replaying(evaluated, groups))

@@ -7,7 +7,8 @@ once. The result is the best plan, with its programs.
 
 First the usual number of microbatches is tried: on all placements of the schedules that are allowed, and with
 all numbers of replicas if these are open. For what else there is, on the best placement first, there is a
-budget: ``search_budget``. While nothing fits into memory, all is tried.
+budget: ``search_budget``. Until something fits into memory, all is tried that might. Then schedules that must
+recompute or offload to fit are tried only if they would be faster without, the fastest first.
 """
 
 import functools
@@ -24,10 +25,10 @@ from pipec.compiler.candidate import Candidate, is_straight, sharding_levels
 from pipec.compiler.memory_budget import fit_into_memory
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.search_budget import SearchBudget
-from pipec.compiler.staged_graph import EvaluatedPlan, StagedGraph, UncutGraph
+from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph, UncutGraph
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.ir import Alternative, Placement, Schedule
+from pipec.ir import Alternative, Placement, RankMemory, Schedule
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Observer, Pass
 from pipec.passes.assign_stages import AssignStages
@@ -42,6 +43,9 @@ log = logging.getLogger("pipec")
 
 _MEMORY_ATTEMPTS = 4
 """How many cuts are tried until one fits into memory. Each attempt reserves what the last one lacked."""
+
+_KEPT = ("parameters", "buffers", "gradients", "optimizer", "versions")
+"""The kinds of memory that neither recomputing nor offloading frees."""
 
 _OF_REPLAYING = frozenset({"received", "sent", "running"})
 """The kinds of memory that the planner also sums for stages that recompute; all memory is counted then."""
@@ -70,9 +74,11 @@ class CapturedStep:
         self._cuts.append((how, options, staged))
         return staged
 
-    def may_cut(self, found: Sequence[EvaluatedPlan]) -> bool:
-        """Whether to try another cut, after these plans."""
-        return self.budget is None or not any(map(_fits, found)) or self.budget.takes_cut()
+    def may_cut(self, found: Sequence[EvaluatedPlan], may_be_chosen: bool = True) -> bool:
+        """Whether to try another cut, after these plans; ``may_be_chosen``, or is reported at most."""
+        if not any(map(_fits, found)):
+            return may_be_chosen
+        return self.budget is None or self.budget.takes_cut()
 
     @functools.cached_property
     def _uncut(self) -> UncutGraph:
@@ -112,8 +118,21 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     Raises:
         InputError, InfeasibleError, PlanError: nothing could be tried, and why.
     """
-    found, budget = [], SearchBudget.of(step.graph)
-    step = replace(step, budget=budget)
+    budget = SearchBudget.of(step.graph)
+    found = search_within(budget, step, candidate)
+    if budget.num_skipped:
+        log.info(
+            "%d plans were not tried: besides the plans that are always tried, a search takes a tenth of the "
+            "work of the capture, and half of it more where memory is short; to leave fewer, fix "
+            "microbatches=..., schedule=... or replicas=...",
+            budget.num_skipped,
+        )
+    return found
+
+
+def search_within(budget: SearchBudget, step: CapturedStep, candidate: Candidate) -> SearchResult:
+    """The result of a search with this budget. Raises as ``search``."""
+    found, step = [], replace(step, budget=budget)
     for each in sharding_levels(candidate):
         shard = each.options.sync_spec.shard if candidate.tunes_shard else None
         with suppress(InputError) if shard else nullcontext():  # a level that the plan cannot have
@@ -121,12 +140,6 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
                 found.append(_gathering_by_layers(step, _with_best_replicas(step, each)))
             else:
                 found.append(_on_decided_stages(step, each))
-    if budget.num_skipped:
-        log.info(
-            "%d plans were not tried: besides the plans that are always tried, a search takes a tenth of the "
-            "work of the capture; to leave fewer, fix microbatches=..., schedule=... or replicas=...",
-            budget.num_skipped,
-        )
     return min(found, key=lambda result: result.best.score)
 
 
@@ -184,7 +197,7 @@ def _with_best_replicas(step: CapturedStep, candidate: Candidate) -> SearchResul
     is_open = candidate.tunes_replicas or not candidate.num_microbatches
     if candidate.dynamic and is_open and not has_model_collectives(step.graph):
         for replicas in candidate.policy.other_replica_counts():
-            if candidate.tunes_replicas or step.may_cut([each.best for each in [*found, *others]]):
+            if candidate.tunes_replicas or step.may_cut([each.best for each in [*found, *others]], False):
                 with suppress(InputError, PlanError):
                     others.append(_best_arranged(step, candidate.with_replicas(replicas), False))
         for policy in candidate.policy.with_unequal_replicas():
@@ -252,7 +265,7 @@ def _with_unequal_replicas(
         size = split_sizes(step.batch, count)[0]
         how = ChooseReplicas(planned_for, count, size, candidate.updates(count), model)
         is_first = candidate.tunes_replicas and not found
-        if is_first or step.may_cut([each.best for each in [*before, *found]]):
+        if is_first or step.may_cut([each.best for each in [*before, *found]], candidate.tunes_replicas):
             with suppress(InputError, PlanError):
                 found += _planned(step, candidate, how)
     return found
@@ -318,8 +331,8 @@ class _Search:
         work = functools.partial(base.workload, schedule.placement, size)
         searched = self.candidate.policy.searched_schedules(schedule, work)
         orders = [order for each in searched for order in base.orders_for_tail(each)]
-        evaluated = [best, *(evaluate_within_memory(base, order, size) for order in orders)]
-        fastest = min(evaluated, key=lambda evaluated: evaluated.score)
+        others = (self._within_memory(_following_checkpoints(base, order, size)) for order in orders)
+        fastest = min([best, *filter(None, others)], key=lambda evaluated: evaluated.score)
         return SearchResult(self.candidate, best if fastest.is_close(best) else fastest, base, tried)
 
     def fastest_cut(self, step: CapturedStep, placement: Placement) -> StagedGraph | None:
@@ -370,6 +383,9 @@ class _Search:
         unplanned_bytes = functools.partial(candidate.unplanned_bytes, planned=planned)
         reserved = [max(unplanned_bytes(nearest.memory[rank]) for rank in group) for group in members]
         for _ in range(_MEMORY_ATTEMPTS):
+            fits = any(_fits(evaluated) for evaluated, _ in self.evaluated)
+            if fits and self.budget and not self.budget.takes_cut_within_memory():
+                return
             try:
                 within = devices.with_reserved_memory(reserved)
                 cut = (
@@ -416,23 +432,48 @@ class _Search:
             sizes = split_sizes(self.batch, count)
             num_valid = len(list(takewhile(staged.graph.is_valid_for, sizes)))
             if num_valid == count or (num_valid and len(self.counts) == 1):
-                for schedule in self._schedules(staged, placement, num_valid, sizes[0]):
-                    assert schedule.placement == placement, "cuts are told apart by their placement"
+                schedules = self._schedules(staged, placement, num_valid, sizes[0])
+                assert {each.placement for each in schedules} <= {placement}, "cuts are told apart by it"
+                lacking = []
+                for schedule in schedules:
                     if self._may_evaluate(staged, schedule):
-                        self.evaluated.append((evaluate_within_memory(staged, schedule, sizes[0]), staged))
+                        evaluated = _following_checkpoints(staged, schedule, sizes[0])
+                        if _fits(evaluated):
+                            self.evaluated.append((evaluated, staged))
+                        else:
+                            lacking.append(evaluated)
+                for evaluated in sorted(lacking, key=lambda each: each.seconds):
+                    if within := self._within_memory(evaluated):
+                        self.evaluated.append((within, staged))
+
+    def _within_memory(self, evaluated: EvaluatedPlan) -> EvaluatedPlan | None:
+        """The plan, or if it lacks memory, one that recomputes or offloads; None if that is not worth trying.
+
+        What it recomputes takes time. So if it would be slower than a plan that fits even without, it is not
+        worth it.
+        """
+        if _fits(evaluated) or not _may_fit(evaluated):
+            return evaluated
+        fastest = min((each.seconds for each, _ in self.evaluated if _fits(each)), default=math.inf)
+        fits = fastest < math.inf
+        if evaluated.seconds > (1 + PREDICTION_TOLERANCE) * fastest:
+            return None
+        if self.budget and not self.budget.takes_fit(_num_computes(evaluated.schedule), fits):
+            return None if fits else evaluated
+        within = fit_into_memory(evaluated, looks_for_nearest=not fits)
+        return within if _fits(within) or not fits else None
 
     def _may_evaluate(self, staged: StagedGraph, schedule: Schedule) -> bool:
         """Whether to evaluate a schedule: always for the usual number of microbatches, or until one fits."""
         if self.budget is None:
             return True
-        num_computes = sum(map(len, schedule.orders))
         is_new = not any(
             on is staged and known.plan.num_microbatches == schedule.num_microbatches
             for known, on in self.evaluated
         )
         is_usual = schedule.num_microbatches == self.counts[0]
         fits = any(_fits(evaluated) for evaluated, _ in self.evaluated)
-        return is_usual or not fits or self.budget.takes_plan(num_computes, is_new)
+        return is_usual or not fits or self.budget.takes_plan(_num_computes(schedule), is_new)
 
     def _schedules(
         self, staged: StagedGraph, placement: Placement, count: int, size: int
@@ -450,20 +491,54 @@ def _fits(evaluated: EvaluatedPlan) -> bool:
     return not any(evaluated.excess_bytes)
 
 
+def _may_fit(evaluated: EvaluatedPlan) -> bool:
+    """Whether recomputing or offloading may be all that a plan lacks.
+
+    It may not if what they do not free, at the peak or after the step, takes more than the limit.
+    """
+    needs = enumerate(evaluated.memory)
+    return _may_free(evaluated) and all(
+        _kept_bytes(need) <= evaluated.memory_limit(rank) for rank, need in needs
+    )
+
+
+def _kept_bytes(need: RankMemory) -> float:
+    at_peak = sum(need.bytes_by_category[kind] for kind in _KEPT)
+    return max(at_peak, float(need.after[-1]) if len(need.after) else 0.0)
+
+
+def _may_free(evaluated: EvaluatedPlan) -> bool:
+    options = evaluated.staged.options
+    return options.recompute == "auto" or options.may_offload
+
+
+def nearest_plan(best: EvaluatedPlan) -> EvaluatedPlan:
+    """The best plan of a search in which none fits, with what is recomputed so that it lacks least memory."""
+    return fit_into_memory(best) if _may_free(best) and not _may_fit(best) else best
+
+
+def _num_computes(schedule: Schedule) -> int:
+    return sum(map(len, schedule.orders))
+
+
 def evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
-    """A schedule on these stages; ranks that lack memory recompute or offload, if the options allow it.
+    """A schedule on these stages; ranks that lack memory recompute or offload, if the options allow it."""
+    evaluated = _following_checkpoints(staged, schedule, size)
+    return evaluated if _fits(evaluated) or not _may_fit(evaluated) else fit_into_memory(evaluated)
+
+
+def _following_checkpoints(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
+    """A schedule on these stages, without choosing what to recompute.
 
     What the model asks ``torch.utils.checkpoint`` to compute again is computed again, unless that does not
     fit, and another choice is to be found.
     """
-    evaluated, options = staged.evaluate(schedule, size), staged.options
-    if options.recompute == "auto" and (again := staged.checkpointed):
+    if staged.options.recompute == "auto" and (again := staged.checkpointed):
         every = frozenset(range(staged.graph.num_stages))
         following = staged.with_recompute(MarkRecompute(again, every)).evaluate(schedule, size)
-        if not any(following.excess_bytes):
+        if _fits(following):
             return following
-    may_fit = options.recompute == "auto" or options.may_offload
-    return fit_into_memory(evaluated) if may_fit and any(evaluated.excess_bytes) else evaluated
+    return staged.evaluate(schedule, size)
 
 
 def best_evaluated(

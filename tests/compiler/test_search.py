@@ -129,6 +129,7 @@ def no_work_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a search do nothing but what it must."""
     monkeypatch.setattr(search_budget, "_LEAST", 0.0)
     monkeypatch.setattr(search_budget, "_SHARE", 0.0)
+    monkeypatch.setattr(search_budget, "_SHARE_WITHIN_MEMORY", 0.0)
 
 
 @pytest.mark.usefixtures("no_work_left")
