@@ -1,6 +1,7 @@
 """pipec: a pipeline-parallel graph compiler for PyTorch."""
 
 import importlib
+import random
 import time
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,11 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pipec' has no attribute {name!r}")
     if name == "ops":
         return importlib.import_module("pipec.ops")
-    return getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
+    state = random.getstate()
+    try:
+        return getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
+    finally:
+        random.setstate(state)  # rich draws a number when it is imported
 
 
 def __dir__() -> list[str]:

@@ -330,3 +330,14 @@ def test_every_public_name_can_be_imported() -> None:
     import pipec
 
     assert all(getattr(pipec, name) is not None for name in pipec.__all__)
+
+
+def test_what_is_imported_late_leaves_pythons_generator_as_it_was() -> None:
+    """A script seeds it and then calls pipec, which imports libraries that draw a number."""
+    code = (
+        "import random, pipec\n"
+        "state = random.getstate()\n"
+        "for name in pipec.__all__:\n    getattr(pipec, name)\n"
+        "assert random.getstate() == state"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -10,7 +10,7 @@ from pipec.ir.text_format import format_bytes
 from pipec.plan.memory_needs import memory_shortfall
 
 _ATTEMPTS = 4
-"""How many limits are tried. Another limit gives other cuts, so that the first one may not suffice."""
+"""How many limits are tried. Another limit gives other cuts and orders, so that the first may not suffice."""
 
 _SHARES = (0.88, 0.94, 0.97, 0.985)
 """Shares of a sufficient limit that are tried next: with other cuts, less may suffice."""
@@ -38,10 +38,10 @@ def require_memory(
     ``instead`` returns another schedule that fits, or "".
     """
     topology, more, found = evaluated.staged.options.topology, 0, evaluated
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         if not any(found.excess_bytes):
             break
-        more += math.ceil(max(found.excess_bytes))
+        more += math.ceil(2**attempt * max(found.excess_bytes))
         found = search(_with_more(topology, more))
     if more:
         enough = "" if any(found.excess_bytes) else _enough(topology, _least(topology, more, search), where)

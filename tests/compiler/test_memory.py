@@ -1,6 +1,7 @@
 """Memory limits: what ``recompute="auto"`` does about them, and what is said when nothing helps."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pipec
+from pipec.compiler import compile as compile_call
+from pipec.compiler import search, search_budget
+from pipec.compiler.memory_budget import fit_into_memory
+from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
 from pipec.plan.memory_needs import plan_memory
@@ -108,7 +113,7 @@ def test_other_cuts_are_tried_for_a_smaller_limit() -> None:
 def test_what_replaying_everything_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the integer program makes of the limit: here, nothing that fits."""
     limit = max(peaks(prepared(None, recompute="full")))
-    monkeypatch.setattr("pipec.compiler.memory_budget._fitted", lambda trial, offloads: trial)
+    monkeypatch.setattr("pipec.compiler.memory_budget._fitted", lambda trial, *_: trial)
     assert max(peaks(prepared(limit))) <= limit
 
 
@@ -118,6 +123,62 @@ def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
     assert max(peaks(prepared(limit))) <= limit
     with pytest.raises(InfeasibleError, match=r"in flight[^$]*recompute='auto'"):
         prepared(limit, recompute="none")
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch) -> list[EvaluatedPlan]:
+    """The plans for which something to recompute was looked for."""
+    found: list[EvaluatedPlan] = []
+
+    def fit(evaluated: EvaluatedPlan, **options: bool) -> EvaluatedPlan:
+        found.append(evaluated)
+        return fit_into_memory(evaluated, **options)
+
+    monkeypatch.setattr(search, "fit_into_memory", fit)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_if_weights_do_not_fit_nothing_is_recomputed_in_vain(
+    fitted: list[EvaluatedPlan], monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Until the error says what comes nearest, and which limit is enough."""
+    numbers = list[int]()
+
+    def nearest_plan(best: EvaluatedPlan) -> EvaluatedPlan:
+        numbers.append(len(fitted))
+        return search.nearest_plan(best)
+
+    monkeypatch.setattr(compile_call, "nearest_plan", nearest_plan)
+    pipe = pipec.compile(
+        wide_mlp(), 2, loss_fn=nn.functional.mse_loss, schedule=schedule, memory_limit="30kB"
+    )
+    with pytest.raises(InfeasibleError, match="The smallest limit found to be enough"):
+        pipe.prepare(batch()[0], target=batch()[1])
+    assert numbers == [0]
+
+
+@pytest.mark.slow
+def test_where_memory_is_short_few_choices_find_the_same(
+    fitted: list[EvaluatedPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = max(peaks(prepared(None, recompute="full")))
+    options: dict[str, Any] = {"schedule": "auto", "memory_limit": limit, "loss_fn": nn.functional.mse_loss}
+    x, target = batch()
+
+    def found() -> tuple[float, int]:
+        fitted.clear()
+        pipe = pipec.compile(wide_mlp(), 2, **options).prepare(x, target=target)
+        assert max(peaks(pipe)) <= limit
+        return pipe.simulate().makespan, len(fitted)
+
+    seconds, count = found()
+    for share in ("_SHARE", "_SHARE_WITHIN_MEMORY"):
+        monkeypatch.setattr(search_budget, share, 1e9)
+    thorough_seconds, thorough_count = found()
+    assert count < thorough_count / 2
+    assert seconds <= (1 + PREDICTION_TOLERANCE) * thorough_seconds
 
 
 class Checkpointed(nn.Module):
