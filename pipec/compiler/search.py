@@ -19,6 +19,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product, takewhile
 
+import numpy as np
+
 from pipec.compiler.alternatives import as_alternative
 from pipec.compiler.batch_equivalence import has_model_collectives
 from pipec.compiler.candidate import Candidate, is_straight, sharding_levels
@@ -28,7 +30,7 @@ from pipec.compiler.search_budget import SearchBudget
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph, UncutGraph
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.ir import Alternative, Placement, RankMemory, Schedule
+from pipec.ir import Alternative, Placement, Plan, Program, Schedule
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Observer, Pass
 from pipec.passes.assign_stages import AssignStages
@@ -37,6 +39,7 @@ from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.cut_with_recompute import CutWithRecompute
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.planner.cost_model import MAX_LOAD, PIPEC
+from pipec.programs.rank_memory import memory_by_category
 from pipec.programs.tail_order import has_two_forwards
 
 log = logging.getLogger("pipec")
@@ -44,7 +47,7 @@ log = logging.getLogger("pipec")
 _MEMORY_ATTEMPTS = 4
 """How many cuts are tried until one fits into memory. Each attempt reserves what the last one lacked."""
 
-_KEPT = ("parameters", "buffers", "gradients", "optimizer", "versions")
+_MODEL_STATES = frozenset({"parameters", "buffers", "gradients", "optimizer", "versions"})
 """The kinds of memory that neither recomputing nor offloading frees."""
 
 _OF_REPLAYING = frozenset({"received", "sent", "running"})
@@ -75,7 +78,7 @@ class CapturedStep:
         return staged
 
     def may_cut(self, found: Sequence[EvaluatedPlan], may_be_chosen: bool = True) -> bool:
-        """Whether to try another cut, after these plans; ``may_be_chosen``, or is reported at most."""
+        """Whether to try another cut, after these plans; until one fits, only if it ``may_be_chosen``."""
         if not any(map(_fits, found)):
             return may_be_chosen
         return self.budget is None or self.budget.takes_cut()
@@ -494,17 +497,22 @@ def _fits(evaluated: EvaluatedPlan) -> bool:
 def _may_fit(evaluated: EvaluatedPlan) -> bool:
     """Whether recomputing or offloading may be all that a plan lacks.
 
-    It may not if what they do not free, at the peak or after the step, takes more than the limit.
+    It may not if model states alone take more than the limit. If they are sharded, what is gathered and
+    reduced at once depends on the times of backwards, and so on what is recomputed.
     """
-    needs = enumerate(evaluated.memory)
-    return _may_free(evaluated) and all(
-        _kept_bytes(need) <= evaluated.memory_limit(rank) for rank, need in needs
+    if not _may_free(evaluated) or evaluated.plan.sync_spec.shard:
+        return _may_free(evaluated)
+    return all(
+        _model_state_bytes(evaluated.plan, each) <= evaluated.memory_limit(each.rank)
+        for each in evaluated.programs
     )
 
 
-def _kept_bytes(need: RankMemory) -> float:
-    at_peak = sum(need.bytes_by_category[kind] for kind in _KEPT)
-    return max(at_peak, float(need.after[-1]) if len(need.after) else 0.0)
+def _model_state_bytes(plan: Plan, program: Program) -> float:
+    """The most bytes that weights, gradients and the optimizer's state take at once on a program's rank."""
+    by_category, _ = memory_by_category(plan, program)
+    running = [amounts for kind, (_, amounts, _) in by_category.items() if kind in _MODEL_STATES]
+    return float(np.max(sum(running), initial=0.0))
 
 
 def _may_free(evaluated: EvaluatedPlan) -> bool:

@@ -1,5 +1,6 @@
 """Memory limits: what ``recompute="auto"`` does about them, and what is said when nothing helps."""
 
+import functools
 import re
 from typing import Any
 
@@ -123,6 +124,22 @@ def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
     assert max(peaks(prepared(limit))) <= limit
     with pytest.raises(InfeasibleError, match=r"in flight[^$]*recompute='auto'"):
         prepared(limit, recompute="none")
+
+
+@pytest.mark.slow
+def test_an_asynchronous_schedule_recomputes_where_its_weights_fit() -> None:
+    """Its program ends with microbatches in flight, whose values can be recomputed."""
+
+    def streamed(recompute: str, memory_limit: int | None = None) -> Pipeline:
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "dynamic": False}
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        options |= {"schedule": "pipedream", "optimizer": sgd, "recompute": recompute}
+        pipe = pipec.compile(wide_mlp(), 4, memory_limit=memory_limit, **options)
+        return pipe.prepare(batch()[0], target=batch()[1])
+
+    limit = max(peaks(streamed("full")))
+    assert max(peaks(streamed("none"))) > limit
+    assert max(peaks(streamed("auto", limit))) <= limit
 
 
 @pytest.fixture
