@@ -2,11 +2,7 @@
 
 import importlib
 import random
-import time
 from typing import TYPE_CHECKING
-
-_IMPORTED = time.time()
-"""Before any other file of pipec was read. Source that changed since then is not what runs."""
 
 if TYPE_CHECKING:
     from pipec import ops

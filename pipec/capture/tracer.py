@@ -6,7 +6,6 @@ differentiates something itself, forward and backward are traced together. Each 
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
 from pipec.capture.split_fused_attention import split_fused_attention
 from pipec.capture.split_recurrent import split_recurrent_layers
-from pipec.capture.trace_text import TraceText
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
@@ -56,9 +54,6 @@ _warned: WeakSet[nn.Module] = WeakSet()
 
 Timed = Callable[[str], AbstractContextManager[None]]
 """Measures a block, which is a step of this name."""
-
-Find = Callable[[Callable[..., TraceText]], tuple[str, TrainingGraph | None]]
-"""Takes a function that makes the text of a trace. Returns the text, or "", and the graph if it is known."""
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]
 
@@ -84,7 +79,6 @@ def capture(
     num_replicas: int | None = 1,
     batch: ModelCall | None = None,
     timed: Timed = lambda step: nullcontext(),
-    find: Find = lambda trace: ("", None),
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -104,7 +98,6 @@ def capture(
         batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
             those of arguments.
         timed: Measures each step of the capture, by its name.
-        find: Finds the graph of a trace of Dynamo's for any number of rows; if it does, the rest is skipped.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -132,7 +125,6 @@ def capture(
             num_replicas,
             branches,
             timed,
-            find,
         )
         generators = NonTorchGenerators(step)
         if not symbolic and call.ambiguous_leaves:
@@ -144,18 +136,18 @@ def capture(
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
         with timed("compare operators without gradients"):
-            depends = mode is not Mode.TRAIN or tracer.is_found or tracer.depends_on_grad_mode()
+            depends = mode is not Mode.TRAIN or tracer.depends_on_grad_mode()
         batched, repeated = step.batched, step.repeated
         compares_tensors = tracer.compares_tensors
     refuse_shared_constants(model, graph)
     step.batched, step.repeated = batched, repeated  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
-    if mode is Mode.TRAIN and not tracer.is_found:
+    if mode is Mode.TRAIN:
         _check_trained(graph)
     graph = replace(graph, model_guards=tracer.model_guards(), depends_on_grad_mode=depends)
     graph = replace(graph, repeated=call.repeated if compares_tensors else None)
-    if symbolic and graph.batch is None and not tracer.is_found:
+    if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
             graph.batch_size,
@@ -267,7 +259,6 @@ class _Tracer:
         num_replicas: int | None,
         branches: BranchDecider,
         timed: Timed,
-        find: Find,
     ) -> None:
         self._step = step
         self._mode = mode
@@ -278,9 +269,9 @@ class _Tracer:
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
         self._branches = branches
-        self._timed, self._find = timed, find
+        self._timed = timed
         self._captured: CapturedGraph | None = None
-        self.draws_with_numpy = self.has_traced_backward = self.is_found = False
+        self.draws_with_numpy = self.has_traced_backward = False
 
     @property
     def refused_branch(self) -> str:
@@ -345,19 +336,12 @@ class _Tracer:
         refuse_layout_reads(captured, self._call.changed_layouts)
         self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
-        changed, text = _changed_state(self._step.model, captured.changed_state), ""
-        if proves:
-            trace = functools.partial(TraceText.of, captured, self._step, self._constants, changed)
-            text, known = self._find(trace)
-            if known is not None:
-                self.is_found = True
-                return known
         split_recurrent_layers(captured.module)
         split_fused_attention(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
-        _warn_of_changed_state(changed)
+        _warn_of_changed_state(self._step.model, captured.changed_state)
         first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
         if first_collective and self.has_traced_backward:
             raise CaptureError(
@@ -393,7 +377,7 @@ class _Tracer:
 
         with self._timed("differentiate"):
             runs = [] if findings.assumed else self._repeated_blocks(captured)
-            return replace(self._differentiate(captured, runs, read), text=text)
+            return self._differentiate(captured, runs, read)
 
     def _repeated_blocks(self, captured: CapturedGraph) -> list[RepeatedBlocks]:
         """The runs of equal blocks in a graph of Dynamo's that is about to be differentiated."""
@@ -544,8 +528,8 @@ def _changed_state(model: nn.Module, changed: Sequence[str]) -> list[tuple[str, 
     return of_modules + [(path, "") for path in sorted(others) if not _is_record(model, path)]
 
 
-def _warn_of_changed_state(changed: Sequence[tuple[str, str]]) -> None:
-    for path, kind in changed:
+def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
+    for path, kind in _changed_state(model, changed):
         if kind:
             log.warning(
                 "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and "

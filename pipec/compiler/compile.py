@@ -5,20 +5,17 @@ arguments, and those of this call are returned.
 """
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import torch
 from torch import nn
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.extract_forward import extract_forward
 from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
-from pipec.capture.trace_text import TraceText, describe, model_text
 from pipec.capture.tracer import capture
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
@@ -37,7 +34,6 @@ from pipec.compiler.candidate import Candidate
 from pipec.compiler.capture_key import CaptureKey
 from pipec.compiler.compile_cache import CompiledGraphs
 from pipec.compiler.compile_settings import CompileSettings
-from pipec.compiler.disk_cache import disk_cache
 from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
 from pipec.compiler.microbatch_groups import (
     CompiledArtifact,
@@ -57,7 +53,6 @@ from pipec.compiler.search import (
 from pipec.compiler.search_budget import SearchBudget
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
-from pipec.compiler.stored_call import Lookup, RestoredGraph, RestoredStages, StoredCall, process_text
 from pipec.compiler.tail_costs import tail_costs
 from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Sizes, Variable
@@ -72,9 +67,7 @@ class CompileRequest:
 
     With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
     microbatch. ``warn`` issues each warning once. ``trained`` are the graphs of steps on such calls, from
-    which an evaluation may be cut. ``trained_in_other_modes`` are those of a model with other modules in
-    training mode; an evaluation is cut from one if its own trace is the same. ``change`` says which variables
-    differ from the call before, in words. ``lookup`` finds what an earlier process compiled.
+    which an evaluation may be cut. ``change`` says which variables differ from the call before, in words.
     """
 
     settings: CompileSettings
@@ -86,9 +79,7 @@ class CompileRequest:
     warn: Callable[[str], None]
     refuses_mixed_rows: bool = False
     trained: Sequence[TrainingGraph] = ()
-    trained_in_other_modes: Sequence[TrainingGraph] = ()
     change: str = ""
-    lookup: Lookup | None = None
 
     @property
     def batch(self) -> int:
@@ -126,107 +117,12 @@ def compile_call(request: CompileRequest, candidate: Candidate, cached: Compiled
     if request.settings.calibrates_cpu and candidate.cut is None:
         with request.stopwatch.timed("calibrate the CPU"):
             candidate = candidate.on_device_model(cached_calibration())
-    cache = disk_cache()
-    if cache is None:
-        return _compile(request, candidate, cached)
-    process = functools.partial(process_text, request.settings.device.type == "cuda")
-    lookup = Lookup(cache, process, functools.partial(_request_text, request), request.warn)
-    with lookup.listening():
-        return _compile(replace(request, lookup=lookup, warn=lookup.warn), candidate, cached)
-
-
-def _compile(request: CompileRequest, candidate: Candidate, cached: CompiledGraphs) -> CompiledCall:
-    if request.lookup and (found := _find_on_known_graph(request, request.lookup, candidate, cached)):
-        return _restored(request, candidate, cached, *found)
-    cached = _recaptured(request, cached)
     graph, candidate = _capture_call(request, candidate, cached.graphs)
-    if isinstance(graph, RestoredGraph):
-        return _restored(request, candidate, cached, RestoredStages(graph, candidate.options), graph.kept)
     choice = _choose(request, candidate, graph, cached.graphs)
     _warn_of_batch(request, choice)
-    compiled = _generate_groups(replace(request, lookup=None), choice, cached)
+    compiled = _generate_groups(request, choice, cached)
     _check_microbatches(request, compiled)
-    (artifact, sizes), *others = compiled.groups
-    is_whole = sizes == split_sizes(request.batch, artifact.artifact.plan.num_microbatches) and not others
-    if (
-        request.lookup
-        and is_whole
-        and compiled.cached.artifacts.get((choice.staged, len(sizes), sizes[0])) is artifact
-    ):
-        request.lookup.keep(candidate, compiled.decided, choice.staged, artifact)
     return compiled
-
-
-# kept for later processes
-
-
-def _request_text(request: CompileRequest) -> str:
-    """All that a compilation reads, besides the process, the graph and the candidate."""
-    settings, key, call = request.settings, request.key, request.call
-    parts = (
-        *(settings.loss_fn is None, settings.device, settings.precision, settings.microbatch_weight),
-        *(settings.requires_proof, settings.calibrates_cpu, request.refuses_mixed_rows),
-        *(key.mode, key.call_signature, key.outputs, key.variables, request.values),
-        *(call.batch_size, call.axes, call.paths, call.ambiguous_leaves, call.repeated),
-        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        *(log.isEnabledFor(level) for level in (logging.INFO, logging.WARNING, logging.ERROR)),
-    )
-    return "\n".join([*map(describe, parts), *model_text(request.model, request.canonical)])
-
-
-def _find_on_known_graph(
-    request: CompileRequest, lookup: Lookup, candidate: Candidate, cached: CompiledGraphs
-) -> tuple[StagedGraph, StoredCall] | None:
-    """What was kept for the call on a graph that is known, or on the forward of one, and its stages."""
-    sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
-    if staged := _valid_graph(request, cached.graphs, sizes[0]):
-        kept = lookup.find(candidate, _whole_text(staged.graph), staged)
-        return (staged, kept) if kept else None
-    graph = next((each for each in request.trained if _may_extract(request, each, sizes)), None)
-    text = _text_of_forward(graph) if graph else ""
-    kept = lookup.find(candidate, text)
-    if graph is None or kept is None:
-        return None
-    forward = kept.graph(request.key.mode, text, graph.output_spec, graph.constants)
-    return RestoredStages(replace(forward, model_guards=graph.model_guards), candidate.options), kept
-
-
-def _restored(
-    request: CompileRequest,
-    candidate: Candidate,
-    cached: CompiledGraphs,
-    staged: StagedGraph,
-    kept: StoredCall,
-) -> CompiledCall:
-    """What compiling the call would return, of what was kept."""
-    assert request.lookup is not None
-    request.lookup.repeat(kept)
-    constants = {name: x if x.is_meta else x.cpu() for name, x in staged.graph.constants.items()}
-    artifact = replace(kept.artifact, constants=constants, options=candidate.options.recorded)
-    compiled = CompiledArtifact(artifact, staged.graph.output_spec, kept.axes)
-    sizes = split_sizes(request.batch, artifact.plan.num_microbatches)
-    artifacts = {**cached.artifacts, (staged, len(sizes), sizes[0]): compiled}
-    graphs = CompiledGraphs(tuple(dict.fromkeys((*cached.graphs, staged))), artifacts)
-    return CompiledCall([(compiled, sizes)], kept.decisions.applied(candidate), graphs)
-
-
-def _recaptured(request: CompileRequest, cached: CompiledGraphs) -> CompiledGraphs:
-    """The same with graphs in the place of restored ones, except of those that would be other graphs now."""
-    graphs = {
-        staged: staged.recaptured(request.lookup) if isinstance(staged, RestoredStages) else staged
-        for staged in cached.graphs
-    }
-    artifacts = {
-        (graph, count, size): compiled
-        for (staged, count, size), compiled in cached.artifacts.items()
-        if (graph := graphs[staged]) is not None
-    }
-    return CompiledGraphs(tuple(graph for graph in graphs.values() if graph is not None), artifacts)
-
-
-def _recapture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]) -> TrainingGraph:
-    """The graph of a call that was restored; its tensors are on meta."""
-    return _capture(request, candidate, sizes, None)[0]
 
 
 # capture
@@ -241,8 +137,7 @@ def _capture_call(
         return staged.captured, candidate
     graph, candidate = _capture(request, candidate, sizes, known[-1].captured if known else None)
     sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
-    is_valid = isinstance(graph, RestoredGraph) or graph.is_valid_for(sizes[0])
-    return (graph, candidate) if is_valid else _capture(request, candidate, sizes, graph)
+    return (graph, candidate) if graph.is_valid_for(sizes[0]) else _capture(request, candidate, sizes, graph)
 
 
 def _valid_graph(request: CompileRequest, known: Sequence[StagedGraph], size: int) -> StagedGraph | None:
@@ -259,7 +154,6 @@ def _capture(
     rows is symbolic if sizes differ or may change between calls. Variables are symbolic too, except where
     this was found to be impossible, for example in the graph of a similar call (``like``).
     """
-    given = tuple(sizes)
     start, settings, replicas = request.batch - sum(sizes), request.settings, candidate.policy.replicas
     count, sizes = len(sizes), [size for size in sizes if size]
     traced = functools.partial(
@@ -276,9 +170,6 @@ def _capture(
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
         timed=request.stopwatch.timed,
-        find=functools.partial(request.lookup.find_traced, candidate, request.key.mode)
-        if request.lookup
-        else functools.partial(_find_traced, request, sizes),
     )
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
@@ -288,11 +179,6 @@ def _capture(
             graph = _trace_variables(request, traced, like)
         graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
-    if isinstance(graph, RestoredGraph):
-        call = request.call.sample(request.batch, torch.device("meta"))
-        assert request.lookup is not None
-        again = replace(request, call=call, trained=(), lookup=request.lookup.without_cache())
-        return replace(graph, recapture=functools.partial(_recapture, again, candidate, given)), candidate
     if graph.first_collective and candidate.num_microbatches is None:
         log.info(
             "%s is a collective of replicas: a step is one round, of %s microbatches",
@@ -315,55 +201,15 @@ def _capture(
 def _extract_forward(request: CompileRequest, sizes: Collection[int]) -> TrainingGraph | None:
     """The forward of a training graph that is valid for microbatches of all ``sizes``, if there is one."""
     for each in request.trained:
-        if _may_extract(request, each, sizes):
-            graph = each.recaptured(request.lookup) if isinstance(each, RestoredGraph) else each
-            extracted = extract_forward(graph) if graph else None
-            if graph and extracted:
-                return replace(extracted, batch_size=next(iter(sizes)), text=_text_of_forward(graph))
+        is_valid = _is_valid_for(request, each, {*sizes, request.batch}) and not each.model_guards.violation()
+        if is_valid and (extracted := extract_forward(each)):
+            return replace(extracted, batch_size=next(iter(sizes)))
     return None
-
-
-def _find_traced(
-    request: CompileRequest, sizes: Sequence[int], trace: Callable[..., TraceText]
-) -> tuple[str, TrainingGraph | None]:
-    """A digest of a trace, and the forward of a graph that was trained on the same trace, if there is one."""
-    if request.key.mode is not Mode.TRAIN and not request.trained_in_other_modes:
-        return "", None
-    try:
-        text = _DIGEST + hashlib.sha256(trace(computed=False).text.encode()).hexdigest()
-    except Exception as error:  # whatever fails, the call is compiled
-        log.debug("a trace cannot be compared: %s", error)
-        return "", None
-    for each in request.trained_in_other_modes:
-        same = each.text == text and _is_valid_for(request, each, {*sizes, request.batch})
-        if same and (extracted := extract_forward(each)):
-            return text, replace(
-                extracted, batch_size=sizes[0], training=request.model.training, text=_text_of_forward(each)
-            )
-    return text, None
-
-
-def _may_extract(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
-    """Whether a training graph is valid for the model as it is, and for microbatches of all ``sizes``."""
-    return _is_valid_for(request, graph, {*sizes, request.batch}) and not graph.model_guards.violation()
 
 
 def _is_valid_for(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
     has_repeated = graph.repeated in (None, request.call.repeated)
     return has_repeated and all(graph.is_valid_for(size, request.values) for size in sizes)
-
-
-_DIGEST = "digest "
-"""Begins a text that tells traces of one process apart, and must not be a key for other processes."""
-
-
-def _whole_text(graph: TrainingGraph) -> str:
-    return "" if graph.text.startswith(_DIGEST) else graph.text
-
-
-def _text_of_forward(graph: TrainingGraph) -> str:
-    text = _whole_text(graph)
-    return f"the forward of\n{text}" if text else ""
 
 
 def _trace_variables(

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_state import ModelState
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.staged_graph import StagedGraph
@@ -164,17 +163,8 @@ class CompileCache:
 
     def trained_graphs(self, key: CaptureKey) -> Iterator[TrainingGraph]:
         """The captured graphs of steps that train on calls such as this evaluation, the latest first."""
-        yield from self._trained_graphs(key, key.state)
-
-    def graphs_trained_in_other_modes(self, key: CaptureKey) -> Iterator[TrainingGraph]:
-        """The same of a model whose modules were in other modes, as before ``eval()``."""
-        modes = {each.state.training for each in self._calls} - {key.state.training}
-        for training in modes:
-            yield from self._trained_graphs(key, replace(key.state, training=training))
-
-    def _trained_graphs(self, key: CaptureKey, state: ModelState) -> Iterator[TrainingGraph]:
         for other in reversed(self._calls if key.mode is Mode.LOSS else ()):
-            if replace(other, mode=Mode.LOSS, state=other.state.of_evaluation) == replace(key, state=state):
+            if replace(other, mode=Mode.LOSS, state=other.state.of_evaluation) == key:
                 for cached in reversed(self._calls[other].values()):
                     yield from (staged.captured for staged in reversed(cached.compiled.graphs))
 

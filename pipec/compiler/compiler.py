@@ -78,7 +78,6 @@ class Compiler:
                 refuses_mixed_rows=refuses_mixed_rows,
                 change=change,
                 trained=tuple(self.cache.trained_graphs(signature.key)),
-                trained_in_other_modes=tuple(self.cache.graphs_trained_in_other_modes(signature.key)),
             )
             compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided

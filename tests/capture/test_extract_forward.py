@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pipec
-from pipec import torch_compat
 from pipec.capture import tracer
 from pipec.capture.extract_forward import extract_forward
 from pipec.capture.model_call import ModelCall
@@ -322,60 +321,6 @@ def test_an_evaluation_of_a_changed_model_is_captured_anew(name: str, captured: 
         CHANGES[name](each_model)
     torch.testing.assert_close(pipe.eval_step(x, target=x), evaluated(unsplit, x))
     assert captured == [Mode.TRAIN, Mode.LOSS]
-
-
-@pytest.fixture
-def differentiated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each graph that torch takes apart is one of a step."""
-    found, differentiate = list[bool](), torch_compat.differentiate
-
-    def noted(captured: torch_compat.CapturedGraph, training: bool) -> torch_compat.JointGraph:
-        found.append(training)
-        return differentiate(captured, training)
-
-    monkeypatch.setattr(torch_compat, "differentiate", noted)
-    return found
-
-
-class Modal(nn.Linear):
-    """Reads its mode where ``asks``, and has a factor."""
-
-    def __init__(self, asks: bool = False) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.asks, self.factor = asks, 1.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (self.factor + (self.asks and self.training))
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_in_eval_mode_the_same_trace_is_the_same_graph(asks: bool, differentiated: list[bool]) -> None:
-    model = Modal(asks)
-    pipe, x = pipeline(copy.deepcopy(model)), torch.randn(6, WIDTH)
-    pipe.step(x, target=x)
-    torch.testing.assert_close(pipe.eval().eval_step(x, target=x), evaluated(model.eval(), x))
-    assert differentiated == [True] + [False] * asks
-    torch.testing.assert_close(pipe.eval_step(x[:3], target=x[:3]), evaluated(model, x[:3]))
-    assert differentiated == [True] + [False] * asks
-
-
-def test_in_eval_mode_the_same_trace_has_guards_of_its_own(differentiated: list[bool]) -> None:
-    model, unsplit = Modal(), Modal().eval()
-    unsplit.load_state_dict(model.state_dict())
-    pipe, x = pipeline(model), torch.randn(6, WIDTH)
-    pipe.step(x, target=x)
-    pipe.eval().eval_step(x, target=x)
-    model.factor = unsplit.factor = 2.5
-    torch.testing.assert_close(pipe.eval_step(x, target=x), evaluated(unsplit, x))
-    assert differentiated == [True, False]
-
-
-def test_in_eval_mode_what_asks_for_gradients_is_another_graph(differentiated: list[bool]) -> None:
-    model = Doubled(lambda x: x.requires_grad)
-    pipe, x = pipeline(copy.deepcopy(model)), torch.randn(6, WIDTH)
-    pipe.step(x, target=x)
-    torch.testing.assert_close(pipe.eval().eval_step(x, target=x), evaluated(model.eval(), x))
-    assert differentiated == [True, False]
 
 
 def test_guards_of_an_extracted_graph_are_checked(captured: list[Mode]) -> None:
