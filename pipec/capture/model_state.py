@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +53,6 @@ class ModelState:
         ]
         modules = zip(snapshot.classes, snapshot.hooks, strict=True)
         return cls(snapshot.training, tuple(modules), tuple(tensors), torch_modes)
-
-    @property
-    def of_evaluation(self) -> "ModelState":
-        """The state of the same model for a call that trains nothing."""
-        return replace(self, tensors=tuple((*each[:-1], False) for each in self.tensors))
 
     def __hash__(self) -> int:
         return self._hash

@@ -26,7 +26,6 @@ from pipec.capture.branch_decisions import BranchDecider, describe_branches, ref
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
 from pipec.capture.foreign_code import refuse_foreign_model, refuse_layout_reads, refuse_shared_constants
-from pipec.capture.grad_mode import depends_on_grad_mode
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
@@ -135,8 +134,6 @@ def capture(
             kinds = (True, False) if symbolic else (False,)
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
-        with timed("compare operators without gradients"):
-            depends = mode is not Mode.TRAIN or tracer.depends_on_grad_mode()
         batched, repeated = step.batched, step.repeated
         compares_tensors = tracer.compares_tensors
     refuse_shared_constants(model, graph)
@@ -145,8 +142,8 @@ def capture(
         _warn_of_missing_guards(model, tracer, failures)
     if mode is Mode.TRAIN:
         _check_trained(graph)
-    graph = replace(graph, model_guards=tracer.model_guards(), depends_on_grad_mode=depends)
-    graph = replace(graph, repeated=call.repeated if compares_tensors else None)
+    repeated_inputs = call.repeated if compares_tensors else None
+    graph = replace(graph, model_guards=tracer.model_guards(), repeated=repeated_inputs)
     if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -287,13 +284,6 @@ class _Tracer:
     def compares_tensors(self) -> bool:
         """Whether the last graph may depend on which arguments are one tensor."""
         return bool(self._step.repeated) or self._captured is None or self._captured.compares_tensors
-
-    def depends_on_grad_mode(self) -> bool:
-        """Whether the last graph may be another one without gradients."""
-        captured = self._captured
-        return (
-            captured is None or captured.depends_on_grad_mode or depends_on_grad_mode(captured.module.graph)
-        )
 
     def dry_run(self) -> torch_compat.DryRun:
         """Run the step in eager mode on fake tensors."""

@@ -13,7 +13,6 @@ from itertools import takewhile
 from torch import nn
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
-from pipec.capture.extract_forward import extract_forward
 from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import capture
@@ -66,8 +65,8 @@ class CompileRequest:
     """A call to compile, and the model in its present state.
 
     With ``refuses_mixed_rows``, a batch whose rows depend on one another is refused instead of run as one
-    microbatch. ``warn`` issues each warning once. ``trained`` are the graphs of steps on such calls, from
-    which an evaluation may be cut. ``change`` says which variables differ from the call before, in words.
+    microbatch. ``warn`` issues each warning once. ``change`` says which
+    variables differ from the call before, in words.
     """
 
     settings: CompileSettings
@@ -78,7 +77,6 @@ class CompileRequest:
     stopwatch: Stopwatch
     warn: Callable[[str], None]
     refuses_mixed_rows: bool = False
-    trained: Sequence[TrainingGraph] = ()
     change: str = ""
 
     @property
@@ -174,9 +172,7 @@ def _capture(
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
     with request.stopwatch.timed("capture"), autocasts:
-        graph = _extract_forward(request, sizes)
-        if graph is None and candidate.dynamic:
-            graph = _trace_variables(request, traced, like)
+        graph = _trace_variables(request, traced, like) if candidate.dynamic else None
         graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
     if graph.first_collective and candidate.num_microbatches is None:
@@ -196,15 +192,6 @@ def _capture(
     elif count > 1:
         require_independent_rows(_findings(request, graph), count)
     return graph, candidate
-
-
-def _extract_forward(request: CompileRequest, sizes: Collection[int]) -> TrainingGraph | None:
-    """The forward of a training graph that is valid for microbatches of all ``sizes``, if there is one."""
-    for each in request.trained:
-        is_valid = _is_valid_for(request, each, {*sizes, request.batch}) and not each.model_guards.violation()
-        if is_valid and (extracted := extract_forward(each)):
-            return replace(extracted, batch_size=next(iter(sizes)))
-    return None
 
 
 def _is_valid_for(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:

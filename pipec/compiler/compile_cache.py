@@ -6,7 +6,7 @@ other ranks hold programs and no graphs.
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -17,8 +17,7 @@ from pipec.compiler.capture_key import CaptureKey, CaptureSignature
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
-from pipec.graph import TrainingGraph
-from pipec.ir import Mode, Sizes
+from pipec.ir import Sizes
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
 from pipec.torch_compat import ValuePath
@@ -160,13 +159,6 @@ class CompileCache:
     def put(self, signature: CaptureSignature, compiled: CompiledGraphs) -> None:
         """Set the graphs and artifacts of a signature."""
         self._entry(signature).compiled = compiled
-
-    def trained_graphs(self, key: CaptureKey) -> Iterator[TrainingGraph]:
-        """The captured graphs of steps that train on calls such as this evaluation, the latest first."""
-        for other in reversed(self._calls if key.mode is Mode.LOSS else ()):
-            if replace(other, mode=Mode.LOSS, state=other.state.of_evaluation) == key:
-                for cached in reversed(self._calls[other].values()):
-                    yield from (staged.captured for staged in reversed(cached.compiled.graphs))
 
     def version(self, key: CaptureKey, call: ModelCall | None) -> int:
         """The latest version of a capture key whose guards hold; a new number if none holds.

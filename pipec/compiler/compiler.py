@@ -77,7 +77,6 @@ class Compiler:
                 warn=self._warn_once,
                 refuses_mixed_rows=refuses_mixed_rows,
                 change=change,
-                trained=tuple(self.cache.trained_graphs(signature.key)),
             )
             compiled = compile_call(request, self.decided, self.cache.get(signature))
         self.decided = compiled.decided

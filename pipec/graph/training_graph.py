@@ -104,7 +104,6 @@ class TrainingGraph:
     training: bool = True
     model_guards: ModelGuards = NO_MODEL_GUARDS
     input_branches: InputBranches = NO_INPUT_BRANCHES
-    depends_on_grad_mode: bool = True
     repeated: tuple[tuple[int, int], ...] | None = None
 
     @property

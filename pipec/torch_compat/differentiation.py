@@ -24,7 +24,6 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
@@ -57,26 +56,6 @@ def size_of_symbol(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat |
     shapes = number.node.shape_env
     sizes = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val
     return int(sizes[symbol]) if symbol in sizes else None
-
-
-def without_symbols(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor of ``mode`` like ``value``, with the sizes that symbols had when they were traced.
-
-    Computing with it leaves the symbols of ``value`` as they are.
-    """
-    match value:
-        case torch.Tensor():
-            with mode:
-                sizes, strides = (tuple(map(_hint, each)) for each in (value.shape, value.stride()))
-                return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-        case tuple() | list():
-            return type(value)(without_symbols(each, mode) for each in value)
-    return _hint(value)
-
-
-def _hint(size: Any) -> Any:
-    is_symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return size.node.hint if is_symbolic else size
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import builtin, functions, nn_module
+from torch._dynamo.variables import builtin
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import NullContextVariable
@@ -63,23 +63,6 @@ GENERATED = "GeneratedBackwardFor_"
 """Prefix of the names of the autograd functions that torch.library generates."""
 
 
-GRADIENT_ATTRIBUTES = {
-    "_backward_hooks",
-    "backward",
-    "grad",
-    "grad_fn",
-    "is_inference",
-    "is_leaf",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad",
-    "requires_grad_",
-    "retain_grad",
-    "retains_grad",
-}
-"""Attributes and methods of tensors that differ, or fail, where gradients are disabled."""
-
-
 LAYOUT_METHODS = ("is_contiguous", "stride", "dim_order")
 """Methods of tensors that tell how they are laid out."""
 
@@ -93,10 +76,6 @@ MEMORY_METHODS = (
 
 IDENTITY_METHODS = ("get_id", "call_id", "hash_impl", "get_python_hash")
 """Methods of Dynamo's tensors, in one version or another, that make their ``id`` or their hash."""
-
-
-GRADIENT_FUNCTIONS = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
-"""Functions that tell whether gradients are enabled."""
 
 
 LOST_HOOK = "the hook that forward() registers on the gradient of a parameter would be lost"
@@ -121,9 +100,8 @@ class CapturedGraph:
     path from the traced module, such as ``model.layers.0``; for an attribute, the path of its module.
     ``dynamo_output`` is Dynamo's record of everything that the code read, for ``Guards``; other front ends
     have none. ``layout_reads`` says where the forward's own code asked for the strides of tensors.
-    ``traced_backward`` is set if the graph includes its backward. ``depends_on_grad_mode`` is
-    False if the trace is proved to be the same with gradients enabled and disabled, and ``compares_tensors``
-    is False if it does not depend on which arguments are one tensor.
+    ``traced_backward`` is set if the graph includes its backward. ``compares_tensors`` is False if
+    the trace does not depend on which arguments are one tensor.
     """
 
     module: torch.fx.GraphModule
@@ -132,7 +110,6 @@ class CapturedGraph:
     dynamo_output: CaptureOutput | None = None
     layout_reads: tuple[str, ...] = ()
     traced_backward: TracedBackward | None = None
-    depends_on_grad_mode: bool = True
     compares_tensors: bool = True
 
 
@@ -182,7 +159,7 @@ def _trace_with_dynamo(
         _refuse_missing_gradients(),
         _allow_requires_grad(),
         _ignore_cudnn_flags(),
-        _record_gradient_reads() as read,
+        _record_leaf_reads() as leaf_reads,
         _record_traced_layout_reads() as layout_reads,
         _record_compared_tensors() as compared,
         torch_function_mode_stack_state_mgr,
@@ -192,51 +169,29 @@ def _trace_with_dynamo(
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     if regions:
         regions.inline(graph_module)
-        regions.failed |= "is_leaf" in read  # the results of copied subgraphs are leaves while Dynamo traces
+        regions.failed |= bool(leaf_reads)  # the results of copied subgraphs are leaves while Dynamo traces
     changed = _changed_state([str(warning.message) for warning in caught])
-    depends = bool(read or layout_reads) or not all(map(_ignores_grad_mode, graph_module.graph.nodes))
     compares = any(left is not right for left, right in zip(compared[::2], compared[1::2], strict=True))
     return CapturedGraph(
         *(graph_module, args, changed, outputs[0], tuple(layout_reads)),
-        depends_on_grad_mode=depends,
         compares_tensors=compares,
     )
 
 
 @contextlib.contextmanager
-def _record_gradient_reads() -> Iterator[list[str]]:
-    """Collect what Python code may ask of gradients while Dynamo traces it, or runs it for a constant."""
-    read = list[str]()
-    get, call_method = TensorVariable.var_getattr, TensorVariable.call_method
-    call, run = TorchInGraphFunctionVariable.call_function, functions.invoke_and_store_as_constant
+def _record_leaf_reads() -> Iterator[list[str]]:
+    """Collect where Python code asks whether a tensor is a leaf while Dynamo traces it."""
+    read, get = list[str](), TensorVariable.var_getattr
 
     def attribute(self: TensorVariable, tx: Any, name: str) -> Any:
-        read.extend([name] * (name in GRADIENT_ATTRIBUTES))
+        read.extend([name] * (name == "is_leaf"))
         return get(self, tx, name)
 
-    def method(self: TensorVariable, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        read.extend([name] * (name in GRADIENT_ATTRIBUTES))
-        return call_method(self, tx, name, *args, **kwargs)
-
-    def called(self: TorchInGraphFunctionVariable, *args: Any, **kwargs: Any) -> Any:
-        read.extend(each.__name__ for each in GRADIENT_FUNCTIONS if self.value is each)
-        return call(self, *args, **kwargs)
-
-    def ran(*args: Any, **kwargs: Any) -> Any:
-        read.append("assume_constant_result")
-        return run(*args, **kwargs)
-
     TensorVariable.var_getattr = attribute  # type: ignore[method-assign]
-    TensorVariable.call_method = method  # type: ignore[method-assign]
-    TorchInGraphFunctionVariable.call_function = called  # type: ignore[method-assign]
-    functions.invoke_and_store_as_constant = nn_module.invoke_and_store_as_constant = ran
     try:
         yield read
     finally:
         TensorVariable.var_getattr = get  # type: ignore[method-assign]
-        TensorVariable.call_method = call_method  # type: ignore[method-assign]
-        TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
-        functions.invoke_and_store_as_constant = nn_module.invoke_and_store_as_constant = run
 
 
 @contextlib.contextmanager
@@ -329,38 +284,6 @@ def _note_layout_read(reads: list[str], name: str, file: str, line: int) -> None
     reads.append(f"{name}() at {Path(file).name}:{line}")
     if name in MEMORY_METHODS:
         raise TypeError(f"forward() calls {reads[-1]}, which differs in stages")
-
-
-def _ignores_grad_mode(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's graph computes the same with gradients enabled and disabled.
-
-    An operator of torch does. Code of others could ask when it runs, and so could a graph inside the graph.
-    """
-    target: Any = node.target
-    match node.op:
-        case "call_module":
-            return False
-        case "call_method":
-            return target not in GRADIENT_ATTRIBUTES
-        case "call_function" if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-            names = [getattr(packet, name).name() for name in packet.overloads()]
-            composite = "CompositeImplicitAutograd"
-            is_own = packet._qualified_op_name.startswith(("aten::", "prims::", "pipec::"))
-            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-            return is_own or not any(has_kernel(name, composite) for name in names)
-        case "call_function":
-            module = getattr(target, "__module__", None) or ""
-            return (
-                not isinstance(target, torch._ops.HigherOrderOperator)
-                and module.partition(".")[0] in _IGNORING_GRAD_MODE
-                and not any(word in module for word in ("autograd", "functorch"))
-            )
-    return True
-
-
-_IGNORING_GRAD_MODE = {"", "torch", "_operator", "math", "builtins", "pipec"}
-"""Packages whose functions in a graph do not ask whether gradients are enabled."""
 
 
 @contextlib.contextmanager

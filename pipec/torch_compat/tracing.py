@@ -4,7 +4,6 @@ from pipec.torch_compat.autograd_front_end import CAUSE, capture_with_autograd
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     DataDependentSize,
-    FakeTensorMode,
     JointGraph,
     argument_tensors,
     differentiate,
@@ -15,7 +14,6 @@ from pipec.torch_compat.differentiation import (
     returns_loss_first,
     size_of_symbol,
     unbacked_symbols,
-    without_symbols,
 )
 from pipec.torch_compat.dynamo_branches import (
     Decision,
@@ -70,7 +68,6 @@ __all__ = [
     "Decision",
     "DryRun",
     "FakeTensor",
-    "FakeTensorMode",
     "Guards",
     "JointGraph",
     "SymbolicDims",
@@ -111,5 +108,4 @@ __all__ = [
     "skip_distribution_validation",
     "unbacked_symbols",
     "user_frames",
-    "without_symbols",
 ]
