@@ -274,7 +274,7 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
-    from pipec.capture.tracer import capture  # loads torch._dynamo, as no other function here does
+    from pipec.capture.tracer import CaptureRequest, capture  # loads torch._dynamo, as no other function here does
 
     check_arguments(PROFILE_ARGUMENTS, locals())
     given = ModelCall(example.args, dict(example.kwargs), example.target)
@@ -288,5 +288,5 @@ def profile(
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
-        graph = capture(model, example.loss_fn, Mode.TRAIN, rows, canonical, where)
+        graph = capture(CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where))
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

@@ -21,6 +21,10 @@ class CaptureError(PipecError):
     """The model cannot be captured as one graph."""
 
 
+class UnsupportedTorchError(PipecError):
+    """The installed torch is not as pipec knows it: something that it uses is gone or has changed."""
+
+
 class InputError(PipecError, ValueError):
     """The arguments of a call are wrong: wrong shape, dtype, batch size, device count or name."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from pipec import torch_compat
 from pipec.capture.graph_calls import describe_call
@@ -93,22 +93,15 @@ def _memory(tensor: Tensor) -> int | None:
 
 def refuse_layout_reads(captured: "torch_compat.CapturedGraph", changed: Sequence[str]) -> None:
     """Raise CaptureError if a forward depends on strides, which those of ``changed`` arguments are not."""
-    if not changed:
-        return
-    reads = [*captured.layout_reads, *map(describe_call, filter(_reads_memory, captured.module.graph.nodes))]
+    reads = [node for node in captured.module.graph.nodes if node.target in _READING_MEMORY] if changed else []
     if reads:
         raise CaptureError(
-            f"forward() asks for the layout of a tensor, with {reads[0]}\nStages get contiguous tensors, and "
-            f"{changed[0]} is not. Pass {changed[0]}.contiguous(), or call contiguous() in forward() and do "
-            "not ask"
+            f"forward() asks for the layout of a tensor, with {describe_call(reads[0])}\nStages get contiguous "
+            f"tensors, and {changed[0]} is not. Pass {changed[0]}.contiguous()"
         )
 
 
-def _reads_memory(node: fx.Node) -> bool:
-    aten = torch.ops.aten
-    return node.target in (
-        "as_strided",
-        torch.as_strided,
-        aten.as_strided.default,
-        aten.as_strided_scatter.default,
-    )
+_READING_MEMORY = {
+    *("as_strided", torch.as_strided),
+    *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default),
+}

@@ -95,7 +95,7 @@ class ModelCall:
             names.setdefault(variable.position, {})[variable.dim] = variable.name
         named = [names.get(position, {}) for position in range(len(self.leaves))]
         kinds = tuple(map(_kind, self.leaves, self.axes, self.paths, named))
-        return self._structure, kinds, self.changed_layouts, self.keyword_order
+        return self._structure, kinds, self.changed_layouts, self.keyword_order, self.repeated
 
     def without_arguments(self) -> "ModelCall":
         """A copy with what is known of this call, without its arguments."""

@@ -22,7 +22,7 @@ class TracedStep(nn.Module):
     of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
     positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them. The model
     gets the keyword arguments of ``keyword_order`` in that order, behind the others. At the positions of
-    ``repeated`` it gets the tensors at others again, if it compares them.
+    ``repeated`` it gets the tensors at others again.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class TracedStep(nn.Module):
         equal_dimensions: Sequence[Sequence[tuple[int, int]]] = (),
         numbers: Sequence[int] = (),
         keyword_order: Sequence[str] = (),
+        repeated: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -46,7 +47,7 @@ class TracedStep(nn.Module):
         self.equal_dimensions = tuple(map(tuple, equal_dimensions))
         self.numbers = tuple(numbers)
         self.keyword_order = tuple(keyword_order)
-        self.repeated: Sequence[tuple[int, int]] = ()
+        self.repeated = tuple(repeated)
         self.training = model.training
         self.replaceable_buffers = tuple(_replaceable_buffers(model))
 
@@ -109,7 +110,9 @@ def make_traced_step(
     """The traced step of a call in which these variables are symbols."""
     numbers = [variable.position for variable in variables if variable.dim is None]
     equal = equal_dimensions(variables)
-    return TracedStep(model, loss_fn, mode, call.axes, outputs, equal, numbers, call.keyword_order)
+    return TracedStep(
+        *(model, loss_fn, mode, call.axes, outputs, equal, numbers, call.keyword_order, call.repeated)
+    )
 
 
 def _detached(tree: Any) -> Any:

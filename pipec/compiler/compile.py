@@ -15,7 +15,7 @@ from torch import nn
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
 from pipec.compiler.batch_equivalence import (
@@ -154,14 +154,14 @@ def _capture(
     """
     start, settings, replicas = request.batch - sum(sizes), request.settings, candidate.policy.replicas
     count, sizes = len(sizes), [size for size in sizes if size]
-    traced = functools.partial(
-        capture,
+    one = CaptureRequest(
         request.model,
         settings.loss_fn,
         request.key.mode,
         request.call.rows(start, start + sizes[0]),
         request.canonical,
         settings.device,
+        symbolic=candidate.dynamic or len(set(sizes)) > 1,
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
         may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
@@ -172,8 +172,8 @@ def _capture(
     refuse_float16_weights(settings.precision, request.model)
     autocasts = autocast(settings.precision, settings.device)
     with request.stopwatch.timed("capture"), autocasts:
-        graph = _trace_variables(request, traced, like) if candidate.dynamic else None
-        graph = graph or traced(symbolic=candidate.dynamic or len(set(sizes)) > 1)
+        graph = _trace_variables(request, one, like) if candidate.dynamic else None
+        graph = graph or capture(one)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
     if graph.first_collective and candidate.num_microbatches is None:
         log.info(
@@ -200,7 +200,7 @@ def _is_valid_for(request: CompileRequest, graph: TrainingGraph, sizes: Collecti
 
 
 def _trace_variables(
-    request: CompileRequest, traced: Callable[..., TrainingGraph], like: TrainingGraph | None
+    request: CompileRequest, one: CaptureRequest, like: TrainingGraph | None
 ) -> TrainingGraph | None:
     """A graph with symbolic variables: all that can be, or the sizes alone, or the numbers alone.
 
@@ -215,7 +215,7 @@ def _trace_variables(
     while attempts:
         attempt = attempts.pop(0)
         try:
-            return traced(variables=attempt)
+            return capture(replace(one, variables=attempt))
         except SpecializedVariableError as error:
             fixed = [variable for variable in attempt if variable.name == error.name] or attempt
             names = ", ".join(dict.fromkeys(variable.path for variable in fixed))

@@ -1,8 +1,8 @@
 """The only package that uses private parts of torch. ``tests/torch_compat`` pins each of them.
 
-``versions`` has the versions of torch that were tested. ``front_ends`` and ``autograd_front_end`` trace a
-module, ``repeated_regions`` lets equal blocks be traced once, ``dynamo_branches`` decides branches on values,
-and ``guards`` check later whether the trace is still valid. ``differentiation`` adds the backward.
+``versions`` has the versions of torch that were tested. ``dynamo_front_end`` traces a module and, where
+Dynamo cannot, ``make_fx_front_end``; ``lost_effects`` refuses what a graph would lose. ``dynamo_branches``
+decides branches on values, and ``guards`` check later whether the trace is still valid. ``differentiation`` adds the backward.
 ``module_state`` restores a module after tracing, ``operator_patches`` keeps some operators whole, and
 ``size_arithmetic`` caches arithmetic on sizes. These load torch._dynamo, which takes seconds: only a process
 that captures loads them, all together (``tracing``).
@@ -41,6 +41,7 @@ from pipec.torch_compat.module_contents import (
 )
 from pipec.torch_compat.settings import SETTINGS, read_settings
 from pipec.torch_compat.symbolic_numbers import formula
+from pipec.torch_compat.unsupported import raise_if_unsupported
 from pipec.torch_compat.value_guards import ValueGuard, ValuePath, constant_guard
 from pipec.torch_compat.versions import untested_version
 
@@ -72,6 +73,7 @@ __all__ = [
     "module_contents",
     "num_changes",
     "pytree",
+    "raise_if_unsupported",
     "read_settings",
     "tensor_metadata",
     "untested_version",

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
-from pipec.torch_compat.front_ends import CapturedGraph, TracedBackward
+from pipec.torch_compat.captured_graph import CapturedGraph, TracedBackward
 from pipec.torch_compat.module_state import without_autocast
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)

@@ -1,6 +1,6 @@
 """The names of ``pipec.torch_compat`` that capture and differentiate a model, and need torch._dynamo."""
 
-from pipec.torch_compat.autograd_front_end import CAUSE, capture_with_autograd
+from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     DataDependentSize,
@@ -24,19 +24,17 @@ from pipec.torch_compat.dynamo_branches import (
     placeholder_example,
     shape_symbols,
 )
-from pipec.torch_compat.front_ends import (
-    CapturedGraph,
-    FakeTensor,
-    SymbolicDims,
+from pipec.torch_compat.dynamo_front_end import (
     capture_with_dynamo,
-    capture_with_export,
     draws_with_numpy,
+    ignored_cudnn_flags,
     is_data_dependent_error,
     model_raised,
     reason_of,
     user_frames,
 )
 from pipec.torch_compat.guards import Guards, fqn_of
+from pipec.torch_compat.make_fx_front_end import CAUSE, capture_with_make_fx
 from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
@@ -67,7 +65,6 @@ __all__ = [
     "DataDependentSize",
     "Decision",
     "DryRun",
-    "FakeTensor",
     "Guards",
     "JointGraph",
     "SymbolicDims",
@@ -75,9 +72,8 @@ __all__ = [
     "argument_tensors",
     "bound_ctc_loss_workspace",
     "cached_size_arithmetic",
-    "capture_with_autograd",
     "capture_with_dynamo",
-    "capture_with_export",
+    "capture_with_make_fx",
     "computes_with_cudnn",
     "computes_with_onednn",
     "decide_branches",
@@ -89,6 +85,7 @@ __all__ = [
     "fqn_of",
     "has_partial_backward_hook",
     "has_values",
+    "ignored_cudnn_flags",
     "is_data_dependent",
     "is_data_dependent_error",
     "keep_interpolation_operators",

@@ -39,7 +39,7 @@ from unsplit_reference import Inputs, StepResult, assert_equal, microbatches, un
 
 import pipec
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError, InputError
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
@@ -240,7 +240,7 @@ def test_a_model_on_meta_is_captured_as_on_its_device() -> None:
     def graph_on(device: str) -> list[str]:
         with torch.device(device):
             model, tokens = _Attending(), torch.zeros(4, 8, dtype=torch.int64)
-        graph = capture(model, _token_loss, Mode.TRAIN, ModelCall((tokens,), {}, tokens))
+        graph = capture(CaptureRequest(model, _token_loss, Mode.TRAIN, ModelCall((tokens,), {}, tokens)))
         assert all(parameter.device.type == device for parameter in model.parameters())
         return [f"{node.name} {node.target} {node.meta['phase']}" for node in graph.nodes]
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_snapshot import ModelSnapshot
 from pipec.capture.model_state import ModelState, torch_modes
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError
 from pipec.graph import TrainingGraph
 from pipec.ir import Mode
@@ -681,7 +681,7 @@ def net_of(read: Read) -> Any:
 
 
 def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, ModelState]:
-    graph = capture(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False)
+    graph = capture(CaptureRequest(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False))
     return graph, ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, torch_modes())
 
 

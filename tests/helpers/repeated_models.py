@@ -116,16 +116,16 @@ def captured_both_ways(
 
     with patch.context() as patched:
         patched.setattr(tracer, "instantiate_blocks", noted)
-        assembled = capture()
+        assembled = capture(CaptureRequest())
     with patch.context() as patched:
         patched.setattr(tracer, "find_repeated_blocks", lambda *_: [])
-        whole = capture()
+        whole = capture(CaptureRequest())
     return assembled, whole, runs
 
 
 def capture_stack(model: nn.Module, mode: Mode = Mode.TRAIN) -> TrainingGraph:
     loss_fn = None if mode is Mode.FORWARD else nn.functional.mse_loss
-    return tracer.capture(model, loss_fn, mode, call())
+    return tracer.capture(tracer.CaptureRequest(model, loss_fn, mode, call()))
 
 
 def assert_same_graph(graph: TrainingGraph, other: TrainingGraph) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import pipec
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.cost.symbolic_sizes import MICROBATCH
 from pipec.errors import VerifyError
 from pipec.graph import (
@@ -70,7 +70,7 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def captured() -> TrainingGraph:
     ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
-    return capture(Tied(), loss, Mode.TRAIN, ModelCall((ids,), {}, ids))
+    return capture(CaptureRequest(Tied(), loss, Mode.TRAIN, ModelCall((ids,), {}, ids)))
 
 
 def through(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
@@ -130,7 +130,7 @@ class Idle(nn.Module):
 
 
 def test_simplify_removes_what_computes_nothing() -> None:
-    before = capture(Idle(), None, Mode.TRAIN, ModelCall((torch.randn(ROWS, TOKENS, WIDTH),), {}, None))
+    before = capture(CaptureRequest(Idle(), None, Mode.TRAIN, ModelCall((torch.randn(ROWS, TOKENS, WIDTH),), {}, None)))
     after = through(before, Simplify())
     removed = {
         aten.clone.default,
@@ -355,7 +355,7 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
     """Of all slices of a dimension. That of one slice alone stays as it was."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     model = Unbound()
-    graph = capture(model, None, Mode.TRAIN, ModelCall((x,), {}, None))
+    graph = capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None)))
     selects = [node for node in graph.nodes if node.target is aten.select_backward.default]
     assert len(selects) == 4
     joined = through(graph, MergeSliceGradients())
@@ -374,7 +374,7 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
 
 def test_a_sum_is_made_in_the_shape_that_its_reader_wants() -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    graph = capture(Rotated(), None, Mode.TRAIN, ModelCall((x,), {}, None))
+    graph = capture(CaptureRequest(Rotated(), None, Mode.TRAIN, ModelCall((x,), {}, None)))
     (before,), (after,) = (
         [node for node in each.nodes if node.target is aten.sum.dim_IntList]
         for each in (graph, through(graph, Simplify()))
@@ -400,7 +400,7 @@ def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     model = Rotated()
     joined = through(
-        capture(model, None, Mode.TRAIN, ModelCall((x,), {}, None)), Simplify(), MergeSliceGradients()
+        capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None))), Simplify(), MergeSliceGradients()
     )
     assert count(joined, lambda node: node.target is aten.cat.default and not is_forward(node)) == 1
     assert count(joined, lambda node: node.target is aten.slice_backward.default) == 2
