@@ -274,7 +274,10 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
-    from pipec.capture.tracer import CaptureRequest, capture  # loads torch._dynamo, as no other function here does
+    from pipec.capture.tracer import (  # loads torch._dynamo, as no other function here does
+        CaptureRequest,
+        capture,
+    )
 
     check_arguments(PROFILE_ARGUMENTS, locals())
     given = ModelCall(example.args, dict(example.kwargs), example.target)

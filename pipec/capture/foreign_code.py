@@ -93,11 +93,15 @@ def _memory(tensor: Tensor) -> int | None:
 
 def refuse_layout_reads(captured: "torch_compat.CapturedGraph", changed: Sequence[str]) -> None:
     """Raise CaptureError if a forward depends on strides, which those of ``changed`` arguments are not."""
-    reads = [node for node in captured.module.graph.nodes if node.target in _READING_MEMORY] if changed else []
+    if not changed:
+        return
+    nodes = (node for node in captured.module.graph.nodes if node.target in _READING_MEMORY)
+    reads = [*captured.layout_reads, *map(describe_call, nodes)]
     if reads:
         raise CaptureError(
-            f"forward() asks for the layout of a tensor, with {describe_call(reads[0])}\nStages get contiguous "
-            f"tensors, and {changed[0]} is not. Pass {changed[0]}.contiguous()"
+            f"forward() asks for the layout of a tensor, with {reads[0]}\nStages get contiguous tensors, and "
+            f"{changed[0]} is not. Pass {changed[0]}.contiguous(), or call contiguous() in forward() and do "
+            "not ask"
         )
 
 

@@ -2,8 +2,8 @@
 
 Dynamo's full-graph capture comes first: it keeps torch-level operators, variable names, source lines and
 custom backwards, and records what the code read. What it cannot trace because of the model is traced with
-``make_fx`` while it runs. Each is asked for a symbolic batch first, and then for a fixed one; the log says why
-the first attempts failed.
+``make_fx`` while it runs. Each is asked for a symbolic batch first, and then for a fixed one; the log says
+why the first attempts failed.
 """
 
 import itertools
@@ -129,9 +129,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
     if is_training:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
-    step = make_traced_step(
-        model, request.loss_fn, request.mode, call, request.outputs, request.variables
-    )
+    step = make_traced_step(model, request.loss_fn, request.mode, call, request.outputs, request.variables)
     with _tracing(request, step):
         tracer = _Tracer(request, step)
         generators = NonTorchGenerators(step)
@@ -270,7 +268,7 @@ class _Tracer:
     @property
     def has_traced_backward(self) -> bool:
         """Whether the last graph was traced together with its backward."""
-        return self._captured is not None and self._captured.traced_backward is not None
+        return self._captured is not None and self._captured.has_backward
 
     @property
     def draws_with_numpy(self) -> bool:
@@ -358,7 +356,7 @@ class _Tracer:
     def _resolve_collectives(self, captured: CapturedGraph) -> str:
         """The first collective of the model itself, if it has one."""
         first = resolve_model_collectives(captured.module, self._step, self._request.num_replicas)
-        if first and captured.traced_backward is not None:
+        if first and captured.has_backward:
             raise CaptureError(
                 f"{first} is a collective, which a model that differentiates by itself cannot have"
             )
@@ -468,7 +466,7 @@ class _Tracer:
         if not (request.adds_up or first_collective):
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
         size, num_replicas = self._call.batch_size, request.num_replicas or 1
-        if captured.traced_backward is not None:
+        if captured.has_backward:
             return analyse_differentiated(captured, batched, size, request.has_loss, num_replicas, of_batch)
         if request.adds_up:
             rows = request.whole_batch.batch_size if request.may_have_tail else 0

@@ -10,31 +10,31 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class TracedBackward:
-    """The outputs of a graph that includes its backward: ``results``, then the gradients of ``trained``.
-
-    The last argument of the graph is the gradient of its first result.
-    """
-
-    results: pytree.TreeSpec
-    trained: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class CapturedGraph:
     """A forward graph, and the arguments to differentiate it with.
 
     ``changed_state`` names the Python objects that the forward would change, and tracing did not. Each is a
     path from the traced module, such as ``model.layers.0``; for an attribute, the path of its module.
-    ``dynamo_output`` is Dynamo's record of everything that the code read, for ``Guards``; the fallback has
-    none. ``traced_backward`` is set if the graph includes its backward.
+    ``layout_reads`` says where the forward's own code asked for the strides of tensors.
+
+    Of a graph of Dynamo's, ``dynamo_output`` is the record of everything that the code read, for ``Guards``.
+    Of the fallback's, ``results`` is the tree of its results. If that graph includes its backward,
+    ``trained`` names the parameters whose gradients follow the results, and the last argument is the gradient
+    of the first result.
     """
 
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
+    layout_reads: tuple[str, ...] = ()
     dynamo_output: CaptureOutput | None = None
-    traced_backward: TracedBackward | None = None
+    results: pytree.TreeSpec | None = None
+    trained: tuple[str, ...] | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the graph includes its backward."""
+        return self.trained is not None
 
 
 SymbolicDims = Sequence[tuple[torch.Tensor, int]]

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import FrameSummary
@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
-from pipec.torch_compat.captured_graph import CapturedGraph, TracedBackward
+from pipec.torch_compat.captured_graph import CapturedGraph
 from pipec.torch_compat.module_state import without_autocast
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
@@ -97,10 +97,10 @@ def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
 
     ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
     """
-    if captured.traced_backward is not None:
+    if captured.trained is not None:
         with without_autocast():  # tracing has converted dtypes already
-            joint_graph = differentiate(replace(captured, traced_backward=None), False)
-        return _with_gradients(joint_graph, captured.traced_backward)
+            joint_graph = differentiate(replace(captured, trained=None), False)
+        return _with_gradients(joint_graph, captured.trained)
     meta = captured.module.meta
     context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:
@@ -120,7 +120,7 @@ def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
         guards=tuple(guard.expr for guard in shape_env.guards) if shape_env else (),
         branches=tuple(_branches(shape_env)) if shape_env else (),
         replacements=dict(shape_env.replacements) if shape_env else {},
-        output_spec=joint.out_spec,
+        output_spec=captured.results or joint.out_spec,
         specialized_by=_specialized_by(shape_env),
         data_dependent_sizes=tuple(_data_dependent_sizes(graph_module.graph)),
         asserted=tuple(_asserted(graph_module.graph, shape_env)),
@@ -185,11 +185,11 @@ def _asserted(graph: torch.fx.Graph, shape_env: ShapeEnv | None) -> Iterator[sym
         yield from (each.expr for each in asserts)
 
 
-def _with_gradients(joint: JointGraph, backward: TracedBackward) -> JointGraph:
-    """The same graph, with its tangent and gradients described as such."""
-    num_results, (*arguments, tangent) = backward.results.num_leaves, joint.arguments
+def _with_gradients(joint: JointGraph, trained: Sequence[str]) -> JointGraph:
+    """The same graph, with its tangent and the gradients of ``trained`` described as such."""
+    num_results, (*arguments, tangent) = joint.output_spec.num_leaves, joint.arguments
     assert tangent[0] == "input", tangent
-    names = dict(enumerate(backward.trained, num_results))
+    names = dict(enumerate(trained, num_results))
 
     def result(described: tuple[str, str | int]) -> tuple[str, str | int]:
         kind, index = described
@@ -199,7 +199,6 @@ def _with_gradients(joint: JointGraph, backward: TracedBackward) -> JointGraph:
         joint,
         arguments=(*arguments, ("tangent", 0)),
         results=tuple(map(result, joint.results)),
-        output_spec=backward.results,
     )
 
 

@@ -5,6 +5,7 @@ refused: hooks on leaves, gradients that a backward wants as None.
 """
 
 import contextlib
+import dis
 import logging
 import re
 import sys
@@ -20,6 +21,7 @@ from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import _compiling_state_context, create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipec.errors import UnsupportedTorchError
@@ -45,6 +47,8 @@ IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical",
 """Methods of loggers, the last of Hugging Face's, that Dynamo skips: logging does not belong in a graph."""
 
 
+LAYOUT_METHODS = ("is_contiguous", "stride", "dim_order")
+"""Methods of tensors that tell how they are laid out."""
 
 
 def capture_with_dynamo(
@@ -60,6 +64,7 @@ def capture_with_dynamo(
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(_config(module)),
         _compiling_state_context(),
+        torch_function_mode_stack_state_mgr,
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
     ):
@@ -71,7 +76,8 @@ def capture_with_dynamo(
             _remove_compiled_globals(module)
     changed = tuple(_changed_state([str(warning.message) for warning in caught]))
     _refuse_lost_effects(module, args, output, changed)
-    return CapturedGraph(graph_module, args, changed, output)
+    reads = tuple(place for name, place in called_methods(output) if name in LAYOUT_METHODS)
+    return CapturedGraph(graph_module, args, changed, reads, output)
 
 
 def _config(module: torch.nn.Module) -> dict[str, Any]:
@@ -102,31 +108,40 @@ def _refuse_lost_effects(
     tensors tells on what it is called.
 
     Raises:
-        LostEffectError: a forward sets the gradient of a parameter, or a backward wants gradients that are None,
-            for which Dynamo would pass zeros.
+        LostEffectError: a forward sets the gradient of a parameter, or hooks it, or a backward wants
+            gradients that are None, for which Dynamo would pass zeros.
     """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     if any(path.replace("._parameters.", ".") in parameters for path in changed):
         raise LostEffectError(LOST_GRADIENT)
-    names = names_in_code(output)
-    if not names.isdisjoint(("register_hook", "register_post_accumulate_grad_hook")):
+    called = {name for name, _ in called_methods(output)}
+    if not called.isdisjoint(("register_hook", "register_post_accumulate_grad_hook")):
         with ForwardWatch(with_backward=True).watching(module):
             error = dry_run(module, args).error
         if error is not None:
             raise error if isinstance(error, LostEffectError) else LostEffectError(LOST_HOOK)
-    if "set_materialize_grads" in names:
+    if "set_materialize_grads" in called:
         raise LostEffectError("the backward of a custom autograd function asks for gradients that are None")
 
 
-def names_in_code(output: CaptureOutput) -> set[str]:
-    """The attributes and globals that the traced code names, apart from torch's own code."""
-    codes = output.graph_capture_output.traced_code
-    return {name for code in codes if not code.co_filename.startswith(_TORCH) for name in code.co_names}
+def called_methods(output: CaptureOutput) -> Iterator[tuple[str, str]]:
+    """The names of the methods that the traced code calls, apart from torch's own code, and where."""
+    for code in output.graph_capture_output.traced_code:
+        if code.co_filename.startswith(_TORCH):
+            continue
+        line = code.co_firstlineno
+        for each in dis.get_instructions(code):
+            line = each.starts_line or line
+            is_method = each.opname == "LOAD_METHOD" or (
+                each.opname == "LOAD_ATTR" and "NULL" in each.argrepr
+            )
+            if is_method:
+                yield str(each.argval), f"{each.argval}() at {Path(code.co_filename).name}:{line}"
 
 
 @contextlib.contextmanager
 def ignored_cudnn_flags() -> Iterator[None]:
-    """Let Dynamo skip ``with torch.backends.cudnn.flags(...)``, which it cannot trace and only chooses kernels."""
+    """Let Dynamo skip ``with torch.backends.cudnn.flags(...)``, which only chooses kernels."""
     flags: Any = torch.backends.cudnn.flags
     torch.backends.cudnn.flags = lambda *args, **kwargs: contextlib.nullcontext()
     try:
@@ -148,10 +163,10 @@ def _changed_state(messages: Sequence[str]) -> Iterator[str]:
     variables.
     """
     warning = "".join(message for message in messages if "side effects" in message)
-    if warning and not re.search(r"\"[LG]\[", warning):
+    if warning and "sources you can double check: [" not in warning:
         raise UnsupportedTorchError(
-            f"torch {torch.__version__} writes its warning of side effects in a way that pipec does not know: "
-            f"{warning}"
+            f"torch {torch.__version__} writes its warning of side effects in a way that pipec does not "
+            f"know: {warning}"
         )
     yield from map(fqn_of, re.findall(r"\"(L\['self'\]\..*?)\"", warning))
     for name, attribute in re.findall(r"\"G\['__import_(?!torch)(\w+)'\](?:\.(\w+))?\"", warning):

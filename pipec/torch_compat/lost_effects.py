@@ -37,6 +37,8 @@ _GRADIENTS = tuple(getattr(Tensor.grad, name) for name in ("__get__", "__set__",
 
 _SET_DATA, _GRAD_FN = Tensor.data.__set__, Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 
+_LAYOUT = (Tensor.is_contiguous, Tensor.stride, Tensor.dim_order)
+
 _MEMORY = (
     *(Tensor.storage_offset, Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.is_set_to),
     Tensor.untyped_storage,
@@ -55,10 +57,12 @@ class OwnBackwardError(Exception):
 
 
 class ForwardWatch(TorchFunctionMode):
-    """Sees the calls of torch that a forward makes, and raises LostEffectError for those that a graph would lose.
+    """Sees the calls of torch that a forward makes; raises LostEffectError for those that a graph would lose.
 
-    Without ``with_backward``, that includes backwards that are more than those of operators: custom functions,
-    hooks on gradients and saved tensors, gradients that the forward takes itself.
+    Without ``with_backward``, that includes backwards that are more than those of operators: custom
+    functions, hooks on gradients and saved tensors, gradients that the forward takes itself.
+
+    ``layout_reads`` collects where code outside of torch asks for the strides of a tensor.
 
     Raises:
         OwnBackwardError: the forward has such a backward.
@@ -67,6 +71,7 @@ class ForwardWatch(TorchFunctionMode):
     def __init__(self, with_backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._with_backward = with_backward
+        self.layout_reads = list[str]()
         self._has_own_backward = False
         self._num_modes = 0
 
@@ -78,7 +83,7 @@ class ForwardWatch(TorchFunctionMode):
         with _refuse_seeding(), self:
             yield
         self._require_plain_backward(self._has_own_backward)  # the model may have caught the error
-        if any({**each._parameters, **before} != each._parameters for each, before in parameters):
+        if any(each._parameters.get(name) is not x for each, own in parameters for name, x in own.items()):
             raise LostEffectError(LOST_PARAMETER)
 
     def look_at(self, results: Iterable[object]) -> None:
@@ -106,22 +111,29 @@ class ForwardWatch(TorchFunctionMode):
         elif func == _SET_DATA:
             if isinstance(args[0], nn.Parameter):
                 raise LostEffectError(LOST_PARAMETER)
-        elif func in _MEMORY:
+        elif func in _MEMORY or func in _LAYOUT:
             if not _called_by_library():
-                raise LostEffectError(f"forward() calls {func.__name__}(), which differs in stages")
+                self._note_layout_read(func)
         else:
             self._require_plain_backward(self._takes_gradients(func))
         return func(*args, **(kwargs or {}))
 
+    def _note_layout_read(self, func: Any) -> None:
+        caller = _caller()
+        place = f"{func.__name__}() at {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        if func in _MEMORY:
+            raise LostEffectError(f"forward() calls {place}, which differs in stages")
+        self.layout_reads.append(place)
+
     def _takes_gradients(self, func: Any) -> bool:
-        """Whether a call takes a gradient or a node of autograd's graph, or a context sees what autograd does."""
+        """Whether a call takes a gradient or a node of autograd, or a context sees what autograd does."""
         if func in _DIFFERENTIATE or (func == _GRAD_FN and not _called_by_library()):
             return True
         return active_saved_tensors_hooks() or len(_get_current_dispatch_mode_stack()) > self._num_modes
 
 
 def _is_custom(node: Any) -> bool:
-    """Whether a node of autograd's graph is of a custom function; those of torch.library belong to operators."""
+    """Whether a node of autograd is of a custom function; those of torch.library belong to operators."""
     kind = type(node)
     is_python = issubclass(kind, torch.autograd.function.BackwardCFunction)
     return is_python and not kind.__name__.startswith("GeneratedBackwardFor_")
@@ -178,8 +190,14 @@ def _asks_for_gradient() -> bool:
 
 def _called_by_library(*passed_over: str) -> bool:
     """Whether code of torch or pipec is the innermost caller, but for these files of torch."""
+    return bool(_caller(*passed_over).f_code.co_filename.startswith((_TORCH, _PIPEC)))
+
+
+def _caller(*passed_over: str) -> Any:
+    """The innermost frame that is not of this file, of contextlib, or of these files of torch."""
     frame: Any = sys._getframe(1)
-    own = {__file__, contextlib.__file__, *(f"{_TORCH}/{file}" for file in ("overrides.py", *passed_over))}
+    files = "overrides.py", "_tensor.py", *passed_over
+    own = {__file__, contextlib.__file__, *(f"{_TORCH}/{file}" for file in files)}
     while frame.f_code.co_filename in own:
         frame = frame.f_back
-    return bool(frame.f_code.co_filename.startswith((_TORCH, _PIPEC)))
+    return frame

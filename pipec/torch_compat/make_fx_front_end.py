@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims, TracedBackward
+from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.lost_effects import ForwardWatch, LostEffectError, OwnBackwardError
 from pipec.torch_compat.module_state import silence_output, without_autocast
 
@@ -36,8 +36,12 @@ def capture_with_make_fx(module: nn.Module, args: tuple[Any, ...], symbolic: Sym
     """Trace ``module(*args)`` on fake tensors; with its backward if it differentiates by itself.
 
     Raises:
-        LostEffectError: a step would not do what the forward or the backward does, such as changing a parameter.
+        LostEffectError: a step would not do what the forward or the backward does, such as to change a
+            parameter.
     """
+    for path, each in module.named_modules():
+        if each._backward_hooks or each._backward_pre_hooks:
+            raise LostEffectError(f"the backward hook of {path} would run during capture but not in steps")
     try:
         return _trace(module, args, symbolic, with_backward=False)
     except OwnBackwardError:
@@ -76,9 +80,14 @@ def _trace(
     _name_arguments(graph_module.graph, args, with_backward)
     graph_module.recompile()
     graph_module.meta["fake_mode"] = mode
-    backward = TracedBackward(traced.results, traced.trained) if with_backward else None
-    given = (*leaves, tangent) if with_backward else tuple(leaves)
-    return CapturedGraph(graph_module, given, changed, traced_backward=backward)
+    return CapturedGraph(
+        graph_module,
+        (*leaves, tangent) if with_backward else tuple(leaves),
+        changed,
+        traced.layout_reads,
+        results=traced.results,
+        trained=traced.trained if with_backward else None,
+    )
 
 
 class _TracedModule(nn.Module):
@@ -92,6 +101,7 @@ class _TracedModule(nn.Module):
         self.module = module
         self.results: pytree.TreeSpec | None = None
         self.trained: tuple[str, ...] = ()
+        self.layout_reads: tuple[str, ...] = ()
         self._with_backward = with_backward
 
     def forward(self, args: tuple[Any, ...], tangent: Tensor) -> list[Any]:
@@ -99,6 +109,7 @@ class _TracedModule(nn.Module):
         with recorder.forward(self._with_backward), watch.watching(self.module):
             results, self.results = pytree.tree_flatten(self.module.forward(*args))
         watch.look_at(results)
+        self.layout_reads = tuple(watch.layout_reads)
         if not self._with_backward or not _is_scalar(results[0]):  # callers refuse other losses
             return results
         trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
@@ -147,7 +158,9 @@ def _register_module_tensors(traced: fx.GraphModule, module_tensors: Mapping[str
     for node in traced.graph.find_nodes(op="get_attr"):
         tensor = getattr(traced, str(node.target))
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise LostEffectError(f"a trainable tensor of shape {tuple(tensor.shape)} was not read from its module")
+            raise LostEffectError(
+                f"a trainable tensor of shape {tuple(tensor.shape)} was not read from its module"
+            )
     for name, constant in dict(traced._buffers).items():
         delattr(traced, name)
         object.__setattr__(traced, name, constant)  # differentiation would make a buffer an argument
@@ -257,7 +270,9 @@ class _NodeRecorder(TorchDispatchMode):
         current: Any = torch._C._current_autograd_node()
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if draws and (current is not None or not self._is_forward):
-            raise LostEffectError("a backward draws random numbers, which would differ from those of its forward")
+            raise LostEffectError(
+                "a backward draws random numbers, which would differ from those of its forward"
+            )
         if self._is_forward:
             self._numbers.append(torch.autograd._get_sequence_nr() - 1)
             self._forward_nodes.append(node)

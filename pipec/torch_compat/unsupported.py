@@ -28,7 +28,7 @@ def raise_if_unsupported(error: BaseException) -> None:
             place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
             raise UnsupportedTorchError(
                 f"torch {torch.__version__} is not as pipec knows it: {type(cause).__name__}: {cause}\n"
-                f"  at {place}\nInstall a version of torch that docs/stability.md names, or a pipec that knows "
-                "this one"
+                f"  at {place}\nInstall a version of torch that docs/stability.md names, or a pipec that "
+                "knows this one"
             ) from error
         cause = cause.__cause__ or cause.__context__

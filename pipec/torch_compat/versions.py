@@ -6,7 +6,7 @@ captured right. ``pyproject.toml`` asks for these versions; ``pip install --no-d
 
 import re
 
-OLDEST, NEWEST = (2, 11), (2, 13)
+OLDEST, NEWEST = (2, 11), (2, 15)
 """The first and the last tested version, without its patch level."""
 
 

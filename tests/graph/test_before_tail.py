@@ -49,9 +49,11 @@ class Counting(nn.Module):
 
 def graph_of(between: nn.Module) -> TrainingGraph:
     call = ModelCall((torch.randn(8, 6),), {}, None)
-    captured = capture(CaptureRequest(
-        Contrastive(between), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True
-    ))
+    captured = capture(
+        CaptureRequest(
+            Contrastive(between), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True
+        )
+    )
     return run_passes(captured, [Simplify(), AnnotateCost(DEVICES["cpu"]), ExtractTail()])
 
 

@@ -130,7 +130,9 @@ class Idle(nn.Module):
 
 
 def test_simplify_removes_what_computes_nothing() -> None:
-    before = capture(CaptureRequest(Idle(), None, Mode.TRAIN, ModelCall((torch.randn(ROWS, TOKENS, WIDTH),), {}, None)))
+    before = capture(
+        CaptureRequest(Idle(), None, Mode.TRAIN, ModelCall((torch.randn(ROWS, TOKENS, WIDTH),), {}, None))
+    )
     after = through(before, Simplify())
     removed = {
         aten.clone.default,
@@ -400,7 +402,9 @@ def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     model = Rotated()
     joined = through(
-        capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None))), Simplify(), MergeSliceGradients()
+        capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None))),
+        Simplify(),
+        MergeSliceGradients(),
     )
     assert count(joined, lambda node: node.target is aten.cat.default and not is_forward(node)) == 1
     assert count(joined, lambda node: node.target is aten.slice_backward.default) == 2

@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
-from pipec.torch_compat import differentiation, front_ends, module_state, operator_patches
+
+XX
 
 SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
 NODES = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
