@@ -69,8 +69,8 @@ def once(model: nn.Module, *args: object, **options: object) -> TrainingGraph:
 CAPTURED: dict[nn.Module, TrainingGraph] = {}
 
 
-def at_once(evaluated: EvaluatedPlan, search: object) -> None:
-    """Refuse a evaluated that lacks memory, and do not look for a limit that would be enough."""
+def at_once(evaluated: EvaluatedPlan, search: object, instead: object) -> None:
+    """Refuse a plan that lacks memory, and do not look for a limit that would be enough."""
     if any(evaluated.excess_bytes):
         raise infeasible_error(evaluated)
 

@@ -22,8 +22,7 @@ from pipec.capture.model_call import ModelCall
 from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.compile_settings import CompileSettings
-from pipec.compiler.compiler import Compiler
+from pipec.compiler.compiler import Compiler, CompileSettings
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy, resolve_num_microbatches
 from pipec.console import warn

@@ -21,7 +21,7 @@ from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.model_snapshot import ModelSnapshot, same_objects
 from pipec.capture.model_state import ModelState, torch_modes
 from pipec.capture.variable_history import VariableHistory
-from pipec.compiler.capture_key import CaptureKey, CaptureSignature, CollectiveCall
+from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
 from pipec.console import warn
 from pipec.errors import InputError, PipecError
@@ -54,6 +54,21 @@ class CallRequest:
     @property
     def name(self) -> str:
         return f"{self.method} with outputs" if self.outputs else self.method
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A call that all ranks make, with its signature and random seed.
+
+    ``generator_after`` is torch's default generator after drawing the seed. ``rows[k]`` is the number of rows
+    of replica k if each replica passes its own part of the batch; otherwise ``rows`` has one entry, all rows.
+    """
+
+    call: ModelCall
+    signature: CaptureSignature
+    seed: int
+    generator_after: Generator
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +136,7 @@ class CallAgreement:
             seed, after = peek_seed()
             return CollectiveCall(
                 call,
-                CaptureSignature(key, self._compiler.version(key, call)),
+                CaptureSignature(key, self._compiler.cache.version(key, call)),
                 seed,
                 after,
                 (call.batch_size,),
@@ -145,7 +160,7 @@ class CallAgreement:
         snapshot = self._owned.snapshot()
         if self._owned.replaced_names(snapshot) or self._state(Mode.TRAIN, snapshot) != signature.key.state:
             return False
-        return self._ranks.world.rank != 0 or self._compiler.is_valid(signature)
+        return self._ranks.world.rank != 0 or self._compiler.cache.is_valid(signature)
 
     @property
     def _has_arguments(self) -> bool:
@@ -236,7 +251,7 @@ class CallAgreement:
     def _reply_values(self, key: CaptureKey | None, call: ModelCall) -> list[int]:
         """The version that rank 0's guards choose, and a hash of the requires_grad flags of this rank."""
         whole = call if self.batch != "local" else None
-        version = self._compiler.version(key, whole) if key and self._ranks.world.rank == 0 else 0
+        version = self._compiler.cache.version(key, whole) if key and self._ranks.world.rank == 0 else 0
         return [version, hash(self._owned.tensors.requires_grad_flags())]
 
     def _changes_model(self, replies: Sequence[RankReply], snapshot: ModelSnapshot) -> bool:

@@ -4,8 +4,9 @@
 Dynamo cannot, ``make_fx_front_end``; ``lost_effects`` refuses what a graph would lose. ``dynamo_branches``
 decides branches on values, and ``guards`` check later whether the trace is still valid.
 ``differentiation`` adds the backward. ``module_state`` restores a module after tracing,
-``operator_patches`` keeps some operators whole, and ``size_arithmetic`` caches arithmetic on sizes. These load torch._dynamo, which takes seconds: only a process
-that captures loads them, all together (``tracing``).
+``operator_patches`` keeps some operators whole, and ``size_arithmetic`` caches arithmetic on sizes.
+These load torch._dynamo, which takes seconds: only a process that captures loads them, all together
+(``tracing``).
 
 ``value_guards`` compares the values that a trace read, ``module_contents`` lists a module's tensors, children
 and hooks, ``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no
