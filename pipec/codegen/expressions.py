@@ -216,7 +216,7 @@ def output_argument(node: fx.Node) -> str | None:
     if node.target is primitives.cross_entropy_gradient:
         return "out"
     variant = out_variant(node.target)
-    return variant._schema.arguments[-1].name if variant else None
+    return torch_compat.schema(variant).arguments[-1].name if variant else None
 
 
 def in_place_arguments(node: fx.Node, written: fx.Node) -> list[Any]:
@@ -229,7 +229,7 @@ def _in_place(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
     """``x.add_(y)``"""
     variant = in_place_variant(node.target)
     assert variant is not None
-    method = variant._schema.name.split("::")[1]
+    method = variant.overloadpacket.__name__
     if node.target in (*INFIX, *METHODS, *FUNCTIONS) and hasattr(torch.Tensor, method):
         return f"{args[0]}.{method}({', '.join(args[1:] + kwargs)})"
     return f"{_qualified(variant)}({', '.join(args + kwargs)})"
@@ -294,7 +294,7 @@ def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
 
 def _qualified(target: Any) -> str:
     if isinstance(target, torch_compat.OpOverload):
-        return f"torch.ops.{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+        return f"torch.ops.{target}"
     raise NotImplementedError(f"code generation does not know how to call {target!r}")
 
 

@@ -30,6 +30,7 @@ from pipec.graph import (
     send,
 )
 from pipec.ir import Mode
+from pipec.torch_compat import OpOverload
 
 RESERVED = frozenset(
     [
@@ -215,8 +216,8 @@ def _operator_name(node: fx.Node) -> str:
         return "_".join(filter(None, [_operator_name(source), suffix]))
     if is_data_dependent_number(node):
         return "size"
-    schema = getattr(node.target, "_schema", None)
-    name = schema.name.split("::")[1] if schema else str(node.target)
+    target = node.target
+    name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else str(target)
     return identifier(IMPLEMENTATION_WORDS.sub("", name.strip("_")))
 
 

@@ -18,9 +18,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipec.torch_compat import pytree
 from pipec.torch_compat.foreign_classes import (
     active_mode,
     attributes,
@@ -40,6 +40,16 @@ from pipec.torch_compat.module_contents import (
     num_changes,
     tensor_metadata,
 )
+from pipec.torch_compat.run_time import (
+    ConvertedModule,
+    inductor_code,
+    persistent_buffers,
+    register_buffer,
+    replace_total_norm,
+    schema,
+    share_registries,
+    storage_use_count,
+)
 from pipec.torch_compat.settings import SETTINGS, read_settings
 from pipec.torch_compat.symbolic_numbers import formula
 from pipec.torch_compat.unsupported import raise_if_unsupported
@@ -51,6 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SETTINGS",
+    "ConvertedModule",
     "HigherOrderOperator",
     "ModuleContents",
     "OpOverload",
@@ -67,15 +78,22 @@ __all__ = [
     "global_hooks",
     "has_global_forward_hooks",
     "has_gradient_hook",
+    "inductor_code",
     "is_plain_tensor",
     "lazy_graph_module",
     "lazy_graph_modules",
     "marked_dimensions",
     "module_contents",
     "num_changes",
+    "persistent_buffers",
     "pytree",
     "raise_if_unsupported",
     "read_settings",
+    "register_buffer",
+    "replace_total_norm",
+    "schema",
+    "share_registries",
+    "storage_use_count",
     "tensor_metadata",
     "untested_version",
 ]
