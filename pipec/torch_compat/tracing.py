@@ -48,15 +48,10 @@ from pipec.torch_compat.module_state import (
     restore_module,
 )
 from pipec.torch_compat.operator_patches import (
-    ATTENTION,
-    ENCODER_LAYER,
     bound_ctc_loss_workspace,
-    computes_with_cudnn,
-    computes_with_onednn,
     decompositions,
-    keep_interpolation_operators,
-    keep_recurrent_operators,
     skip_distribution_validation,
+    trace_recurrent_networks,
 )
 from pipec.torch_compat.own_code import (
     exact_text,
@@ -71,9 +66,7 @@ from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
     "ASSERTIONS",
-    "ATTENTION",
     "CAUSE",
-    "ENCODER_LAYER",
     "CapturedGraph",
     "DataDependentSize",
     "Decision",
@@ -90,8 +83,6 @@ __all__ = [
     "capture_with_autograd",
     "capture_with_dynamo",
     "capture_with_export",
-    "computes_with_cudnn",
-    "computes_with_onednn",
     "decide_branches",
     "decompositions",
     "differentiate",
@@ -106,8 +97,6 @@ __all__ = [
     "is_data_dependent",
     "is_data_dependent_error",
     "is_own",
-    "keep_interpolation_operators",
-    "keep_recurrent_operators",
     "model_raised",
     "name_of",
     "placeholder_example",
@@ -125,6 +114,7 @@ __all__ = [
     "size_of_symbol",
     "skip_distribution_validation",
     "symbol_texts",
+    "trace_recurrent_networks",
     "unbacked_symbols",
     "user_frames",
     "without_symbols",
