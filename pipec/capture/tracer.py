@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 
 from pipec import ops, torch_compat
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
@@ -33,15 +34,15 @@ from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import number_operators
+from pipec.capture.own_operators import use_own_operators
 from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
-from pipec.capture.split_fused_attention import split_fused_attention
-from pipec.capture.split_recurrent import split_recurrent_layers
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
+from pipec.primitives import recurrent_network
 from pipec.torch_compat import CapturedGraph
 
 log = logging.getLogger("pipec")
@@ -163,14 +164,28 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(torch_compat.lazy_graph_modules())
         stack.enter_context(torch_compat.cached_size_arithmetic())
         stack.enter_context(torch_compat.skip_distribution_validation())
-        stack.enter_context(torch_compat.keep_interpolation_operators())
-        stack.enter_context(torch_compat.keep_recurrent_operators())
+        stack.enter_context(torch_compat.trace_recurrent_networks(recurrent_network))
         stack.enter_context(torch_compat.bound_ctc_loss_workspace())
         stack.enter_context(torch_compat.ignored_cudnn_flags())
+        stack.enter_context(_slow_attention_path())
         stack.enter_context(local_sync_batch_norms())
         stack.enter_context(ops.tracing_with_replicas(request.num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(request.mode is Mode.TRAIN))
         yield
+
+
+@contextmanager
+def _slow_attention_path() -> Iterator[None]:
+    """Let attention modules make the same calls in evaluation as in training, not one that reads all weights.
+
+    Stages may be cut inside of them, and evaluation needs each weight where training reads it.
+    """
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(before)
 
 
 def _warn_of_missing_guards(model: nn.Module, tracer: "_Tracer", failures: Sequence[Exception]) -> None:
@@ -302,8 +317,7 @@ class _Tracer:
         captured = self._trace_forward(front_end, sample, symbolic)
         self._captured = captured
         refuse_layout_reads(captured, self._call.changed_layouts)
-        split_recurrent_layers(captured.module)
-        split_fused_attention(captured.module)
+        use_own_operators(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
@@ -446,7 +460,7 @@ class _Tracer:
             torch_compat.raise_if_unsupported(error)
             log.debug("the whole batch cannot be captured: %s", error_summary(error))
             return WholeBatchCapture(None, rows, batch_size)
-        split_recurrent_layers(module)
+        use_own_operators(module)
         describe_branches(module)
         require_full_scatter(module.graph, sample)
         return WholeBatchCapture(module, rows, batch_size)

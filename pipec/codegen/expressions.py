@@ -134,11 +134,12 @@ PRIMITIVES = {
     primitives.cross_entropy_gradient: "cross_entropy_gradient",
     primitives.check_row_independence: "check_row_independence",
     primitives.require: "require",
-    primitives.CUDNN_RNN: "CUDNN_RNN",
-    primitives.CUDNN_RNN_BACKWARD: "CUDNN_RNN_BACKWARD",
-    primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
-    primitives.RECURRENCE: "RECURRENCE",
-    primitives.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",
+    primitives.CTC_LOSS: "CTC_LOSS",
+    primitives.CTC_LOSS_BACKWARD: "CTC_LOSS_BACKWARD",
+    primitives.INTERPOLATE: "INTERPOLATE",
+    primitives.INTERPOLATE_BACKWARD: "INTERPOLATE_BACKWARD",
+    primitives.RECURRENT_LAYER: "RECURRENT_LAYER",
+    primitives.RECURRENT_LAYER_BACKWARD: "RECURRENT_LAYER_BACKWARD",
 }
 """Operators of pipec's own."""
 

@@ -68,14 +68,8 @@ ITEM_NAMES = {
     torch.ops.aten.convolution_backward.default: ("grad_input", "grad_weight", "grad_bias"),
     torch.ops.aten.native_dropout.default: ("", "mask"),
     torch.ops.aten.max_pool2d_with_indices.default: ("", "indices"),
-    primitives.ONEDNN_LSTM: ("", "h", "c", "kept"),
-    primitives.CUDNN_RNN: ("", "h", "c", "kept"),
-    primitives.CUDNN_RNN_BACKWARD: (
-        *("grad_x", "grad_h", "grad_c"),
-        *("grad_w_ih", "grad_w_hh", "grad_b_ih", "grad_b_hh"),
-    ),
-    primitives.RECURRENCE: ("", "h", "c", "kept"),
-    primitives.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
+    primitives.RECURRENT_LAYER: ("", "h", "c"),
+    primitives.RECURRENT_LAYER_BACKWARD: ("grad_x", "grad_h", "grad_c", *["grad_weight"] * 10),
 }
 """The names of the items of operators that return several tensors."""
 

@@ -36,7 +36,7 @@ from pipec.cost.symbolic_sizes import (
 )
 from pipec.graph import is_collective, is_view
 from pipec.hardware.devices import Arithmetic, DeviceModel
-from pipec.torch_compat import OpOverload, schema
+from pipec.torch_compat import OpOverload, pytree, schema
 
 NodeSizes = Mapping[fx.Node, tuple[TensorSize, ...]]
 """The tensors that make up each node's value."""
@@ -196,8 +196,8 @@ def _convolution_backward_flops(node: fx.Node, sizes: NodeSizes) -> sympy.Expr:
 def _recurrent_flops(node: fx.Node, sizes: NodeSizes, recurrent: RecurrentOperator) -> sympy.Expr:
     """Each weight is multiplied with every row of every step."""
     arguments = _arguments(node)
-    weights = [arguments[name] for name in recurrent.weights if arguments[name] is not None]
-    elements = total(sizes[weight][0].elements for weight in weights)
+    weights = pytree.tree_leaves([arguments[name] for name in recurrent.weights])
+    elements = total(sizes[weight][0].elements for weight in weights if len(sizes[weight][0].shape) == 2)
     return (
         sympy.Integer(2 * recurrent.products)
         * product(sizes[arguments[recurrent.steps]][0].shape[:2])

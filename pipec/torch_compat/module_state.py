@@ -5,6 +5,7 @@ import copy
 import io
 import logging
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,9 +143,18 @@ def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> 
 
 
 def _replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:
+    """Replace tensors, also in lists: recurrent layers move their weights if a list of theirs has others."""
+
+    def replaced(value: Any) -> Any:
+        if type(value) is weakref.ref and id(value()) in fakes:
+            return weakref.ref(fakes[id(value())])
+        return fakes.get(id(value), value)
+
     for registry in _registries(module):
         for name, value in registry.items():
-            registry[name] = fakes.get(id(value), value)
+            registry[name] = replaced(value)
+            if type(value) is list:
+                value[:] = map(replaced, value)
 
 
 def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:

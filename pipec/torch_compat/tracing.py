@@ -44,23 +44,16 @@ from pipec.torch_compat.module_state import (
     restore_module,
 )
 from pipec.torch_compat.operator_patches import (
-    ATTENTION,
-    ENCODER_LAYER,
     bound_ctc_loss_workspace,
-    computes_with_cudnn,
-    computes_with_onednn,
     decompositions,
-    keep_interpolation_operators,
-    keep_recurrent_operators,
     skip_distribution_validation,
+    trace_recurrent_networks,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
     "ASSERTIONS",
-    "ATTENTION",
     "CAUSE",
-    "ENCODER_LAYER",
     "CapturedGraph",
     "DataDependentSize",
     "Decision",
@@ -74,8 +67,6 @@ __all__ = [
     "cached_size_arithmetic",
     "capture_with_dynamo",
     "capture_with_make_fx",
-    "computes_with_cudnn",
-    "computes_with_onednn",
     "decide_branches",
     "decompositions",
     "differentiate",
@@ -88,8 +79,6 @@ __all__ = [
     "ignored_cudnn_flags",
     "is_data_dependent",
     "is_data_dependent_error",
-    "keep_interpolation_operators",
-    "keep_recurrent_operators",
     "model_raised",
     "placeholder_example",
     "python_expression",
@@ -103,6 +92,7 @@ __all__ = [
     "shape_symbols",
     "size_of_symbol",
     "skip_distribution_validation",
+    "trace_recurrent_networks",
     "unbacked_symbols",
     "user_frames",
 ]
