@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipec import ops, torch_compat
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
-from pipec.capture.attributes import readable_attributes
+from pipec.capture.attributes import readable_values
 from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
 from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
@@ -42,7 +42,7 @@ from pipec.capture.split_recurrent import split_recurrent_layers
 from pipec.capture.trace_text import TraceText
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
+from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
 from pipec.torch_compat import CapturedGraph
@@ -153,7 +153,7 @@ def capture(
         _warn_of_missing_guards(model, tracer, failures)
     if mode is Mode.TRAIN and not tracer.is_found:
         _check_trained(graph)
-    graph = replace(graph, model_guards=tracer.model_guards(), depends_on_grad_mode=depends)
+    graph = replace(graph, reads=tracer.reads(), depends_on_grad_mode=depends)
     graph = replace(graph, repeated=call.repeated if compares_tensors else None)
     if symbolic and graph.batch is None and not tracer.is_found:
         log.warning(
@@ -499,12 +499,12 @@ class _Tracer:
             return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch, rows)
         return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
 
-    def model_guards(self) -> ModelGuards:
-        """What the last graph takes for granted of the model and of the loss function."""
+    def reads(self) -> ReadValues:
+        """The values that the code of the model and of the loss function read for the last graph."""
         noted = self._captured.dynamo_output if self._captured else None
         guards = torch_compat.Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
-        return ModelGuards.of(self._step, guards, constants, readable_attributes)
+        return ReadValues.of(self._step, guards, constants, readable_values)
 
 
 def _refuse_other_splits(call: ModelCall) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Generator
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_state import ModelState
+from pipec.graph import Fingerprint
 from pipec.ir import Mode, Variable
 
 
@@ -16,14 +16,14 @@ class CaptureKey:
     """Everything that decides a capture, except the Python values that the model's code reads.
 
     ``call_signature`` describes a call without its values, its number of rows and its ``variables``. With
-    ``outputs``, the model's output is returned beside the loss. ``state`` is the state of the model and of
+    ``outputs``, the model's output is returned beside the loss. ``fingerprint`` is that of the model and of
     torch.
     """
 
     mode: Mode
     call_signature: Hashable
     outputs: bool
-    state: ModelState
+    fingerprint: Fingerprint
     variables: tuple[Variable, ...] = ()
 
     def __hash__(self) -> int:
@@ -31,10 +31,10 @@ class CaptureKey:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mode, self.call_signature, self.outputs, self.state, self.variables))
+        return hash((self.mode, self.call_signature, self.outputs, self.fingerprint, self.variables))
 
     @property
-    def without_state(self) -> tuple[Mode, Hashable, bool]:
+    def without_fingerprint(self) -> tuple[Mode, Hashable, bool]:
         return self.mode, self.call_signature, self.outputs
 
 

@@ -188,7 +188,7 @@ def _find_on_known_graph(
     if graph is None or kept is None:
         return None
     forward = kept.graph(request.key.mode, text, graph.output_spec, graph.constants)
-    return RestoredStages(replace(forward, model_guards=graph.model_guards), candidate.options), kept
+    return RestoredStages(replace(forward, reads=graph.reads), candidate.options), kept
 
 
 def _restored(
@@ -345,7 +345,7 @@ def _find_traced(
 
 def _may_extract(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:
     """Whether a training graph is valid for the model as it is, and for microbatches of all ``sizes``."""
-    return _is_valid_for(request, graph, {*sizes, request.batch}) and not graph.model_guards.violation()
+    return _is_valid_for(request, graph, {*sizes, request.batch}) and not graph.reads.difference()
 
 
 def _is_valid_for(request: CompileRequest, graph: TrainingGraph, sizes: Collection[int]) -> bool:

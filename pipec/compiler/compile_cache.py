@@ -10,15 +10,12 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
-from torch import nn
-
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_state import ModelState
 from pipec.compiler.capture_key import CaptureKey, CaptureSignature
 from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
-from pipec.graph import TrainingGraph
+from pipec.graph import Fingerprint, TrainingGraph, difference
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
@@ -164,17 +161,19 @@ class CompileCache:
 
     def trained_graphs(self, key: CaptureKey) -> Iterator[TrainingGraph]:
         """The captured graphs of steps that train on calls such as this evaluation, the latest first."""
-        yield from self._trained_graphs(key, key.state)
+        yield from self._trained_graphs(key, key.fingerprint)
 
     def graphs_trained_in_other_modes(self, key: CaptureKey) -> Iterator[TrainingGraph]:
         """The same of a model whose modules were in other modes, as before ``eval()``."""
-        modes = {each.state.training for each in self._calls} - {key.state.training}
-        for training in modes:
-            yield from self._trained_graphs(key, replace(key.state, training=training))
+        mine = key.fingerprint.without("training")
+        for other in {each.fingerprint.without("requires_grad"): None for each in self._calls}:
+            if other != key.fingerprint and other.without("training") == mine:
+                yield from self._trained_graphs(key, other)
 
-    def _trained_graphs(self, key: CaptureKey, state: ModelState) -> Iterator[TrainingGraph]:
+    def _trained_graphs(self, key: CaptureKey, fingerprint: Fingerprint) -> Iterator[TrainingGraph]:
         for other in reversed(self._calls if key.mode is Mode.LOSS else ()):
-            if replace(other, mode=Mode.LOSS, state=other.state.of_evaluation) == replace(key, state=state):
+            evaluated = replace(other, mode=Mode.LOSS, fingerprint=other.fingerprint.without("requires_grad"))
+            if evaluated == replace(key, fingerprint=fingerprint):
                 for cached in reversed(self._calls[other].values()):
                     yield from (staged.captured for staged in reversed(cached.compiled.graphs))
 
@@ -193,9 +192,7 @@ class CompileCache:
         """Whether the captured graphs are still valid for the model."""
         return not _guard_failure(self.get(signature).graphs, signature.key, None)
 
-    def recompile_reason(
-        self, signature: CaptureSignature, call: ModelCall, model: nn.Module, change: str
-    ) -> str:
+    def recompile_reason(self, signature: CaptureSignature, call: ModelCall, change: str) -> str:
         """The reason why a call is compiled; logs it if the model is captured again.
 
         ``change`` says which variables of the call became symbolic.
@@ -205,8 +202,8 @@ class CompileCache:
         if number in versions:
             return "for other rows or sizes than before"
         reason = change
-        if last is not None and last.state != key.state:
-            reason = key.state.changes_since(last.state, model)
+        if last is not None and last.fingerprint != key.fingerprint:
+            reason = difference(last.fingerprint.values, key.fingerprint.values)
         elif versions and number > max(versions):
             failure = _guard_failure(versions[max(versions)].compiled.graphs, key, call)
             reason = f"{failure}{_OFTEN * (number >= 3)}"
@@ -215,14 +212,15 @@ class CompileCache:
         return reason or f"for the first call like this ({key.mode})"
 
     def _last_similar(self, key: CaptureKey) -> CaptureKey | None:
-        """The most recently used key that differs from this one at most in the model's state."""
-        keys = [(x.used, each.key) for each, x in self._all() if each.key.without_state == key.without_state]
+        """The most recently used key that differs from this one at most in its fingerprint and variables."""
+        similar = key.without_fingerprint
+        keys = [(x.used, each.key) for each, x in self._all() if each.key.without_fingerprint == similar]
         return max(keys, key=itemgetter(0))[1] if keys else None
 
     def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
         """The Python values that the model and the loss read in this signature's captures, by their path."""
         graphs = [staged.graph for staged in self.get(signature).graphs]
-        return {place: x for graph in graphs for place, x in graph.model_guards.constants.items()}
+        return {place: x for graph in graphs for place, x in graph.reads.plain.items()}
 
 
 def _guard_failure(known: Sequence[StagedGraph], key: CaptureKey, call: ModelCall | None) -> str:

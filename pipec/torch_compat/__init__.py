@@ -7,7 +7,7 @@ and ``guards`` check later whether the trace is still valid. ``differentiation``
 ``size_arithmetic`` caches arithmetic on sizes. These load torch._dynamo, which takes seconds: only a process
 that captures loads them, all together (``tracing``).
 
-``value_guards`` compares the values that a trace read, ``module_contents`` lists a module's tensors, children
+``values`` has paths to the values that a trace read, ``module_contents`` lists a module's tensors, children
 and hooks, ``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no
 code that nobody calls, ``settings`` reads torch's global settings, and ``symbolic_numbers`` has the formulas
 of sizes.
@@ -29,37 +29,33 @@ from pipec.torch_compat.foreign_classes import (
 )
 from pipec.torch_compat.lazy_code import lazy_graph_module, lazy_graph_modules
 from pipec.torch_compat.module_contents import (
-    ModuleContents,
-    TensorMetadata,
     device_and_dtype,
     global_hooks,
     has_global_forward_hooks,
     has_gradient_hook,
     module_contents,
-    num_changes,
-    tensor_metadata,
+    tensor_contents,
 )
 from pipec.torch_compat.settings import SETTINGS, read_settings
 from pipec.torch_compat.symbolic_numbers import formula
-from pipec.torch_compat.value_guards import ValueGuard, ValuePath, constant_guard
+from pipec.torch_compat.values import ARRAYS, ValuePath, by_name, comparable
 from pipec.torch_compat.versions import untested_version
 
 if TYPE_CHECKING:
     from pipec.torch_compat.tracing import *  # noqa: F403
 
 __all__ = [
+    "ARRAYS",
     "SETTINGS",
     "HigherOrderOperator",
-    "ModuleContents",
     "OpOverload",
-    "TensorMetadata",
     "TorchDispatchMode",
-    "ValueGuard",
     "ValuePath",
     "active_mode",
     "attributes",
+    "by_name",
     "changes_operators",
-    "constant_guard",
+    "comparable",
     "device_and_dtype",
     "formula",
     "global_hooks",
@@ -70,10 +66,9 @@ __all__ = [
     "lazy_graph_modules",
     "marked_dimensions",
     "module_contents",
-    "num_changes",
     "pytree",
     "read_settings",
-    "tensor_metadata",
+    "tensor_contents",
     "untested_version",
 ]
 
