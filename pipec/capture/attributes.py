@@ -1,36 +1,31 @@
 """The values that a module's code could read: attributes, and the closures of its functions.
 
-They serve as guards where a front end other than Dynamo captured the model and reports no guards.
+They are compared where a front end other than Dynamo captured the model and reports no guards.
 """
 
-import array
 import contextvars
 import enum
 import functools
-import hashlib
 import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipec.torch_compat import num_changes
+from pipec.torch_compat import ARRAYS, by_name, comparable
 
-NON_TORCH_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Sources of random numbers that are not torch's."""
 
-_ARRAYS = (np.ndarray, array.array, bytearray)
-
 _LEAVES = (
-    *(int, float, complex, str, bytes, type(None), enum.Enum, np.generic, set, frozenset),
+    *(int, float, complex, str, bytes, type(None), enum.Enum, set, frozenset),
     *(torch.dtype, torch.device, Tensor),
-    *_ARRAYS,
-    *NON_TORCH_GENERATORS,
+    *ARRAYS,
+    *_GENERATORS,
 )
 
 _FOLLOWED = (
@@ -45,101 +40,46 @@ _DEPTH, _MOST_ITEMS = 3, 1000
 """So many objects may lie around a value that is found, and so many items may be in each of them."""
 
 
-@dataclass(frozen=True, eq=False)
-class UnregisteredTensor:
-    """A tensor that is no parameter or buffer, with the number of in-place changes made to it."""
-
-    tensor: Tensor
-    num_changes: int
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnregisteredTensor) and (
-            self.tensor is other.tensor and self.num_changes == other.num_changes
-        )
-
-    def __str__(self) -> str:
-        return f"a tensor changed {self.num_changes} times"
-
-
-@dataclass(frozen=True)
-class ArrayDigest:
-    """A numpy array, with a digest of its values."""
-
-    kind: str
-    digest: str
-
-    @classmethod
-    def of(cls, value: Any) -> "ArrayDigest":
-        kind = f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        values = value.tobytes() if isinstance(value, np.ndarray | array.array) else value
-        return cls(kind, hashlib.blake2b(values, digest_size=8).hexdigest())
-
-    def __str__(self) -> str:
-        return f"{self.kind} ({self.digest})"
-
-
-def readable_attributes(traced: nn.Module) -> dict[str, Any]:
+def readable_values(traced: nn.Module) -> dict[str, Any]:
     """The plain values, functions and tensors below the modules, by name, such as ``model.drop.p``."""
-    found = reachable_attributes(traced)
-    return {path: _mark(value) for path, value in found if not isinstance(value, NON_TORCH_GENERATORS)}
+    found = _reachable(traced)
+    return by_name((path, comparable(x)) for path, x in found if not isinstance(x, _GENERATORS))
 
 
-def _mark(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return UnregisteredTensor(value, num_changes(value))
-    if isinstance(value, _ARRAYS):
-        return ArrayDigest.of(value)
-    return frozenset(value) if isinstance(value, set) else value
+def non_torch_generators(traced: nn.Module) -> dict[str, Any]:
+    """The generators below the modules that are not torch's, by name."""
+    return by_name((path, value) for path, value in _reachable(traced) if isinstance(value, _GENERATORS))
 
 
-def reachable_attributes(traced: nn.Module) -> Iterator[tuple[str, Any]]:
+def _reachable(traced: nn.Module) -> Iterator[tuple[str, Any]]:
     """The values at most ``_DEPTH`` steps below a module, and their names.
 
     Functions that a module calls without having them as methods or attributes are not searched.
     """
+    visited = dict[int, tuple[int, Any]]()
     return (
         found
         for path, module in traced.named_modules()
         for name, value in _parts(module)
         if name not in _OF_EVERY_MODULE
-        for found in _values(f"{path}.{name}".removeprefix("."), value, _DEPTH)
+        for found in _values(f"{path}.{name}".removeprefix("."), value, _DEPTH, visited)
     )
 
 
-def non_torch_generators(traced: nn.Module) -> dict[str, Any]:
-    """The generators among ``reachable_attributes`` that are not torch's, each once, by name."""
-    visited = dict[int, tuple[int, Any]]()
-    return {
-        name: generator
-        for path, module in traced.named_modules()
-        for attribute, value in _parts(module)
-        if attribute not in _OF_EVERY_MODULE
-        for name, generator in _generators(f"{path}.{attribute}".removeprefix("."), value, _DEPTH, visited)
-    }
-
-
-def _generators(
+def _values(
     path: str, value: Any, depth: int, visited: dict[int, tuple[int, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """The generators at most ``depth`` steps below a value, unless it was visited with as many steps left."""
-    if isinstance(value, NON_TORCH_GENERATORS):
-        yield path, value
-    elif depth and not isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
-        if visited.get(id(value), (0, None))[0] >= depth:
-            return
-        visited[id(value)] = depth, value
-        for name, part in _parts(value):
-            yield from _generators(f"{path}.{name}", part, depth - 1, visited)
-
-
-def _values(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """The values at most ``depth`` steps below one, unless it was visited with as many steps left."""
     if isinstance(value, _LEAVES):
         yield path, value
     elif depth and not isinstance(value, nn.Module | type | types.ModuleType):
+        if visited.get(id(value), (0, None))[0] >= depth:
+            return
+        visited[id(value)] = depth, value
         if isinstance(value, types.FunctionType):
             yield path, value
         for name, part in _parts(value):
-            yield from _values(f"{path}.{name}", part, depth - 1)
+            yield from _values(f"{path}.{name}", part, depth - 1, visited)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

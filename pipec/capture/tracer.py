@@ -20,7 +20,7 @@ from torch.backends import mha
 
 from pipec import ops, torch_compat
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
-from pipec.capture.attributes import readable_attributes
+from pipec.capture.attributes import readable_values
 from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
 from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
@@ -39,7 +39,7 @@ from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
-from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ModelGuards, TrainingGraph
+from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import recurrent_network
@@ -151,7 +151,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
             graph.batch_size,
             error_summary(failures[0]),
         )
-    return replace(graph, model_guards=tracer.model_guards(), repeated=call.repeated)
+    return replace(graph, reads=tracer.reads(), repeated=call.repeated)
 
 
 @contextmanager
@@ -489,12 +489,12 @@ class _Tracer:
             )
         return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
 
-    def model_guards(self) -> ModelGuards:
-        """What the last graph takes for granted of the model and of the loss function."""
+    def reads(self) -> ReadValues:
+        """The values that the code of the model and of the loss function read for the last graph."""
         noted = self._captured.dynamo_output if self._captured else None
         guards = torch_compat.Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
-        return ModelGuards.of(self._step, guards, constants, readable_attributes)
+        return ReadValues.of(self._step, guards, constants, readable_values)
 
 
 def _refuse_other_splits(call: ModelCall) -> None:

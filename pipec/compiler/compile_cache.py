@@ -10,13 +10,11 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from pipec.artifact.artifact import Artifact
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_state import ModelState
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
+from pipec.graph import Fingerprint, difference
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import variable_values
@@ -40,13 +38,13 @@ class CaptureKey:
 
     Calls with equal keys, whose code reads equal values, run the same programs. ``call_signature`` describes
     a call without its values, its number of rows and its ``variables``. With ``outputs``, the model's output
-    is returned beside the loss. ``state`` is the state of the model and of torch.
+    is returned beside the loss. ``fingerprint`` is that of the model and of torch.
     """
 
     mode: Mode
     call_signature: Hashable
     outputs: bool
-    state: ModelState
+    fingerprint: Fingerprint
     variables: tuple[Variable, ...] = ()
 
     def __hash__(self) -> int:
@@ -54,10 +52,10 @@ class CaptureKey:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mode, self.call_signature, self.outputs, self.state, self.variables))
+        return hash((self.mode, self.call_signature, self.outputs, self.fingerprint, self.variables))
 
     @property
-    def without_state(self) -> tuple[Mode, Hashable, bool]:
+    def without_fingerprint(self) -> tuple[Mode, Hashable, bool]:
         return self.mode, self.call_signature, self.outputs
 
 
@@ -229,9 +227,7 @@ class CompileCache:
         """Whether the captured graphs are still valid for the model."""
         return not self.get(signature).guard_failure(signature.key, None)
 
-    def recompile_reason(
-        self, signature: CaptureSignature, call: ModelCall, model: nn.Module, change: str
-    ) -> str:
+    def recompile_reason(self, signature: CaptureSignature, call: ModelCall, change: str) -> str:
         """The reason why a call is compiled; logs it if the model is captured again.
 
         ``change`` says which variables of the call became symbolic.
@@ -239,9 +235,9 @@ class CompileCache:
         if signature in self._entries:
             return "for other rows or sizes than before"
         key, reason = signature.key, change
-        similar = [each for each in self._entries if each.key.without_state == key.without_state]
-        if similar and similar[-1].key.state != key.state:
-            reason = key.state.changes_since(similar[-1].key.state, model)
+        similar = [each for each in self._entries if each.key.without_fingerprint == key.without_fingerprint]
+        if similar and similar[-1].key.fingerprint != key.fingerprint:
+            reason = difference(similar[-1].key.fingerprint.values, key.fingerprint.values)
         elif same := [each for each in similar if each.key == key]:
             reason = self.get(same[-1]).guard_failure(key, call) + _OFTEN * (signature.version >= 3)
         if reason:
@@ -251,7 +247,7 @@ class CompileCache:
     def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
         """The Python values that the model and the loss read in this signature's captures, by their path."""
         graphs = [staged.graph for staged in self.get(signature).graphs]
-        return {place: x for graph in graphs for place, x in graph.model_guards.constants.items()}
+        return {place: x for graph in graphs for place, x in graph.reads.plain.items()}
 
 
 _OFTEN = ". What changes often is better a tensor that step() is given, or a buffer of the model"

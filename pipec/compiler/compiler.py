@@ -69,7 +69,7 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        reason = self.cache.recompile_reason(signature, call, self.model, change)
+        reason = self.cache.recompile_reason(signature, call, change)
         num_modules = len([*self.model.modules()])
         with self.stopwatch.reporting(f"compiling, {reason}", num_modules), without_garbage_collection():
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.

@@ -13,7 +13,7 @@ from torch import fx
 from pipec.graph.assignment import UNASSIGNED, Assignment
 from pipec.graph.branch_checks import NO_INPUT_BRANCHES, InputBranches
 from pipec.graph.findings import NO_FINDINGS, BatchFindings
-from pipec.graph.model_guards import NO_MODEL_GUARDS, ModelGuards
+from pipec.graph.fingerprint import NOTHING_READ, ReadValues
 from pipec.graph.nodes import Output, ResultRole
 from pipec.graph.size_text import SymbolNames
 from pipec.ir import Mode, Sizes, Variable
@@ -69,7 +69,7 @@ class TrainingGraph:
       if any.
     * ``repeated`` are the arguments that are one tensor in the captured call, pairs of positions, if the
       model compares arguments; else None.
-    * ``model_guards`` tell whether capturing again would give the same graph, and ``input_branches`` whether
+    * ``reads`` tell whether capturing again would give the same graph, and ``input_branches`` whether
       the arguments of a call lead to the same branches. Passes do not change them.
     * ``assignment`` has the stages of a graph that is cut.
     * ``paths`` names the leaves of the arguments, and ``axes`` says where the user has the rows of the leaves
@@ -102,7 +102,7 @@ class TrainingGraph:
     paths: tuple[str, ...] = ()
     axes: tuple[BatchAxis | None, ...] = ()
     training: bool = True
-    model_guards: ModelGuards = NO_MODEL_GUARDS
+    reads: ReadValues = NOTHING_READ
     input_branches: InputBranches = NO_INPUT_BRANCHES
     repeated: tuple[tuple[int, int], ...] | None = None
 
@@ -188,7 +188,7 @@ class TrainingGraph:
 
         ``sizes`` are the sizes of the call, among them its rows. Without leaves only the model is checked.
         """
-        changed = self.model_guards.violation()
+        changed = self.reads.difference()
         if changed or leaves is None or not self.input_branches.branches:
             return changed
         return self.input_branches.changed(leaves, self._symbol_values(sizes))

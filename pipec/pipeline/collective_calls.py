@@ -18,14 +18,12 @@ from pipec.capture.batch_inputs import BatchedOption, positional_names, refuse_n
 from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
-from pipec.capture.model_snapshot import ModelSnapshot, same_objects
-from pipec.capture.model_state import ModelState, torch_modes
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
 from pipec.console import warn
 from pipec.errors import InputError, PipecError
-from pipec.graph import TracedConstants
+from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, same_objects, torch_values
 from pipec.ir import Mode
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.runtime.messages.agreement import CallRole, RankReply
@@ -71,14 +69,6 @@ class CollectiveCall:
     rows: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class _KnownState:
-    """A state, and what it was computed from."""
-
-    inputs: tuple[Any, ...]
-    state: ModelState
-
-
 class CallAgreement:
     """Makes each call of a pipeline one of all ranks: the same arguments, seed and compiled code.
 
@@ -101,9 +91,8 @@ class CallAgreement:
         self.variables = VariableHistory(
             expects_lengths=compiler.decided.dynamic and context.ranks.kernels == "source"
         )
-        self.traced_constants: dict[Mode, TracedConstants] = {}
+        self.plain_values: dict[Mode, PlainValues] = {}
         self.checked_calls = CallCache()
-        self._states: dict[Mode, _KnownState] = {}
         self._has_looked_for_parts = False
 
     @property
@@ -132,7 +121,7 @@ class CallAgreement:
             snapshot = self._owned.snapshot()
             self._owned.adopt_model_changes(snapshot)
             call = self.check_call(request.mode, args, kwargs, target)
-            key = self._capture_key(request, call, self._state(request.mode, snapshot))
+            key = self._capture_key(request, call, self._fingerprint(request.mode, snapshot))
             seed, after = peek_seed()
             return CollectiveCall(
                 call,
@@ -158,7 +147,9 @@ class CallAgreement:
     def is_valid(self, signature: CaptureSignature) -> bool:
         """Whether the compiled code is valid for the model as it is now. Rank 0 alone has guards."""
         snapshot = self._owned.snapshot()
-        if self._owned.replaced_names(snapshot) or self._state(Mode.TRAIN, snapshot) != signature.key.state:
+        if self._owned.replaced_names(snapshot):
+            return False
+        if self._fingerprint(Mode.TRAIN, snapshot) != signature.key.fingerprint:
             return False
         return self._ranks.world.rank != 0 or self._compiler.cache.is_valid(signature)
 
@@ -171,8 +162,8 @@ class CallAgreement:
         self, request: CallRequest, call: ModelCall, refusal: PipecError | None
     ) -> CollectiveCall:
         snapshot, part = self._owned.snapshot(), CallDescription()
-        state = self._state(request.mode, snapshot)
-        description = self._describe_model(request, state, snapshot)
+        fingerprint = self._fingerprint(request.mode, snapshot)
+        description = self._describe_model(request, fingerprint, snapshot)
         if refusal is not None:
             description |= {"refused": str(refusal)}
         elif self.batch == "same":
@@ -180,7 +171,9 @@ class CallAgreement:
         elif self.batch == "local":
             description |= _describe_types(call, request)
             part = _describe_rows(call, request)
-        key = self._capture_key(request, call, state) if self._has_arguments and refusal is None else None
+        key = (
+            self._capture_key(request, call, fingerprint) if self._has_arguments and refusal is None else None
+        )
         seed, after = peek_seed()
         reply_values = [seed, *self._reply_values(key, call)] + (
             [call.batch_size, _digest(part)] if part else []
@@ -198,7 +191,7 @@ class CallAgreement:
         if self.batch == "rank0":
             self._warn_of_dropped_parts()
             call = self._sent(request, call)
-            key = self._capture_key(request, call, state)
+            key = self._capture_key(request, call, fingerprint)
         assert key is not None, "a rank whose arguments count, and are right, knows the key of its call"
         return _collective_call(call, key, replies, after, rows)
 
@@ -215,7 +208,7 @@ class CallAgreement:
         snapshot = self._owned.snapshot()
         if self._changes_model(replies, snapshot):
             return self.next_call_of_others()
-        key = self._capture_key(request, call, self._state(request.mode, snapshot))
+        key = self._capture_key(request, call, self._fingerprint(request.mode, snapshot))
         return request, _collective_call(call, key, replies, peek_seed()[1], rows)
 
     def _inform_joined_ranks(
@@ -243,9 +236,12 @@ class CallAgreement:
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
         snapshot = self._owned.snapshot()
-        state = self._state(request.mode, snapshot)
-        reply_values = [peek_seed()[0], *self._reply_values(self._capture_key(request, call, state), call)]
-        description = self._describe_model(request, state, snapshot)
+        fingerprint = self._fingerprint(request.mode, snapshot)
+        reply_values = [
+            peek_seed()[0],
+            *self._reply_values(self._capture_key(request, call, fingerprint), call),
+        ]
+        description = self._describe_model(request, fingerprint, snapshot)
         return request, call, self._context.require_same_call(request.name, description, reply_values)
 
     def _reply_values(self, key: CaptureKey | None, call: ModelCall) -> list[int]:
@@ -284,34 +280,28 @@ class CallAgreement:
         (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         return ModelCall(args, kwargs, target, *form)
 
-    def _capture_key(self, request: CallRequest, call: ModelCall, state: ModelState) -> CaptureKey:
-        key: CaptureKey | None = call.cache.get((request, state))
+    def _capture_key(self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint) -> CaptureKey:
+        key: CaptureKey | None = call.cache.get((request, fingerprint))
         if key is None:
             variables = self.variables.of(call, request.mode)
-            key = CaptureKey(request.mode, call.signature(variables), request.outputs, state, variables)
-            call.cache[request, state] = key
+            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
+            call.cache[request, fingerprint] = key
         return key
 
-    def _state(self, mode: Mode, snapshot: ModelSnapshot) -> ModelState:
-        """The state of the model and of torch; the same object as last time if it is equal."""
+    def _fingerprint(self, mode: Mode, snapshot: ModelSnapshot) -> Fingerprint:
+        """The values of the model and of torch; the same object as last time if nothing has changed."""
         with autocast(self._compiler.settings.precision, self._compiler.settings.device):
-            modes = torch_modes()
-        known = self._states.get(mode)
-        if known and known.inputs == (snapshot, modes):
-            return known.state
-        state = ModelState.of(snapshot, mode, modes)
-        self._states[mode] = _KnownState((snapshot, modes), state)
-        return state
+            return snapshot.fingerprint(mode, torch_values())
 
     def _describe_model(
-        self, request: CallRequest, state: ModelState, snapshot: ModelSnapshot
+        self, request: CallRequest, fingerprint: Fingerprint, snapshot: ModelSnapshot
     ) -> CallDescription:
         """What must be equal on all ranks before a call, values that the traced code reads among them."""
         mode = request.mode
-        read = self.traced_constants.get(mode)
-        changed = (read.changed(self._compiler.traced(mode)) if read else "") or "none"
+        read = self.plain_values.get(mode)
+        changed = (read.difference(self._compiler.traced(mode)) if read else "") or "none"
         replaced = ", ".join(self._owned.replaced_names(snapshot)) or "none"
-        description = state.digest | {"replaced": replaced, "changed values": changed}
+        description = fingerprint.digest | {"replaced": replaced, "changed values": changed}
         return description | (self._context.describe_updates() if request.method == "step" else {})
 
     def check_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:

@@ -14,7 +14,7 @@ from pipec.compiler.compile_cache import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.compiler import Compiler
 from pipec.console import logger
 from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
-from pipec.graph import TracedConstants
+from pipec.graph import PlainValues
 from pipec.ir import Mode
 from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, variable_values
 from pipec.pipeline.collective_calls import CallAgreement, CallRequest, CollectiveCall
@@ -249,9 +249,11 @@ class CompiledCalls:
                 return groups, self._compiler.cache.read(collective_call.signature)
 
         values = variable_values(key.variables, call.leaves)
-        request = repr((*key.without_state, key.state.digest, self._owned.trainable, version, rows, values))
+        request = repr(
+            (*key.without_fingerprint, key.fingerprint.digest, self._owned.trainable, version, rows, values)
+        )
         groups, read = self._context.ranks.call_on_rank_0(request, compiled)
-        self._agreement.traced_constants[key.mode] = TracedConstants(read)
+        self._agreement.plain_values[key.mode] = PlainValues(read)
         self._agreement.known_splits |= observed_splits(call)
         self._agreement.variables.note(call, key.mode, groups[0][0].artifact.plan.fixed_sizes)
         self._agreement.checked_calls.clear()

@@ -7,12 +7,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from pipec.capture.model_snapshot import ModelSnapshot, SnapshotCache, modules_of, same_objects, tensors_of
 from pipec.checkpoint import PretrainedWeights
 from pipec.checkpoint.all_ranks import call_on_all_ranks
 from pipec.compiler.compiler import Compiler
 from pipec.console import notice
 from pipec.errors import CheckpointError, InputError, PlanError
+from pipec.graph import ModelSnapshot, same_objects
 from pipec.ir import Plan
 from pipec.runtime.absent_tensors import hold, is_absent, is_unread, release_elsewhere, release_sharded
 from pipec.runtime.linked_artifacts import LinkedArtifacts
@@ -52,8 +52,8 @@ class OwnedTensors:
         self.require_values = linked.require_values
         self._mutable_buffers: set[str] = set()
         self.needs_placement = False
-        self._snapshots = SnapshotCache(compiler.model)
-        self._known_tensors = tensors_of(modules_of(compiler.model))
+        self._snapshot = ModelSnapshot(compiler.model)
+        self._known_tensors = self._snapshot.tensors
         self._trainable = tensors.requires_grad_flags()
         register_tensors(module, tensors)
 
@@ -69,7 +69,8 @@ class OwnedTensors:
 
     def snapshot(self) -> ModelSnapshot:
         """The model as it is now."""
-        return self._snapshots.current()
+        self._snapshot = self._snapshot.current()
+        return self._snapshot
 
     def copy_to(self, other: "OwnedTensors") -> None:
         """Let ``other``, which owns a copy of the model, know what this one knows of its tensors."""
@@ -255,7 +256,7 @@ class OwnedTensors:
     def _adopt(self, tensors: ModelTensors) -> None:
         """Own these tensors from now on, which are those of the model."""
         self.tensors, self._compiler.canonical = tensors, tensors.canonical
-        self._known_tensors = tensors_of(modules_of(self._compiler.model))
+        self._known_tensors = self.snapshot().tensors
         self.needs_placement = True
         self._linked.clear()
 

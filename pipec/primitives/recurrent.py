@@ -103,9 +103,10 @@ def _layer_backward(
     weights: Sequence[Tensor],
     *options: Any,
 ) -> list[Tensor]:
+    call: Any = _call
     given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (x, h, c, *weights)]
     with torch.enable_grad():
-        made = _call(*given[:3], given[3:], *options)
+        made = call(*given[:3], given[3:], *options)
     known = zip(made, (grad_output, grad_h, grad_c), strict=False)
     results, gradients = zip(*((y, grad) for y, grad in known if grad is not None), strict=True)
     found = iter(torch.autograd.grad(results, [x for x in given if x is not None], gradients))

@@ -8,7 +8,7 @@ decides branches on values, and ``guards`` check later whether the trace is stil
 These load torch._dynamo, which takes seconds: only a process that captures loads them, all together
 (``tracing``).
 
-``value_guards`` compares the values that a trace read, ``module_contents`` lists a module's tensors, children
+``values`` has paths to the values that a trace read, ``module_contents`` lists a module's tensors, children
 and hooks, ``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no
 code that nobody calls, ``settings`` reads torch's global settings, and ``symbolic_numbers`` has the formulas
 of sizes.
@@ -30,15 +30,12 @@ from pipec.torch_compat.foreign_classes import (
 )
 from pipec.torch_compat.lazy_code import lazy_graph_module, lazy_graph_modules
 from pipec.torch_compat.module_contents import (
-    ModuleContents,
-    TensorMetadata,
     device_and_dtype,
     global_hooks,
     has_global_forward_hooks,
     has_gradient_hook,
     module_contents,
-    num_changes,
-    tensor_metadata,
+    tensor_contents,
 )
 from pipec.torch_compat.run_time import (
     ConvertedModule,
@@ -53,26 +50,25 @@ from pipec.torch_compat.run_time import (
 from pipec.torch_compat.settings import SETTINGS, read_settings
 from pipec.torch_compat.symbolic_numbers import formula
 from pipec.torch_compat.unsupported import raise_if_unsupported
-from pipec.torch_compat.value_guards import ValueGuard, ValuePath, constant_guard
+from pipec.torch_compat.values import ARRAYS, ValuePath, by_name, comparable
 from pipec.torch_compat.versions import untested_version
 
 if TYPE_CHECKING:
     from pipec.torch_compat.tracing import *  # noqa: F403
 
 __all__ = [
+    "ARRAYS",
     "SETTINGS",
     "ConvertedModule",
     "HigherOrderOperator",
-    "ModuleContents",
     "OpOverload",
-    "TensorMetadata",
     "TorchDispatchMode",
-    "ValueGuard",
     "ValuePath",
     "active_mode",
     "attributes",
+    "by_name",
     "changes_operators",
-    "constant_guard",
+    "comparable",
     "device_and_dtype",
     "formula",
     "global_hooks",
@@ -84,7 +80,6 @@ __all__ = [
     "lazy_graph_modules",
     "marked_dimensions",
     "module_contents",
-    "num_changes",
     "persistent_buffers",
     "pytree",
     "raise_if_unsupported",
@@ -94,7 +89,7 @@ __all__ = [
     "schema",
     "share_registries",
     "storage_use_count",
-    "tensor_metadata",
+    "tensor_contents",
     "untested_version",
 ]
 

@@ -142,12 +142,13 @@ def called_methods(output: CaptureOutput) -> Iterator[tuple[str, str]]:
 @contextlib.contextmanager
 def ignored_cudnn_flags() -> Iterator[None]:
     """Let Dynamo skip ``with torch.backends.cudnn.flags(...)``, which only chooses kernels."""
-    flags: Any = torch.backends.cudnn.flags
-    torch.backends.cudnn.flags = lambda *args, **kwargs: contextlib.nullcontext()
+    cudnn: Any = torch.backends.cudnn
+    flags = cudnn.flags
+    cudnn.flags = lambda *args, **kwargs: contextlib.nullcontext()
     try:
         yield
     finally:
-        torch.backends.cudnn.flags = flags
+        cudnn.flags = flags
 
 
 def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:

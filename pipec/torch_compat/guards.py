@@ -2,8 +2,8 @@
 
 Dynamo records every attribute, closure and global that its trace depends on, as guards, which torch compiles
 into a check that takes some hundred nanoseconds a module. Guards on arguments, sizes, tensors and torch's own
-state are left out, because the compile cache compares these itself. Objects that Dynamo records but does not
-guard get guards of pipec's own.
+state are left out, because the key of a compiled call has these. What Dynamo records and does not guard is
+compared by its values.
 """
 
 import ast
@@ -11,7 +11,7 @@ import functools
 import os
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -24,8 +24,7 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._guards import Guard, GuardsSet
 
-from pipec.errors import CaptureError
-from pipec.torch_compat.value_guards import ValueGuard, ValuePath, constant_guard, parsed
+from pipec.torch_compat.values import Compared, ValuePath, by_name, comparable, parsed
 
 CONSTANT_GUARD_TYPES = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 """Kinds of guards that compare a value."""
@@ -45,103 +44,15 @@ TENSOR_GUARD_TYPES = {"DUPLICATE_INPUT", "TENSOR_MATCH", "TYPE_MATCH"}
 PYTREE = ("G['pytree']", "G['__import_torch_dot_utils_dot__pytree']", "__import__('torch').utils._pytree")
 """Prefixes of paths in torch's registry of container types, whose growth has no effect."""
 
-
-def _getter(source: str, module_globals: dict[str, Any]) -> Callable[[torch.nn.Module], Any]:
-    """Evaluates a source in Dynamo's notation: ``L['self'].shifts[0]``, or ``___from_numpy(G['table'])``."""
-    code = compile(source, "<source of a guard>", "eval")
-    scope = {
-        **_get_closure_vars(),
-        "___from_numpy": _identity,
-        "___as_tensor": _identity,
-        "G": module_globals,
-    }
-    return lambda module: eval(code, scope, {"L": {"self": module}})
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-def _value_guards(
-    entries: Iterable[GuardFilterEntry],
-    codes: Collection[CodeType],
-    registered: Collection[int],
-    module: torch.nn.Module,
-) -> Iterator[ValueGuard]:
-    """Guards of objects that Dynamo read at these sources, or that this code reads, and does not guard."""
-    yield _methods_guard(codes, module)
-    module_globals, by_source = type(module).forward.__globals__, {e.orig_guard.name: e for e in entries}
-    functions, reads_environment = list[FunctionType](), False
-    for source, entry in by_source.items():
-        value = entry.value
-        if isinstance(value, torch.Tensor):
-            if id(value) not in registered:
-                yield constant_guard(fqn_of(source), _getter(source, module_globals), module)
-        elif type(value) in _DICTS and not entry.name.endswith(_REGISTRY):
-            yield _keys_guard(source, _getter(source, module_globals), module)
-        elif isinstance(value, FunctionType) and not _is_defined_by_torch(value):
-            functions.append(value)
-        reads_environment |= value is os.environ or value is os.getenv
-    if reads_environment:
-        yield ValueGuard("os.environ", lambda _: dict(os.environ), module)
-    if functions:
-        yield ValueGuard("an attribute of a function", lambda _: [len(x.__dict__) for x in functions], module)
-    own = [code for code in codes if not code.co_filename.startswith(_TORCH)]
-    if any("requires_grad" in code.co_names for code in own):
-        yield ValueGuard(
-            "requires_grad", lambda module: [x.requires_grad for x in module.parameters()], module
-        )
-
-
-def _is_defined_by_torch(function: FunctionType) -> bool:
-    """Whether torch defines a function. The module of one made by ``exec`` or ``eval`` may be None."""
-    return str(function.__module__).startswith("torch.")
-
-
-_DICTS = (dict, OrderedDict, defaultdict, Counter)
-
-_REGISTRY = (".__dict__", ".__dict__)", "._modules", "._parameters", "._buffers", "_hooks", "_with_kwargs")
-"""Suffixes of the dicts of a module's or object's attributes. Dynamo guards the lookups in these itself."""
-
-_TORCH = str(Path(torch.__file__).parent)
-
-
-def _keys_guard(source: str, get: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> ValueGuard:
-    """A guard on the keys of a dict: Dynamo does not record a failed lookup by a class of the user's."""
-    return ValueGuard(f"the keys of {fqn_of(source)}", lambda module: [*get(module)], module)
-
-
-def _methods_guard(codes: Collection[CodeType], module: torch.nn.Module) -> ValueGuard:
-    """A guard on the methods of modules and tensors that this code calls."""
-    classes = {base for each in module.modules() for base in type(each).__mro__}
-    named = [(vars(base), name) for base in classes for name, x in vars(base).items() if _code_of(x) in codes]
-    methods = [space[name] for space, name in named]
-    functions = [method for method in methods if isinstance(method, FunctionType)]
-    called = {name for code in codes for name in code.co_names if hasattr(torch.Tensor, name)}
-    named += [(vars(torch.Tensor), name) for name in called]
-
-    def read(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
-        return [space.get(name) for space, name in named], [each.__code__ for each in functions]
-
-    return ValueGuard("a method of a module or of tensors", read, module)
-
-
-def _code_of(value: Any) -> CodeType | None:
-    """The code of a function, of a method of any kind, or of a property's getter."""
-    if isinstance(value, property):
-        value = value.fget
-    elif isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    return value.__code__ if isinstance(value, FunctionType) else None
+Read = Callable[[torch.nn.Module], Any]
+"""Reads a value that belongs to a traced module, as it is now."""
 
 
 class Guards:
     """The guards of one capture. They are built after the module was restored.
 
-    ``constants`` has the plain values that the guards expect, by path.
-
-    Raises:
-        CaptureError: the guards do not hold directly after the capture.
+    ``constants`` has the plain values that the guards expect, by path. ``unguarded`` has functions that read
+    what Dynamo does not guard, by name.
     """
 
     def __init__(self, capture: CaptureOutput, module: torch.nn.Module) -> None:
@@ -157,34 +68,108 @@ class Guards:
                 _drop_missing(output.output_graph.guards, forward.__globals__, module)
                 built = build()
         self._manager = built.guard_manager
-        registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._values = [*_value_guards(self._entries, {*output.traced_code}, registered, module)]
-        if violation := self.violation(module):
-            raise CaptureError(
-                f"the model was traced, but its guards do not hold directly afterwards: {violation}. "
-                "forward() must not read an attribute or property that differs each time"
-            )
+        codes = {*output.traced_code}
+        self.unguarded = by_name([*_methods(codes, module), *_unguarded(self._entries, codes, module)])
 
-    def holds(self, module: torch.nn.Module) -> bool:
-        return bool(self._manager.check({"self": module})) and all(x.holds(module) for x in self._values)
+    def hold(self, module: torch.nn.Module) -> bool:
+        """Whether Dynamo's guards hold."""
+        return bool(self._manager.check({"self": module}))
 
-    def violation(self, module: torch.nn.Module) -> str:
-        """The first guard that does not hold: ``model.drop.p == 0.1 at dropout.py:73``; empty if all hold."""
+    def failure(self, module: torch.nn.Module) -> str:
+        """Dynamo's guard that does not hold: ``model.drop.p == 0.1, which dropout.py:73 reads``."""
         check = self._manager.check_verbose({"self": module})
-        if not check.result:
-            return " and ".join(map(_readable, check.verbose_code_parts[:1]))
-        return next((str(guard) for guard in self._values if not guard.holds(module)), "")
+        return " and ".join(map(_readable, check.verbose_code_parts[:1]))
 
     def _filter(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
-        for entry in (own := [entry for entry in entries if not _belongs_to_call(entry)]):
+        self._entries = [entry for entry in entries if not _belongs_to_call(entry)]
+        for entry in self._entries:
             value = entry.value
             is_compared_by_id = callable(value) or "ID_MATCH" in entry.derived_guard_types
             if is_compared_by_id and not isinstance(value, torch.nn.Module):
                 self._references.append(value)  # so that no other object reuses its id
-            if path := constant_path(entry.name, entry.guard_type, value):
+            is_constant = entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(value, _PLAIN)
+            if is_constant and (path := ValuePath.parse(entry.name)):
                 self.constants[path] = value
-        self._entries = own
         return [not _belongs_to_call(entry) and not _is_on_tensor(entry) for entry in entries]
+
+
+_PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)
+
+
+def _methods(codes: Collection[CodeType], module: torch.nn.Module) -> Iterator[tuple[str, Read]]:
+    """What reads the methods of modules and tensors that this code calls, and the code of these methods."""
+    for kind in {base: None for each in module.modules() for base in type(each).__mro__}:
+        for name, method in vars(kind).items():
+            if _code_of(method) in codes:
+                yield f"{kind.__qualname__}.{name}", functools.partial(_item, vars(kind), name)
+                if isinstance(method, FunctionType):
+                    yield f"the code of {kind.__qualname__}.{name}", functools.partial(_code, method)
+    for name in {name for code in codes for name in code.co_names if hasattr(torch.Tensor, name)}:
+        yield f"Tensor.{name}", functools.partial(_item, vars(torch.Tensor), name)
+
+
+def _attributes(function: FunctionType, module: torch.nn.Module) -> list[str]:
+    return [*vars(function)]
+
+
+def _item(space: Mapping[str, Any], name: str, module: torch.nn.Module) -> Any:
+    return space.get(name)
+
+
+def _code(function: FunctionType, module: torch.nn.Module) -> CodeType:
+    return function.__code__
+
+
+def _code_of(value: Any) -> CodeType | None:
+    """The code of a function, of a method of any kind, or of a property's getter."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return value.__code__ if isinstance(value, FunctionType) else None
+
+
+def _unguarded(
+    entries: Iterable[GuardFilterEntry], codes: Collection[CodeType], module: torch.nn.Module
+) -> Iterator[tuple[str, Read]]:
+    """What reads objects that Dynamo read at these sources, or that this code reads, and does not guard."""
+    registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    module_globals = type(module).forward.__globals__
+    for source, entry in {entry.orig_guard.name: entry for entry in entries}.items():
+        value, name = entry.value, str(ValuePath.parse(source) or fqn_of(source))
+        if isinstance(value, torch.Tensor):
+            if id(value) not in registered:
+                yield name, _reader(source, module_globals, comparable)
+        elif type(value) in _DICTS and not entry.name.endswith(_REGISTRY):
+            # Dynamo does not record a failed lookup by a class of the user's
+            yield f"the keys of {name}", _reader(source, module_globals, list)
+        elif isinstance(value, FunctionType) and not str(value.__module__).startswith("torch."):
+            yield f"the attributes of {name}", functools.partial(_attributes, value)
+        if value is os.environ or value is os.getenv:
+            yield "os.environ", lambda module: Compared(("the environment", dict(os.environ)))
+    own = [code for code in codes if not code.co_filename.startswith(_TORCH)]
+    if any("requires_grad" in code.co_names for code in own):
+        yield "requires_grad", lambda module: [x.requires_grad for x in module.parameters()]
+
+
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+
+_REGISTRY = (".__dict__", ".__dict__)", "._modules", "._parameters", "._buffers", "_hooks", "_with_kwargs")
+"""Suffixes of the dicts of a module's or object's attributes. Dynamo guards the lookups in these itself."""
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _reader(source: str, module_globals: dict[str, Any], convert: Callable[[Any], Any] = _identity) -> Read:
+    """Evaluates a source in Dynamo's notation: ``L['self'].shifts[0]``, or ``___from_numpy(G['table'])``."""
+    code = compile(source, "<source of a guard>", "eval")
+    arrays = {"___from_numpy": _identity, "___as_tensor": _identity}
+    scope = {**_get_closure_vars(), **arrays, "G": module_globals}
+    return lambda module: convert(eval(code, scope, {"L": {"self": module}}))
 
 
 def _drop_missing(guards: GuardsSet, module_globals: dict[str, Any], module: torch.nn.Module) -> None:
@@ -192,7 +177,7 @@ def _drop_missing(guards: GuardsSet, module_globals: dict[str, Any], module: tor
 
     def exists(guard: Guard) -> bool:
         try:
-            _getter(guard.name, module_globals)(module)
+            _reader(guard.name, module_globals)(module)
         except (AttributeError, LookupError):
             return False
         return True
@@ -211,16 +196,6 @@ def _belongs_to_call(entry: GuardFilterEntry) -> bool:
 
 def _is_on_tensor(entry: GuardFilterEntry) -> bool:
     return isinstance(entry.value, torch.Tensor) and entry.guard_type in TENSOR_GUARD_TYPES
-
-
-def constant_path(name: str, kind: str, value: object) -> ValuePath | None:
-    """The path of a plain value that a guard compares; None for other guards, and for torch's own values."""
-    if kind not in CONSTANT_GUARD_TYPES or not isinstance(value, _PLAIN):
-        return None
-    return ValuePath.parse(name)
-
-
-_PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)
 
 
 def _is_on_arguments(guard: Guard) -> bool:

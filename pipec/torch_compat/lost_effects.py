@@ -31,11 +31,13 @@ _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
-_FLAGS = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
+_properties: Any = Tensor  # whose attributes, read of the class, are descriptors
 
-_GRADIENTS = tuple(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
+_FLAGS = (_properties.requires_grad.__set__, Tensor.requires_grad_)
 
-_SET_DATA, _GRAD_FN = Tensor.data.__set__, Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRADIENTS = tuple(getattr(_properties.grad, name) for name in ("__get__", "__set__", "__delete__"))
+
+_SET_DATA, _GRAD_FN = _properties.data.__set__, _properties.grad_fn.__get__
 
 _LAYOUT = (Tensor.is_contiguous, Tensor.stride, Tensor.dim_order)
 
@@ -69,7 +71,7 @@ class ForwardWatch(TorchFunctionMode):
     """
 
     def __init__(self, with_backward: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._with_backward = with_backward
         self.layout_reads = list[str]()
         self._has_own_backward = False

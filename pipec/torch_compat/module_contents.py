@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,65 +23,30 @@ _HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _values = operator.methodcaller("values")
 
 
-class ModuleContents(NamedTuple):
-    """The children, parameters, buffers and hooks of some modules, in order.
+def module_contents(modules: Sequence[torch.nn.Module]) -> tuple[list[Any], list[Any]]:
+    """The current contents of modules: what is compared by value, and the objects compared by identity.
 
-    ``sizes`` has the number of children of each module, then the numbers of parameters and buffers of each.
-    ``names`` has the names of all these. ``children`` and ``tensors`` may contain None.
+    The values are modes, hooks, classes, and the numbers and names of children, parameters and buffers. The
+    objects are these children, parameters and buffers; some may be None.
     """
-
-    training: tuple[bool, ...]
-    hooks: Sequence[tuple[int, ...]]
-    sizes: list[int]
-    names: list[str]
-    children: list[torch.nn.Module | None]
-    tensors: list[Tensor | None]
-
-    @property
-    def plain(self) -> tuple[Any, ...]:
-        """The fields that are compared by value."""
-        return self[:4]
-
-
-def module_contents(modules: Sequence[torch.nn.Module]) -> ModuleContents:
-    """The current contents of modules."""
     training, children, parameters, buffers, *hooks = zip(*map(_MODULE_FIELDS, modules), strict=True)
-    tensors = [*itertools.chain.from_iterable(zip(parameters, buffers, strict=True))]
-    registries = [*children, *tensors]
-    return ModuleContents(
+    registries = (*children, *parameters, *buffers)
+    filled = [*filter(None, registries)]
+    values = [
         training,
-        [*map(module_hooks, modules)] if _any_in(hooks) else [()] * len(modules),
+        [*map(_numbers, zip(*hooks, strict=True))] if _any_in(hooks) else [],
+        [*map(type, modules)],
         [*map(len, registries)],
-        [*itertools.chain.from_iterable(filter(None, registries))],
-        [*itertools.chain.from_iterable(map(_values, filter(None, children)))],
-        [*itertools.chain.from_iterable(map(_values, filter(None, tensors)))],
-    )
+        [*itertools.chain.from_iterable(filled)],
+    ]
+    return values, [*itertools.chain.from_iterable(map(_values, filled))]
 
 
-class TensorMetadata(NamedTuple):
-    """The shape, dtype and ``requires_grad`` of each of some tensors, and whether it has a gradient hook."""
-
-    plain: list[tuple[torch.Size, torch.dtype, bool]]
-    hooked: Sequence[bool]
-
-
-def tensor_metadata(tensors: Sequence[Tensor]) -> TensorMetadata:
-    """The current metadata of tensors."""
+def tensor_contents(tensors: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
+    """The shape, dtype and ``requires_grad`` of tensors; if any has a gradient hook, also which have one."""
     with torch._C.DisableTorchFunctionSubclass():  # a tenth of the time, for tensors of a subclass
-        are_hooked = _any_in(map(_HOOKS, tensors))
-        hooked = [*map(has_gradient_hook, tensors)] if are_hooked else [False] * len(tensors)
-        return TensorMetadata([*map(_TENSOR_FIELDS, tensors)], hooked)
-
-
-def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers that torch gave the forward and backward hooks of a module."""
-    hooks: tuple[dict[int, Any], ...] = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return tuple([number for registry in hooks for number in registry]) if any(hooks) else ()
+        hooked = [*map(has_gradient_hook, tensors)] if _any_in(map(_HOOKS, tensors)) else []
+        return [*map(_TENSOR_FIELDS, tensors)], hooked
 
 
 def global_hooks() -> list[int]:
@@ -104,6 +69,11 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
 def num_changes(tensor: torch.Tensor) -> int:
     """How often the tensor has been changed in place."""
     return tensor._version
+
+
+def _numbers(hooks: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """The numbers that torch gave the forward and backward hooks of a module."""
+    return tuple(itertools.chain.from_iterable(hooks))
 
 
 def _any_in(collections: Iterable[Iterable[object]]) -> bool:

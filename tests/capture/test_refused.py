@@ -191,35 +191,22 @@ class OwnGenerator(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "generator", "line"),
+    ("make", "generator"),
     [
-        (LayerDrop, "Python's random module", "if random.random() < 0.5:"),
-        (Scaled, "numpy's random module", "return x * float(np.random.uniform(1, 2))"),
-        (Noise, "numpy's random module", "return x + torch.from_numpy(np.random.rand(WIDTH)).float()"),
-        (
-            partial(OwnGenerator, random.Random),
-            "model.awkward.generator",
-            "return x * self.generator.random()",
-        ),
-        (
-            partial(OwnGenerator, np.random.default_rng),
-            "model.awkward.generator",
-            "return x * self.generator.random()",
-        ),
+        (LayerDrop, "Python's random module"),
+        (Scaled, "numpy's random module"),
+        (Noise, "numpy's random module"),
+        (partial(OwnGenerator, random.Random), "model.awkward.generator"),
+        (partial(OwnGenerator, np.random.default_rng), "model.awkward.generator"),
     ],
     ids=["random", "numpy", "array", "random.Random", "numpy.Generator"],
 )
-def test_draws_that_are_not_torchs_are_refused(
-    make: Callable[[], nn.Module], generator: str, line: str
-) -> None:
+def test_draws_that_are_not_torchs_are_refused(make: Callable[[], nn.Module], generator: str) -> None:
     """A pipeline would repeat them. Refusing leaves the generators as they were."""
     states = random.getstate(), np.random.get_state()[2]
     with pytest.raises(CaptureError) as caught:
         step(Between(make))
-    owner = make.func if isinstance(make, partial) else make
-    assert isinstance(owner, type)
-    message = f"the model draws from {generator}\n  at {place(owner, line)}: {line} (awkward)\n"
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"the model draws from {generator}. ")
     assert "torch.where" in str(caught.value)
     assert states == (random.getstate(), np.random.get_state()[2])
 

@@ -39,11 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_snapshot import ModelSnapshot
-from pipec.capture.model_state import ModelState, torch_modes
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError
-from pipec.graph import TrainingGraph
+from pipec.graph import Fingerprint, ModelSnapshot, TrainingGraph, torch_values
 from pipec.ir import Mode
 
 Patch = pytest.MonkeyPatch
@@ -680,16 +678,17 @@ def net_of(read: Read) -> Any:
     return net
 
 
-def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, ModelState]:
+def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, Fingerprint]:
     graph = capture(CaptureRequest(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False))
-    return graph, ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, torch_modes())
+    return graph, fingerprint(net)
 
 
-def is_noticed(graph: TrainingGraph, before: ModelState, net: nn.Module) -> bool:
-    return (
-        bool(graph.model_guards.violation())
-        or ModelState.of(ModelSnapshot.of(net), Mode.FORWARD, torch_modes()) != before
-    )
+def fingerprint(net: nn.Module) -> Fingerprint:
+    return ModelSnapshot(net).fingerprint(Mode.FORWARD, torch_values())
+
+
+def is_noticed(graph: TrainingGraph, before: Fingerprint, net: nn.Module) -> bool:
+    return bool(graph.reads.difference()) or fingerprint(net) != before
 
 
 X = torch.arange(1.0, 9.0).view(2, 4)
@@ -700,12 +699,12 @@ def test_what_changes_is_noticed(name: str, monkeypatch: Patch) -> None:
     read, change = NOTICED[name]
     net = net_of(read)
     before = net(X)
-    graph, state = captured(net, X)
-    assert not is_noticed(graph, state, net)
+    graph, before_change = captured(net, X)
+    assert not is_noticed(graph, before_change, net)
     change(net, monkeypatch)
     after = net(X)
     assert before.shape != after.shape or not torch.equal(before, after), "the change changes nothing"
-    assert is_noticed(graph, state, net)
+    assert is_noticed(graph, before_change, net)
 
 
 def of_file() -> float:

@@ -8,7 +8,7 @@ import pipec
 
 
 @pytest.mark.slow
-def test_a_switch_to_eval_mode_names_what_it_turns_off(said: list[str]) -> None:
+def test_a_switch_to_eval_mode_is_named(said: list[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
     pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=1)
     x, y = torch.randn(8, 4), torch.randn(8, 1)
@@ -19,9 +19,8 @@ def test_a_switch_to_eval_mode_names_what_it_turns_off(said: list[str]) -> None:
     model[1].train()
     pipe.step(x, target=y)
     assert said == [
-        "recompiling: the model was switched to eval mode: dropout is off and batch norms use running "
-        "statistics",
-        "recompiling: 1 was switched to training mode: dropout is on",
+        "recompiling: training of model changed from True to False, and 4 more",
+        "recompiling: training of model.1 changed from False to True",
     ]
 
 

@@ -116,10 +116,10 @@ def captured_both_ways(
 
     with patch.context() as patched:
         patched.setattr(tracer, "instantiate_blocks", noted)
-        assembled = capture(CaptureRequest())
+        assembled = capture()
     with patch.context() as patched:
         patched.setattr(tracer, "find_repeated_blocks", lambda *_: [])
-        whole = capture(CaptureRequest())
+        whole = capture()
     return assembled, whole, runs
 
 

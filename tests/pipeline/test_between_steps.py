@@ -120,25 +120,34 @@ def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "frozen": (lambda net, _: net.first.requires_grad_(False), "requires_grad of first.weight and 1 more"),
+    "frozen": (
+        lambda net, _: net.first.requires_grad_(False),
+        "requires_grad of model.first.weight changed from True to False, and 1 more",
+    ),
     "attribute": (lambda net, _: setattr(net, "scale", 3.0), "model.scale changed from 1.0 to 3.0"),
     "dropout": (lambda net, _: setattr(net.drop, "p", 1.0), "model.drop.p changed from 0.0 to 1.0"),
     "dict": (lambda net, _: net.options.update(power=2), "model.options.power changed from 1 to 2"),
     "global": (lambda *_: set_offset(2.0), "OFFSET changed from 0.0 to 2.0"),
     "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight changed from 1.0 to 0.5"),
     "closure": (lambda _, loss: loss.annealed(None, 0.7), "0.7"),
-    "hook": (lambda net, _: net.last.register_forward_hook(doubled), "the hooks of last changed"),
+    "hook": (
+        lambda net, _: net.last.register_forward_hook(doubled),
+        "hooks of model.last changed from () to (",
+    ),
     "tensor": (lambda net, _: net.shifts.__setitem__(0, torch.ones(8)), "model.shifts.0 changed"),
     "in place": (lambda net, _: net.shifts[0].fill_(1), "model.shifts.0 changed"),
-    "class": (lambda net, _: setattr(net, "drop", nn.Tanh()), "the class or the hooks of drop changed"),
+    "class": (
+        lambda net, _: setattr(net, "drop", nn.Tanh()),
+        "class of model.drop changed from Dropout to Tanh",
+    ),
     "module": (lambda net, _: setattr(net, "last", fresh(lambda: nn.Linear(8, 4))), "last.weight, last.bias"),
     "layers": (
         lambda net, _: setattr(net, "last", fresh(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))),
-        "modules or tensors were added or removed",
+        "class of model.last changed from Linear to Sequential, and",
     ),
     "assigned": (lambda net, _: net.load_state_dict(assigned(net), assign=True), "first.weight"),
     "parameter": (lambda net, _: setattr(net.first, "bias", nn.Parameter(torch.ones(8))), "first.bias"),
-    "mode": (lambda net, _: net.eval(), "recompiling: the model was switched to eval mode"),
+    "mode": (lambda net, _: net.eval(), "recompiling: training of model changed from True to False, and"),
 }
 
 

@@ -146,8 +146,8 @@ def test_what_one_rank_alone_changes_is_refused_on_all(tmp_path: Path) -> None:
     said = "\n".join(first)
     assert "  changed values: none on rank 0; loss_fn.weight changed from 1.0 to 3.0 on rank 1" in said
     assert "  changed values: none on rank 0; model.1.p changed from 0.5 to 0.25 on rank 1" in said
-    assert "  modules: " in said
-    assert "  autocast and defaults: no autocast, torch.float32 on rank 0; autocast to" in said
+    assert "  hooks of the model: " in said
+    assert "  autocast: none on rank 0; autocast to" in said
     assert "  deterministic algorithms: False on rank 0; True on rank 1" in said
     assert "  float32 matmul precision on CPUs: ieee on rank 0; tf32 on rank 1" in said
     assert "  replaced: none on rank 0; 4.weight, 4.bias on rank 1" in said

@@ -1,20 +1,23 @@
-"""Paths to values that a trace read, and guards that compare a value. Other ranks have them too."""
+"""Values that a trace read: paths to them in Dynamo's notation, and what a later call compares of them."""
 
+import array
 import ast
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from pipec.torch_compat.module_contents import num_changes
 
+ARRAYS = (np.ndarray, np.generic, array.array, bytearray)
+"""Classes of mutable values that are compared by their bytes."""
 
-@dataclass(frozen=True)
-class ValuePath:
+
+class ValuePath(NamedTuple):
     """The path to a value: attributes and items from the traced module or an imported Python module.
 
     ``root`` is empty for the traced module, else the name of the imported one.
@@ -51,13 +54,6 @@ class ValuePath:
             node = inner
         return cls("", tuple(reversed(steps))) if node.id == "self" else None
 
-    def value(self, module: torch.nn.Module) -> Any:
-        """The current value. Raises LookupError or AttributeError if the path does not exist any more."""
-        current: Any = sys.modules[self.root] if self.root else module
-        for kind, key in self.steps:
-            current = getattr(current, key) if kind == "attribute" else current[key]
-        return current
-
     @property
     def names(self) -> list[str]:
         """The names of modules, attributes and items along the path."""
@@ -73,41 +69,14 @@ _PROPERTY = re.compile(r"\.f(get|set|del)\b")
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
-class ValueGuard:
-    """Compares the value that ``read`` returns for a traced module with its value at construction."""
-
-    def __init__(self, name: str, read: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> None:
-        self._name, self._read = name, read
-        self._expected = read(module)
-
-    def __str__(self) -> str:
-        return f"{self._name} changed: it is another object, or has other values"
-
-    def holds(self, module: torch.nn.Module) -> bool:
-        try:
-            return bool(self._read(module) == self._expected)
-        except Exception:  # attributes of the model's objects may raise any error
-            return False
-
-
-def constant_guard(name: str, get: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> ValueGuard:
-    """A guard that the tensor or array that ``get`` returns, a constant of a graph, has not changed.
-
-    For a tensor, torch counts the changes in place. An array is compared by its values.
-    """
-    value = get(module)
-    original = value if isinstance(value, torch.Tensor) else None  # a reference, so that none reuses its id
-
-    def read(module: torch.nn.Module) -> Any:
-        current = get(module)
-        if isinstance(current, torch.Tensor):
-            is_plain = type(current) is torch.Tensor and current.layout is torch.strided
-            return current is original, num_changes(current), current.data_ptr() if is_plain else 0
-        if isinstance(current, np.ndarray | np.generic):
-            return type(current), current.dtype, current.shape, current.tobytes()
-        return type(current), current
-
-    return ValueGuard(name, read, module)
+def by_name(found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """These pairs as a dict. A second value of the same name, as written, gets a longer one."""
+    named = dict[str, Any]()
+    for name, value in found:
+        while name in named:
+            name += "'"
+        named[name] = value
+    return named
 
 
 def parsed(source: str) -> ast.expr:
@@ -116,3 +85,30 @@ def parsed(source: str) -> ast.expr:
         return ast.parse(source, mode="eval").body
     except SyntaxError:
         return ast.Constant(None)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The parts of a value that are compared, the first of which says what it is.
+
+    The value is held, so that no other one gets its ``id``.
+    """
+
+    parts: tuple[Any, ...]
+    held: object = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.parts[0]} ({zlib.crc32(repr(self.parts).encode()):08x})"
+
+
+def comparable(value: Any) -> Any:
+    """What a later call compares of a value: of a tensor that it is the same one, not changed in place."""
+    if isinstance(value, torch.Tensor):
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+        address = value.data_ptr() if is_plain else 0
+        return Compared(("a tensor", id(value), num_changes(value), address), value)
+    if isinstance(value, np.ndarray | np.generic):
+        return Compared((f"{type(value).__name__} {value.dtype}{list(value.shape)}", value.tobytes()))
+    if isinstance(value, array.array | bytearray):
+        return Compared((type(value).__name__, bytes(value)))
+    return frozenset(value) if isinstance(value, set) else value

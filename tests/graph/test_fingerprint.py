@@ -1,0 +1,224 @@
+"""What later calls compare of a model and torch: every change that matters is found, and nothing else."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, difference, torch_values
+from pipec.ir import Mode
+from pipec.torch_compat import ValuePath
+
+
+class Block(nn.Module):
+    """A child, a parameter, a buffer and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.1)
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(2))
+
+
+class Other(Block):
+    pass
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Block(), Block())
+
+
+def _hook(*_: object) -> None:
+    return None
+
+
+def _swap(block: Block) -> None:
+    """The same tensors and modules under each other's names."""
+    parameters = block.layer._parameters
+    parameters["weight"], parameters["bias"] = parameters["bias"], parameters["weight"]
+
+
+def _rename(block: Block) -> None:
+    block._modules["dropout"] = block._modules.pop("drop")
+
+
+def _move(block: Block) -> None:
+    """What one module held last is what the next one holds first."""
+    block.drop.register_parameter("bias", block.layer._parameters.pop("bias"))
+
+
+CHANGES: dict[str, tuple[Callable[[Block], object], str]] = {
+    "mode": (lambda block: block.drop.eval(), "training of model.1.drop changed from True to False"),
+    "class": (
+        lambda block: setattr(block, "__class__", Other),
+        "class of model.1 changed from Block to Other",
+    ),
+    "child": (lambda block: setattr(block, "layer", nn.Linear(2, 2)), ""),
+    "child gone": (
+        lambda block: setattr(block, "drop", None),
+        "class of model.1.drop changed from Dropout to",
+    ),
+    "child renamed": (_rename, "class of model.1.drop changed from Dropout to absent, and 5 more"),
+    "new child": (
+        lambda block: block.add_module("more", nn.Tanh()),
+        "class of model.1.more changed from absent",
+    ),
+    "parameter": (lambda block: setattr(block, "weight", nn.Parameter(torch.zeros(2))), ""),
+    "parameters swapped": (_swap, "shape of model.1.layer.weight changed from"),
+    "parameter moved": (
+        _move,
+        "shape of model.1.layer.bias changed from torch.Size([2]) to absent, and 9 more",
+    ),
+    "buffer": (lambda block: setattr(block, "mean", torch.zeros(2)), ""),
+    "new buffer": (
+        lambda block: block.register_buffer("more", torch.zeros(2)),
+        "shape of model.1.more changed",
+    ),
+    "tie": (
+        lambda block: setattr(block, "mean", block.weight),
+        "requires_grad of model.1.mean changed from False to True, and 1 more",
+    ),
+    "requires_grad": (
+        lambda block: block.weight.requires_grad_(False),
+        "requires_grad of model.1.weight changed from True to False",
+    ),
+    "shape": (
+        lambda block: setattr(block.weight, "data", torch.zeros(3)),
+        "shape of model.1.weight changed from",
+    ),
+    "dtype": (
+        lambda block: block.half(),
+        "dtype of model.1.weight changed from torch.float32 to torch.float16",
+    ),
+    "forward hook": (
+        lambda block: block.layer.register_forward_hook(_hook),
+        "hooks of model.1.layer changed",
+    ),
+    "forward pre-hook": (
+        lambda block: block.layer.register_forward_pre_hook(_hook),
+        "hooks of model.1.layer",
+    ),
+    "backward hook": (lambda block: block.layer.register_full_backward_hook(_hook), "hooks of model.1.layer"),
+    "backward pre-hook": (
+        lambda block: block.layer.register_full_backward_pre_hook(_hook),
+        "hooks of model.1.layer changed from () to",
+    ),
+    "hooks replaced": (
+        lambda block: setattr(block.layer, "_forward_hooks", OrderedDict({7: _hook})),
+        "hooks of model.1.layer changed from () to (7,)",
+    ),
+    "hook on a gradient": (
+        lambda block: block.weight.register_hook(_hook),
+        "gradient hooks of model.1.weight changed from False to True",
+    ),
+    "hook behind a gradient": (
+        lambda block: block.weight.register_post_accumulate_grad_hook(_hook),
+        "gradient hooks of model.1.weight changed from False to True",
+    ),
+}
+"""Changes, and what is said of them: nothing where another tensor of the same kind takes a tensor's place."""
+
+
+def fingerprint(snapshot: ModelSnapshot) -> Fingerprint:
+    return snapshot.fingerprint(Mode.TRAIN, torch_values())
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_snapshot_finds_a_change(change: Callable[[Block], object], told: str) -> None:
+    watched = model()
+    before = ModelSnapshot(watched)
+    assert before.current() is before
+    values = fingerprint(before)
+    block = watched[1]
+    assert isinstance(block, Block)
+    change(block)
+    after = before.current()
+    assert after is not before
+    assert after.current() is after
+    assert (fingerprint(after) != values) == bool(told)
+    assert difference(values.values, fingerprint(after).values).startswith(told)
+
+
+def test_a_second_hook_in_the_place_of_the_first_is_another() -> None:
+    watched = model()
+    hook = watched[0].register_forward_hook(_hook)
+    before = ModelSnapshot(watched)
+    hook.remove()
+    watched[0].register_forward_hook(_hook)
+    assert before.current() is not before
+
+
+def test_values_that_change_are_no_change() -> None:
+    watched = model()
+    before = ModelSnapshot(watched)
+    with torch.no_grad():
+        for tensor in watched.state_dict().values():
+            tensor += 1
+    assert before.current() is before
+
+
+def test_fingerprints_of_equal_models_are_equal() -> None:
+    watched = model()
+    snapshot = ModelSnapshot(watched)
+    training = fingerprint(snapshot)
+    watched.eval()
+    evaluating = fingerprint(snapshot := snapshot.current())
+    watched.train()
+    again = fingerprint(snapshot.current())
+    assert training != evaluating
+    assert training == again
+    assert hash(training) == hash(again)
+    assert training.digest == again.digest
+    assert training.digest["torch"] == torch.__version__
+
+
+def test_requires_grad_counts_in_training_alone_and_is_not_compared_with_other_ranks() -> None:
+    watched = model()
+    found = [
+        ModelSnapshot(watched.requires_grad_(flag)).fingerprint(mode, torch_values())
+        for mode in (Mode.TRAIN, Mode.LOSS)
+        for flag in (True, False)
+    ]
+    assert found[0] != found[1]
+    assert found[2] == found[3]
+    assert found[0].digest == found[1].digest == found[2].digest
+
+
+def test_a_precision_that_is_set_to_what_it_is_changes_nothing() -> None:
+    before = torch_values()
+    torch.set_float32_matmul_precision("highest")
+    assert torch_values() == before
+
+
+def test_plain_values_that_change_are_named() -> None:
+    watched = model()
+    drop = (("attribute", "_modules"), ("item", "0"), ("attribute", "_modules"), ("item", "drop"))
+    read = PlainValues(
+        {
+            ValuePath("", (*drop, ("attribute", "p"))): 0.1,
+            ValuePath("", (*drop, ("attribute", "inplace"))): False,
+            ValuePath("math", (("attribute", "tau"),)): 6.283185307179586,
+        }
+    )
+    assert read.difference(watched) == ""
+    watched[0].drop.p = 0.2
+    assert read.difference(watched) == "0.drop.p changed from 0.1 to 0.2"
+    del watched[0]._modules["drop"]
+    assert read.difference(watched) == "0.drop.p changed from 0.1 to absent, and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ({"a": 1}, {"a": 1}, ""),
+        ({"a": 1}, {"a": True}, "a changed from 1 to True"),
+        ({"a": 1, "b": 2}, {"b": 3, "c": 4}, "a changed from 1 to absent, and 2 more"),
+        ({"a": "x" * 100}, {"a": None}, f"a changed from {'x' * 80}... to None"),
+    ],
+)
+def test_a_difference_names_the_first_value(before: dict[str, Any], now: dict[str, Any], told: str) -> None:
+    assert difference(before, now) == told
