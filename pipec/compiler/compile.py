@@ -325,23 +325,20 @@ def _check_microbatches(
     Raises:
         InputError: they are not, or the model has collectives of replicas, and sizes differ.
     """
-    count, model = len(sizes), request.compiler.model
+    count, compiler = len(sizes), request.compiler
     if has_model_collectives(graph):
         require_equal_rows(sizes)
     require_rows_for_norms(graph.findings, sizes)
-    warnings = [
-        several_rounds_warning(graph, candidate.policy.replicas, count),
-        single_row_warning(graph, request.batch),
-        changed_buffer_warning(graph, model, count),
-    ]
+    compiler.warn(several_rounds_warning(graph, candidate.policy.replicas, count))
+    compiler.warn(single_row_warning(graph, request.batch))
+    compiler.warn(changed_buffer_warning(graph, compiler.model, count))
     if count > 1:
         require_concatenable_outputs(graph)
         require_independent_rows(request.findings(graph), count)
-        if request.compiler.settings.requires_proof:
+        if compiler.settings.requires_proof:
             require_proved_loss(graph.findings)
-        warnings += batch_warnings(graph.findings)
-    for warning in warnings:
-        request.compiler.warn(warning)
+        for warning in batch_warnings(graph.findings):
+            compiler.warn(warning)
 
 
 def _evaluate(

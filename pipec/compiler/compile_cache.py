@@ -239,7 +239,8 @@ class CompileCache:
         if similar and similar[-1].key.fingerprint != key.fingerprint:
             reason = difference(similar[-1].key.fingerprint.values, key.fingerprint.values)
         elif same := [each for each in similar if each.key == key]:
-            reason = self.get(same[-1]).guard_failure(key, call) + _OFTEN * (signature.version >= 3)
+            failure = self.get(same[-1]).guard_failure(key, call)
+            reason = f"{failure}{_OFTEN * (signature.version >= 3)}"
         if reason:
             notice("recompiling: %s", reason)
         return reason or f"for the first call like this ({key.mode})"
