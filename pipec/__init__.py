@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PipecWarning,
         PlanError,
         TransportError,
+        UnsupportedTorchError,
         VerifyError,
     )
     from pipec.hardware.calibration import calibrate
@@ -55,6 +56,7 @@ __all__ = [
     "Profile",
     "Topology",
     "TransportError",
+    "UnsupportedTorchError",
     "VerifyError",
     "calibrate",
     "compile",

@@ -21,6 +21,10 @@ class CaptureError(PipecError):
     """The model cannot be captured as one graph."""
 
 
+class UnsupportedTorchError(PipecError):
+    """The installed torch lacks a private part that pipec needs; the message names it."""
+
+
 class InputError(PipecError, ValueError):
     """The arguments of a call are wrong: wrong shape, dtype, batch size, device count or name."""
 

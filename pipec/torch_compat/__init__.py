@@ -39,6 +39,7 @@ from pipec.torch_compat.module_contents import (
     num_changes,
     tensor_metadata,
 )
+from pipec.torch_compat.private_symbols import needs, require
 from pipec.torch_compat.run_time import (
     ConvertedModule,
     inductor_code,
@@ -82,6 +83,7 @@ __all__ = [
     "lazy_graph_modules",
     "marked_dimensions",
     "module_contents",
+    "needs",
     "num_changes",
     "persistent_buffers",
     "pytree",
@@ -99,6 +101,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import all names of ``tracing`` when the first of them is used."""
     if not name.startswith("__"):
+        require("capture")
         tracing = importlib.import_module(f"{__name__}.tracing")
         globals().update({each: getattr(tracing, each) for each in tracing.__all__})
     if name not in globals():
