@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PipecWarning,
         PlanError,
         TransportError,
+        UnsupportedTorchError,
         VerifyError,
     )
     from pipec.hardware.calibration import calibrate
@@ -51,6 +52,7 @@ __all__ = [
     "Profile",
     "Topology",
     "TransportError",
+    "UnsupportedTorchError",
     "VerifyError",
     "calibrate",
     "compile",

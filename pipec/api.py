@@ -1,5 +1,6 @@
 """The front door: compile a model, and profile one."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from pipec.compiler.candidate import Candidate
 from pipec.compiler.compiler import Compiler, CompileSettings
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy, resolve_num_microbatches
-from pipec.console import warn
+from pipec.console import notice
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, resolve_device
@@ -135,11 +136,17 @@ def _agreed_weights(
     return made[0]
 
 
+@functools.cache
+def _note_version(version: str) -> None:
+    """Say once if this version of torch was not tested."""
+    if message := untested_version(version):
+        notice(message)
+
+
 def _pipeline(
     model: nn.Module, options: Options, ranks: Ranks, weights: PretrainedWeights | None
 ) -> Pipeline:
-    if ranks.world.rank == 0 and (warning := untested_version(torch.__version__)):
-        warn(warning)
+    _note_version(torch.__version__)
     if ranks.world.is_distributed:
         require_same_options(ranks, model, options)
     device = next(iter(ranks.devices.values()))

@@ -22,7 +22,7 @@ class CaptureError(PipecError):
 
 
 class UnsupportedTorchError(PipecError):
-    """The installed torch is not as pipec knows it: something that it uses is gone or has changed."""
+    """The installed torch is not as pipec knows it: a part that pipec uses is gone or has changed."""
 
 
 class InputError(PipecError, ValueError):

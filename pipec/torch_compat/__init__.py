@@ -37,6 +37,7 @@ from pipec.torch_compat.module_contents import (
     module_contents,
     tensor_contents,
 )
+from pipec.torch_compat.private_symbols import needs, require
 from pipec.torch_compat.run_time import (
     ConvertedModule,
     inductor_code,
@@ -80,6 +81,7 @@ __all__ = [
     "lazy_graph_modules",
     "marked_dimensions",
     "module_contents",
+    "needs",
     "persistent_buffers",
     "pytree",
     "raise_if_unsupported",
@@ -97,6 +99,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import all names of ``tracing`` when the first of them is used."""
     if not name.startswith("__"):
+        require("capture")
         tracing = importlib.import_module(f"{__name__}.tracing")
         globals().update({each: getattr(tracing, each) for each in tracing.__all__})
     if name not in globals():

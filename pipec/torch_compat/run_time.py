@@ -9,6 +9,10 @@ from torch import FunctionSchema, Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.nn.utils import clip_grad
 
+from pipec.torch_compat.private_symbols import require
+
+require("start")  # at once, not in the middle of a step
+
 
 def schema(operator: OpOverload) -> FunctionSchema:
     """The arguments and results of an operator, with their types, names and aliases."""
@@ -89,6 +93,7 @@ def inductor_code(
     graph: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[Callable[..., Any], list[ModuleType]]:
     """What inductor compiles of a graph, and the Python modules that it generated for it."""
+    require("inductor")
     from torch._dynamo import lookup_backend  # importing these takes seconds
     from torch._inductor import config
     from torch._inductor.codecache import PyCodeCache

@@ -25,7 +25,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +46,11 @@ class Use(NamedTuple):
 
 def uses(source: str) -> Iterator[Use]:
     """The private symbols of torch in a file, each with its line, and whether the file assigns it."""
-    tree = ast.parse(source)
-    names = _torch_names(tree)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    nodes = [*ast.walk(ast.parse(source))]
+    names = _torch_names(nodes)
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     inner: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ImportFrom(module=str() as module) if _is_torch(module):
                 for alias in node.names:
@@ -64,8 +64,9 @@ def uses(source: str) -> Iterator[Use]:
                     continue
                 if isinstance(root, ast.Name) and root.id in ("self", "cls"):
                     parts = parts[1:]
+                is_inherited = isinstance(root, ast.Call) and _last_name(root.func) == "super"
                 for part in parts:
-                    if part not in own:
+                    if part not in own or is_inherited:
                         yield from _of_field(part, node.lineno)
             case ast.Call(func=called, args=[first, ast.Constant(value=str() as name), *_]):
                 kind = _last_name(called)
@@ -83,10 +84,10 @@ def uses(source: str) -> Iterator[Use]:
                 yield from _of_path(text, node.lineno)
 
 
-def _torch_names(tree: ast.Module) -> dict[str, str]:
+def _torch_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """What of torch the names of a file refer to: imported, or assigned from a dotted name."""
     names = dict[str, str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import():
                 for alias in node.names:
@@ -125,11 +126,15 @@ def _is_private(part: str) -> bool:
 
 
 def _of_path(path: str, line: int, is_replaced: bool = False) -> Iterator[Use]:
-    if any(path == each or path.startswith(f"{each}.") for each in PUBLIC):
-        return
     path = path if is_replaced else shortened(path)
-    if any(map(_is_private, path.split("."))):
+    if path and not is_public(path):
         yield Use(path, line, is_replaced)
+
+
+def is_public(path: str) -> bool:
+    """Whether no part of a dotted path is private."""
+    named = any(path == each or path.startswith(f"{each}.") for each in PUBLIC)
+    return named or not any(map(_is_private, path.split(".")))
 
 
 def _of_field(name: str, line: int) -> Iterator[Use]:
@@ -141,7 +146,7 @@ def _of_field(name: str, line: int) -> Iterator[Use]:
 def shortened(path: str) -> str:
     """A path up to the first part that is no module, or to the last that is private; empty for a module."""
     parts = path.split(".")
-    if not any(map(_is_private, parts)):
+    if is_public(path):
         return ""
     current: Any = importlib.import_module(parts[0])
     for place, part in enumerate(parts[1:], 1):

@@ -25,6 +25,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
 from pipec.graph import PlainValues, ReadValues
+from pipec.primitives import recurrent_network
 from pipec.torch_compat import differentiation, dynamo_front_end, module_state
 
 SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
