@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.backends import mha
 from torch.utils import _device
 
 
@@ -36,6 +37,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
     "math attention": torch._C._get_math_sdp_enabled,
     "cudnn attention": torch._C._get_cudnn_sdp_enabled,
+    "fast path of attention modules": mha.get_fastpath_enabled,
     "anomaly detection": torch.is_anomaly_enabled,
     "default device": lambda: getattr(_device.CURRENT_DEVICE, "type", None),
 }

@@ -18,12 +18,13 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._functorch._aot_autograd import descriptors
 from torch._guards import TracingContext
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
+from pipec.primitives import recurrent_network
 from pipec.torch_compat import differentiation, front_ends, module_state, operator_patches
 
 SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
@@ -527,7 +528,7 @@ def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
 def test_recurrent_networks_stay_whole_for_any_length() -> None:
     network = nn.GRU(4, 3, bidirectional=True, batch_first=True)
     x = torch.zeros(5, 7, 4)
-    with torch_compat.keep_recurrent_operators():
+    with torch_compat.trace_recurrent_networks(recurrent_network):
         graph = torch_compat.capture_with_dynamo(network, (x,), [(x, 0), (x, 1)]).module.graph
     (call,) = [node for node in graph.nodes if node.target is torch.gru]
     output, last = call.meta["example_value"]
@@ -671,12 +672,24 @@ def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch
     assert torch.distributions.Normal(0.0, 1.0)._validate_args
 
 
-def test_interpolations_are_taken_apart_again_afterwards() -> None:
-    whole = [getattr(torch.ops.aten, name).vec for name in operator_patches.INTERPOLATIONS]
+def test_recurrent_networks_are_taken_apart_again_afterwards() -> None:
+    whole = [getattr(torch.ops.aten, name).input for name in operator_patches.RECURRENT.values()]
     before = [dict(operator.py_kernels) for operator in whole]
-    with torch_compat.keep_interpolation_operators():
+    with torch_compat.trace_recurrent_networks(recurrent_network):
         assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
     assert [operator.py_kernels for operator in whole] == before
+
+
+def test_torch_refuses_to_trace_the_workspace_of_ctc_loss_again_afterwards() -> None:
+    def trace() -> Tensor:
+        with FakeTensorMode():
+            scores, lengths = torch.zeros(5, 3, 4), torch.ones(3, dtype=torch.int64)
+            return nn.functional.ctc_loss(scores, torch.ones(3, 2, dtype=torch.int64), 5 * lengths, lengths)
+
+    with torch_compat.bound_ctc_loss_workspace():
+        assert trace().shape == ()
+    with pytest.raises(DynamicOutputShapeException):
+        trace()
 
 
 def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:
