@@ -22,8 +22,8 @@ from pipec.capture.node_insertion import fake_value
 from pipec.primitives import (
     INTERPOLATE,
     INTERPOLATED_DIMENSIONS,
-    RECURRENT_LAYER,
     ctc_loss,
+    recurrent_layer,
     recurrent_network,
 )
 
@@ -75,7 +75,7 @@ class _Parts(fx.proxy.GraphAppendingTracer):
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, *others: Any
     ) -> fx.Node:
         own = self.call.name
-        if target is RECURRENT_LAYER:
+        if target is recurrent_layer:
             own += f"_l{sum(node.target is target for node in self.made)}"
         node = super().create_node(kind, target, args, kwargs, own, *others)
         key = "example_value" if "example_value" in self.call.meta else "val"

@@ -167,7 +167,7 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(torch_compat.trace_recurrent_networks(recurrent_network))
         stack.enter_context(torch_compat.bound_ctc_loss_workspace())
         stack.enter_context(torch_compat.ignored_cudnn_flags())
-        stack.enter_context(_slow_attention_path())
+        stack.enter_context(_without_fused_attention(step))
         stack.enter_context(local_sync_batch_norms())
         stack.enter_context(ops.tracing_with_replicas(request.num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(request.mode is Mode.TRAIN))
@@ -175,17 +175,20 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
 
 
 @contextmanager
-def _slow_attention_path() -> Iterator[None]:
-    """Let attention modules make the same calls in evaluation as in training, not one that reads all weights.
+def _without_fused_attention(step: TracedStep) -> Iterator[None]:
+    """Let attention modules of torch make the calls of training in evaluation too.
 
-    Stages may be cut inside of them, and evaluation needs each weight where training reads it.
+    Their one fused call would read weights of several stages.
     """
     before = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
+    mha.set_fastpath_enabled(before and not any(isinstance(each, _ATTENTION) for each in step.modules()))
     try:
         yield
     finally:
         mha.set_fastpath_enabled(before)
+
+
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def _warn_of_missing_guards(model: nn.Module, tracer: "_Tracer", failures: Sequence[Exception]) -> None:

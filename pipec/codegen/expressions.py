@@ -72,7 +72,6 @@ FUNCTIONS = {
     aten.mm.default: "mm",
     aten.bmm.default: "bmm",
     aten.addmm.default: "addmm",
-    aten.linear.default: "nn.functional.linear",
     aten.baddbmm.default: "baddbmm",
     aten.convolution.default: "convolution",
     aten.native_layer_norm.default: "native_layer_norm",

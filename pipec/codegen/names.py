@@ -26,6 +26,7 @@ from pipec.graph import (
     is_data_dependent_number,
     is_forward,
     is_tensor,
+    is_view,
     recv,
     send,
 )
@@ -141,13 +142,24 @@ def _names_in_others(
 def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
     """For each operator, the node of the user's variable: its last forward tensor.
 
-    For an operator that returns several tensors, it is the first of them.
+    For an operator that returns several tensors, it is the first of them. For a product, it is the product
+    and not the view of it that is read, since views are written where they are read.
     """
     return {
         node.meta["operator"]: node
         for node in graph.nodes
-        if is_forward(node) and is_tensor(node) and node.target not in (send, recv) and not _item(node)
+        if is_forward(node)
+        and is_tensor(node)
+        and node.target not in (send, recv)
+        and not _item(node)
+        and not _is_view_of_result(node)
     }
+
+
+def _is_view_of_result(node: fx.Node) -> bool:
+    """Whether the node is a view of what the same operator computes."""
+    source = node.all_input_nodes[0] if is_view(node) else node
+    return source is not node and source.meta.get("operator") == node.meta["operator"] and not is_view(source)
 
 
 def _item(node: fx.Node) -> int:

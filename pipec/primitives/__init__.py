@@ -3,7 +3,12 @@
 from pipec.primitives.cross_entropy import cross_entropy_gradient, rows_per_block
 from pipec.primitives.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD, ctc_loss
 from pipec.primitives.interpolation import INTERPOLATE, INTERPOLATE_BACKWARD, INTERPOLATED_DIMENSIONS
-from pipec.primitives.recurrent import RECURRENT_LAYER, RECURRENT_LAYER_BACKWARD, recurrent_network
+from pipec.primitives.recurrent import (
+    RECURRENT_LAYER,
+    RECURRENT_LAYER_BACKWARD,
+    recurrent_layer,
+    recurrent_network,
+)
 from pipec.primitives.require import require
 from pipec.primitives.row_independence import check_row_independence
 
@@ -18,6 +23,7 @@ __all__ = [
     "check_row_independence",
     "cross_entropy_gradient",
     "ctc_loss",
+    "recurrent_layer",
     "recurrent_network",
     "require",
     "rows_per_block",

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from pipec.torch_compat import pytree
 
 _FUNCTIONS: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
     "lstm": torch.lstm,
@@ -23,7 +26,9 @@ _FUNCTIONS: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
 
 warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
 
-_INPUTS = "Tensor x, Tensor h, Tensor? c, Tensor[] weights, str cell, bool biased, bool train"
+_INPUTS = (
+    "Tensor x, Tensor h, Tensor? c, Tensor[] weights, str cell, bool biased, bool train, bool grad_enabled"
+)
 
 torch.library.define("pipec::recurrent_layer", f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
@@ -36,7 +41,7 @@ RECURRENT_LAYER = torch.ops.pipec.recurrent_layer.default
 
 ``x`` has the shape (length, rows, width), the states ``h`` and ``c`` (directions, rows, width). An LSTM alone
 has a cell state ``c``; the last one is empty for other cells. ``weights`` are those of the layer, in torch's
-order.
+order. ``grad_enabled`` is what eager torch chooses some kernels by.
 """
 
 RECURRENT_LAYER_BACKWARD = torch.ops.pipec.recurrent_layer_backward.default
@@ -62,9 +67,9 @@ def recurrent_network(
     last = list[Any]()
     for layer in range(num_layers):
         own = slice(layer * num_directions, (layer + 1) * num_directions)
-        begin = [None if state is None else state[own] if num_layers > 1 else state for state in (h, c)]
+        begin: Any = [state[own] if state is not None and num_layers > 1 else state for state in (h, c)]
         of_layer = [*weights[layer * num_weights : (layer + 1) * num_weights]]
-        last.append(RECURRENT_LAYER(x, *begin, of_layer, cell, biased, train))
+        last.append(recurrent_layer(x, begin[0], begin[1], of_layer, cell, biased, train))
         x = last[-1][0]
         if dropout and train and layer < num_layers - 1:
             x = torch.dropout(x, dropout, True)
@@ -73,15 +78,40 @@ def recurrent_network(
     return output, *(each[0] if num_layers == 1 else torch.cat(each) for each in ends)
 
 
+def recurrent_layer(
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Sequence[Tensor],
+    cell: str,
+    biased: bool,
+    train: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A ``RECURRENT_LAYER`` in the current gradient mode and, under autocast, in its dtype."""
+    if has_torch_function((x,)):
+        arguments = x, h, c, weights, cell, biased, train
+        return handle_torch_function(recurrent_layer, (x,), *arguments)
+    tensors = x, h, c, [*weights]
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        tensors = pytree.tree_map_only(
+            Tensor, lambda each: each if each.dtype is torch.float64 else each.to(dtype), tensors
+        )
+    made: tuple[Tensor, Tensor, Tensor] = RECURRENT_LAYER(
+        *tensors, cell, biased, train, torch.is_grad_enabled()
+    )
+    return made
+
+
 def _layer(x: Tensor, h: Tensor, c: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    *_, train = others
-    with torch.set_grad_enabled(train):  # torch chooses some kernels by it, also where nothing is recorded
-        made = _call(x, h, c, *others)
+    *inputs, grad_enabled = others
+    with torch.set_grad_enabled(grad_enabled):
+        made = _call(x, h, c, *inputs)
     return made if c is not None else (*made, h.new_empty(0))
 
 
 def _call(
-    x: Tensor, h: Tensor, c: Tensor | None, weights: Sequence[Tensor], cell: str, *options: bool
+    x: Tensor, h: Tensor, c: Tensor | None, weights: Sequence[Tensor], cell: str, *options: Any
 ) -> tuple[Tensor, ...]:
     (biased, train), states, bidirectional = options, h if c is None else (h, c), h.shape[0] == 2
     return _FUNCTIONS[cell](x, states, weights, biased, 1, 0.0, train, bidirectional, False)
@@ -103,10 +133,9 @@ def _layer_backward(
     weights: Sequence[Tensor],
     *options: Any,
 ) -> list[Tensor]:
-    call: Any = _call
     given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (x, h, c, *weights)]
     with torch.enable_grad():
-        made = call(*given[:3], given[3:], *options)
+        made = _call(*given[:3], given[3:], *options[:-1])
     known = zip(made, (grad_output, grad_h, grad_c), strict=False)
     results, gradients = zip(*((y, grad) for y, grad in known if grad is not None), strict=True)
     found = iter(torch.autograd.grad(results, [x for x in given if x is not None], gradients))
@@ -137,7 +166,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 def _gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     x, h, c, *weights = ctx.saved_tensors
     grad_x, grad_h, grad_c, *grads = RECURRENT_LAYER_BACKWARD(*gradients, x, h, c, weights, *ctx.options)
-    return grad_x, grad_h, None if c is None else grad_c, grads, None, None, None
+    return grad_x, grad_h, None if c is None else grad_c, grads, None, None, None, None
 
 
 for _name, _computes, _fake in (

@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._functorch._aot_autograd import descriptors
 from torch._guards import TracingContext
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Mod
@@ -26,7 +26,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 from pipec import torch_compat
 from pipec.graph import PlainValues, ReadValues
 from pipec.primitives import recurrent_network
-from pipec.torch_compat import differentiation, dynamo_front_end, module_state
+from pipec.torch_compat import differentiation, dynamo_front_end, module_state, operator_patches
 
 SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
 NODES = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -684,6 +684,26 @@ def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch
     with torch_compat.skip_distribution_validation():
         assert not torch.distributions.Normal(0.0, 1.0)._validate_args
     assert torch.distributions.Normal(0.0, 1.0)._validate_args
+
+
+def test_recurrent_networks_are_taken_apart_again_afterwards() -> None:
+    whole = [getattr(torch.ops.aten, name).input for name in operator_patches.RECURRENT.values()]
+    before = [dict(operator.py_kernels) for operator in whole]
+    with torch_compat.trace_recurrent_networks(recurrent_network):
+        assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
+    assert [operator.py_kernels for operator in whole] == before
+
+
+def test_torch_refuses_to_trace_the_workspace_of_ctc_loss_again_afterwards() -> None:
+    def trace() -> Tensor:
+        with FakeTensorMode():
+            scores, lengths = torch.zeros(5, 3, 4), torch.ones(3, dtype=torch.int64)
+            return nn.functional.ctc_loss(scores, torch.ones(3, 2, dtype=torch.int64), 5 * lengths, lengths)
+
+    with torch_compat.bound_ctc_loss_workspace():
+        assert trace().shape == ()
+    with pytest.raises(DynamicOutputShapeException):
+        trace()
 
 
 def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:
