@@ -93,34 +93,6 @@ SYMBOLS = (
     ),
     # what a later call is compared with
     PrivateSymbol(
-        "torch._C._get_cublas_allow_bf16_reduced_precision_reduction",
-        "a setting that operators depend on",
-        "start",
-    ),
-    PrivateSymbol(
-        "torch._C._get_cublas_allow_fp16_reduced_precision_reduction",
-        "a setting that operators depend on",
-        "start",
-    ),
-    PrivateSymbol("torch._C._get_cudnn_benchmark", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_cudnn_deterministic", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_cudnn_enabled", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_cudnn_sdp_enabled", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_deterministic_algorithms", "a setting that operators depend on", "start"),
-    PrivateSymbol(
-        "torch._C._get_deterministic_algorithms_warn_only", "a setting that operators depend on", "start"
-    ),
-    PrivateSymbol(
-        "torch._C._get_deterministic_fill_uninitialized_memory", "a setting that operators depend on", "start"
-    ),
-    PrivateSymbol("torch._C._get_flash_sdp_enabled", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_fp32_precision_getter", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_math_sdp_enabled", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_mem_efficient_sdp_enabled", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_mkldnn_deterministic", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch._C._get_mkldnn_enabled", "a setting that operators depend on", "start"),
-    PrivateSymbol("torch.utils._device.CURRENT_DEVICE", "the default device that a script has set", "start"),
-    PrivateSymbol(
         "torch._C.DisableTorchFunctionSubclass", "reads tensors of a subclass in a tenth of the time", "start"
     ),
     PrivateSymbol(
@@ -160,8 +132,6 @@ SYMBOLS = (
     PrivateSymbol(
         "torch.nn.Module._backward_pre_hooks", "hooks of a module, which a pipeline does not call", "start"
     ),
-    PrivateSymbol("torch.nn.Module._forward_hooks", "hooks of a module, which are captured", "start"),
-    PrivateSymbol("torch.nn.Module._forward_pre_hooks", "hooks of a module, which are captured", "start"),
     PrivateSymbol("torch.nn.modules.module._global_forward_hooks", "hooks of all modules", "start"),
     PrivateSymbol("torch.nn.modules.module._global_forward_pre_hooks", "hooks of all modules", "start"),
     PrivateSymbol(
@@ -173,11 +143,12 @@ SYMBOLS = (
     PrivateSymbol(
         "torch._dynamo.convert_frame.CaptureOutput", "what Dynamo returns: the graph and its guards"
     ),
-    PrivateSymbol("torch._dynamo.functional_export.dynamo_graph_capture_for_export", "traces a module"),
+    PrivateSymbol("torch._dynamo.convert_frame.fullgraph_capture", "traces the bytecode of a module"),
     PrivateSymbol(
-        "torch._dynamo.functional_export.fullgraph_capture",
-        "the guards of a trace",
-        replaced="the public capture returns the graph without its guards",
+        "torch._dynamo.functional_export.create_fx_graph_from_captured_output", "a graph module of that"
+    ),
+    PrivateSymbol(
+        "torch._dynamo.functional_export._compiling_state_context", "code that asks knows that it is traced"
     ),
     PrivateSymbol("torch._dynamo.exc.TorchRuntimeError", "the model raised an error"),
     PrivateSymbol("torch._dynamo.exc.Unsupported", "Dynamo does not trace this"),
@@ -185,106 +156,31 @@ SYMBOLS = (
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
         "branches on values: where the traced code is",
     ),
-    PrivateSymbol("torch._dynamo.variables.base.VariableTracker", "a traced value"),
     PrivateSymbol(
         "torch._dynamo.variables.builder.wrap_fx_proxy", "branches on values: a number as a node of the graph"
-    ),
-    PrivateSymbol("torch._dynamo.variables.builtin.BuiltinVariable", "assignments of `requires_grad`"),
-    PrivateSymbol(
-        "torch._dynamo.variables.builtin.SetAttrBuiltinVariable",
-        "assignments of `requires_grad`",
-        since=(2, 13),
-    ),
-    PrivateSymbol(
-        "torch._dynamo.variables.builtin.extract_fake_example_value",
-        "questions for the memory format of a value",
-        replaced="it goes with this part",
     ),
     PrivateSymbol(
         "torch._dynamo.variables.constant.ConstantVariable", "branches on values: the answer, a constant"
     ),
-    PrivateSymbol(
-        "torch._dynamo.variables.ctx_manager.NullContextVariable",
-        "context managers that change no gradient are skipped",
-    ),
-    PrivateSymbol("torch._dynamo.variables.functions.UserFunctionVariable", "regions of equal blocks"),
-    PrivateSymbol(
-        "torch._dynamo.variables.functions.invoke_and_store_as_constant",
-        "reads of a tensor's identity",
-        replaced="it goes with this part",
-    ),
-    PrivateSymbol("torch._dynamo.variables.lists.ListVariable", "regions of equal blocks"),
-    PrivateSymbol("torch._dynamo.variables.lists.TupleVariable", "regions of equal blocks"),
-    PrivateSymbol(
-        "torch._dynamo.variables.misc.AutogradFunctionContextVariable",
-        "context of a custom `autograd.Function`",
-    ),
-    PrivateSymbol(
-        "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable", "regions of equal blocks"
-    ),
-    PrivateSymbol(
-        "torch._dynamo.variables.nn_module.invoke_and_store_as_constant",
-        "reads of a tensor's identity",
-        replaced="it goes with this part",
-    ),
-    PrivateSymbol("torch._dynamo.variables.nn_module.record_nn_module_stack", "regions of equal blocks"),
     PrivateSymbol("torch._dynamo.variables.tensor.SymNodeVariable", "branches on values: a number"),
     PrivateSymbol("torch._dynamo.variables.tensor.TensorVariable", "branches on values: a tensor"),
-    PrivateSymbol(
-        "torch._dynamo.variables.tensor.TensorVariable.call_method",
-        "reads of identity, strides and gradient modes",
-        replaced="it goes with this part",
-    ),
     PrivateSymbol(
         "torch._dynamo.variables.tensor.TensorVariable.method_item",
         "branches on values",
         replaced="Dynamo asks nobody for the value of a tensor",
     ),
     PrivateSymbol(
-        "torch._dynamo.variables.tensor.TensorVariable.var_getattr",
-        "reads of identity, strides and gradient modes",
-        replaced="it goes with this part",
-    ),
-    PrivateSymbol(
-        "torch._dynamo.variables.torch.TorchInGraphFunctionVariable", "a call of a function of torch"
-    ),
-    PrivateSymbol(
-        "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function",
-        "reads of identity, strides and gradient modes",
-        replaced="it goes with this part",
-    ),
-    PrivateSymbol(
         "torch._dynamo.variables.torch_function.torch_function_mode_stack_state_mgr",
         "function modes, while Dynamo's own calls are recorded",
     ),
-    PrivateSymbol("torch._dynamo.side_effects.SideEffects", "hooks and attributes that a forward sets"),
-    PrivateSymbol(
-        "torch._dynamo.side_effects.SideEffects.register_hook",
-        "hooks that a forward adds to a parameter",
-        replaced="it goes with this part",
-    ),
-    PrivateSymbol(
-        "torch._dynamo.side_effects.SideEffects.store_attr",
-        "attributes that a forward sets",
-        replaced="it goes with this part",
-    ),
-    PrivateSymbol("torch._dynamo.source.LocalSource", "regions of equal blocks"),
-    PrivateSymbol("torch._C._dynamo.guards.GlobalStateGuard", "regions of equal blocks"),
-    PrivateSymbol("torch._C._functorch.get_dynamic_layer_stack_depth", "regions of equal blocks"),
     # guards of a trace
-    PrivateSymbol("torch._dynamo.guards.GUARD_VALUE_DISPATCH", "regions of equal blocks", since=(2, 13)),
-    PrivateSymbol("torch._dynamo.guards.GuardBuilder", "regions of equal blocks"),
-    PrivateSymbol("torch._dynamo.guards.GuardCheckSpec", "regions of equal blocks", since=(2, 13)),
-    PrivateSymbol("torch._dynamo.guards.SKIP_GUARD", "regions of equal blocks", since=(2, 13)),
     PrivateSymbol("torch._dynamo.guards._get_closure_vars", "makes the guards of a trace a function"),
-    PrivateSymbol("torch._dynamo.guards.install_guard", "regions of equal blocks"),
     PrivateSymbol("torch._dynamo.hooks.Hooks", "which guards to keep"),
     PrivateSymbol("torch._dynamo.types.GuardFilterEntry", "which guards to keep"),
     PrivateSymbol("torch._dynamo.utils.dynamo_timed", "makes the guards of a trace a function"),
     PrivateSymbol("torch._dynamo.utils.get_metrics_context", "makes the guards of a trace a function"),
     PrivateSymbol("torch._guards.Guard", "a guard of a trace"),
     PrivateSymbol("torch._guards.GuardsSet", "the guards of a trace"),
-    PrivateSymbol("torch._guards.Source", "where a guarded value is"),
     PrivateSymbol("torch._guards.TracingContext", "joins tracing and differentiation"),
     PrivateSymbol("torch._guards.tracing", "joins tracing and differentiation"),
     # differentiation
@@ -353,57 +249,21 @@ SYMBOLS = (
         "torch.autograd._get_sequence_nr", "which node of autograd made an operator of the backward"
     ),
     PrivateSymbol("torch.nn.Module._is_full_backward_hook", "backward hooks of the older kind"),
-    PrivateSymbol("torch.nn.utils.stateless._reparametrize_module", "calls a module with other parameters"),
     PrivateSymbol("torch.utils._pytree.keystr", "the name of an argument"),
-    PrivateSymbol("torch.amp.autocast_mode._enter_autocast", "autocast in a graph of torch.export"),
-    PrivateSymbol("torch.amp.autocast_mode._exit_autocast", "autocast in a graph of torch.export"),
-    PrivateSymbol("torch._C._set_grad_enabled", "gradient modes in a graph of torch.export"),
-    PrivateSymbol(
-        "torch._C._dispatch_has_kernel_for_dispatch_key", "whether an operator has a backward of its own"
-    ),
-    PrivateSymbol("torch._C.TensorBase", "reads of `grad_fn`"),
-    PrivateSymbol("torch.cuda.random._lazy_call", "calls that seed a GPU", replaced="it goes with this part"),
-    PrivateSymbol(
-        "torch.nn.modules.module._global_buffer_registration_hooks", "buffers that a forward registers"
-    ),
-    PrivateSymbol(
-        "torch.utils._python_dispatch.TorchDispatchMode.__enter__",
-        "modes that a forward enters",
-        replaced="it goes with this part",
-    ),
     PrivateSymbol("torch._ops.HigherOrderOperator", "an operator with graphs of its own", "start"),
-    PrivateSymbol("torch._ops.OpOverloadPacket", "an operator without its variant"),
-    PrivateSymbol("torch.ops.aten.add._qualified_op_name", "the name of an operator"),
     PrivateSymbol("torch.utils._pytree.tree_leaves", "the leaves of arguments"),
-    PrivateSymbol("torch.utils._pytree.tree_map", "arguments with other leaves"),
     PrivateSymbol("torch.utils._pytree.tree_map_only", "arguments with other leaves"),
     PrivateSymbol("torch.utils._pytree.TreeSpec", "the structure of results"),
     # operators that stay whole
     PrivateSymbol("torch._C.DispatchKey", "the kernel of an operator to replace"),
     PrivateSymbol("torch._decomp.decomposition_table", "the operators that torch decomposes"),
-    PrivateSymbol(
-        "torch._decomp.decompositions.upsample_compute_output_size", "the size of an interpolation"
-    ),
-    PrivateSymbol("torch._library.simple_registry.singleton", "the fake kernel of an operator"),
-    PrivateSymbol("torch._library.utils.Kernel", "the fake kernel of an operator"),
-    PrivateSymbol("torch._prims_common.suggest_memory_format", "the memory format of an interpolation"),
     PrivateSymbol("torch.ops.aten.add.Tensor._dispatch_cache", "the kernel of an operator to replace"),
     PrivateSymbol(
         "torch.distributions.Distribution._validate_args",
         "distributions check no values while a model is captured",
     ),
     # the key of a capture on disk
-    PrivateSymbol("torch._C._dispatch_dump", "which kernels a script has registered"),
-    PrivateSymbol("torch._C._dispatch_tls_local_exclude_set", "the state of a thread"),
-    PrivateSymbol("torch._C._dispatch_tls_local_include_set", "the state of a thread"),
-    PrivateSymbol("torch._C._get_sdp_priority_order", "the state of a thread"),
-    PrivateSymbol("torch._C._is_fwd_grad_enabled", "the state of a thread"),
-    PrivateSymbol("torch._C._is_multithreading_enabled", "the state of a thread"),
-    PrivateSymbol("torch._C._is_torch_function_enabled", "the state of a thread"),
-    PrivateSymbol("torch._C._is_view_replay_enabled", "the state of a thread"),
-    PrivateSymbol("torch.library._impls", "which kernels a script has registered"),
     PrivateSymbol("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "the state of a thread"),
-    PrivateSymbol("torch.utils._sympy.value_ranges.ValueRanges", "the range of a size"),
 )
 
 
