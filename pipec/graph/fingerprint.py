@@ -47,6 +47,8 @@ _ABSENT = _Absent()
 
 def difference(before: Values, now: Values) -> str:
     """The first value that has changed, and how many others: ``model.drop.p changed from 0.1 to 0.2``."""
+    if [*before] == [*now] and all(map(_same, before.values(), now.values())):
+        return ""
     pairs = ((path, before.get(path, _ABSENT), now.get(path, _ABSENT)) for path in {**before, **now})
     changed = [
         f"{path} changed from {_text(one)} to {_text(other)}"
@@ -57,7 +59,12 @@ def difference(before: Values, now: Values) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one == other)
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # comparing the model's objects may raise any error
+        return False
 
 
 def _text(value: Any) -> str:
@@ -224,9 +231,7 @@ class PlainValues:
                 found.append(look_up(found[parent], key))
             except (LookupError, AttributeError, TypeError):
                 found.append(_ABSENT)
-        now = [found[position] for position in self._positions]
-        if all(map(_same, self._values.values(), now)):
-            return ""
+        now = (found[position] for position in self._positions)
         return difference(self._values, dict(zip(self._values, now, strict=True)))
 
 

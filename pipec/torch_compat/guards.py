@@ -69,7 +69,13 @@ class Guards:
                 built = build()
         self._manager = built.guard_manager
         codes = {*output.traced_code}
-        self.unguarded = by_name([*_methods(codes, module), *_unguarded(self._entries, codes, module)])
+        self.unguarded = by_name(
+            [
+                *_methods(codes, module),
+                *_class_attributes(codes, self._entries),
+                *_unguarded(self._entries, codes, module),
+            ]
+        )
 
     def hold(self, module: torch.nn.Module) -> bool:
         """Whether Dynamo's guards hold."""
@@ -98,7 +104,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch
 
 def _methods(codes: Collection[CodeType], module: torch.nn.Module) -> Iterator[tuple[str, Read]]:
     """What reads the methods of modules and tensors that this code calls, and the code of these methods."""
-    for kind in {base: None for each in module.modules() for base in type(each).__mro__}:
+    for kind in _bases(map(type, module.modules())):
         for name, method in vars(kind).items():
             if _code_of(method) in codes:
                 yield f"{kind.__qualname__}.{name}", functools.partial(_item, vars(kind), name)
@@ -108,8 +114,24 @@ def _methods(codes: Collection[CodeType], module: torch.nn.Module) -> Iterator[t
         yield f"Tensor.{name}", functools.partial(_item, vars(torch.Tensor), name)
 
 
-def _attributes(function: FunctionType, module: torch.nn.Module) -> list[str]:
-    return [*vars(function)]
+def _class_attributes(
+    codes: Collection[CodeType], entries: Iterable[GuardFilterEntry]
+) -> Iterator[tuple[str, Read]]:
+    """What reads the plain attributes of classes that this code names. Dynamo of torch 2.11 guards none."""
+    named = {name for code in codes for name in code.co_names if not name.startswith("__")}
+    read = (entry.value for entry in entries if isinstance(entry.value, type))
+    for kind in _bases(each for each in read if not _is_of_torch(each)):
+        for name in named & vars(kind).keys():
+            if not callable(value := vars(kind)[name]) and not hasattr(value, "__get__"):
+                yield f"{kind.__qualname__}.{name}", functools.partial(_item, vars(kind), name)
+
+
+def _bases(classes: Iterable[type]) -> Iterable[type]:
+    return dict.fromkeys(base for each in classes for base in each.__mro__)
+
+
+def _defaults(function: FunctionType, module: torch.nn.Module) -> tuple[Any, ...]:
+    return function.__defaults__, function.__kwdefaults__, *function.__dict__
 
 
 def _item(space: Mapping[str, Any], name: str, module: torch.nn.Module) -> Any:
@@ -118,6 +140,11 @@ def _item(space: Mapping[str, Any], name: str, module: torch.nn.Module) -> Any:
 
 def _code(function: FunctionType, module: torch.nn.Module) -> CodeType:
     return function.__code__
+
+
+def _is_of_torch(definition: FunctionType | type) -> bool:
+    """Whether torch defines it. The module of a function made by ``exec`` or ``eval`` may be None."""
+    return str(definition.__module__).startswith("torch.")
 
 
 def _code_of(value: Any) -> CodeType | None:
@@ -143,8 +170,8 @@ def _unguarded(
         elif type(value) in _DICTS and not entry.name.endswith(_REGISTRY):
             # Dynamo does not record a failed lookup by a class of the user's
             yield f"the keys of {name}", _reader(source, module_globals, list)
-        elif isinstance(value, FunctionType) and not str(value.__module__).startswith("torch."):
-            yield f"the attributes of {name}", functools.partial(_attributes, value)
+        elif isinstance(value, FunctionType) and not _is_of_torch(value):
+            yield f"the defaults and attributes of {name}", functools.partial(_defaults, value)
         if value is os.environ or value is os.getenv:
             yield "os.environ", lambda module: Compared(("the environment", dict(os.environ)))
     own = [code for code in codes if not code.co_filename.startswith(_TORCH)]
