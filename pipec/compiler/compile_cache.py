@@ -19,7 +19,6 @@ from pipec.graph import Fingerprint, TrainingGraph, difference
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
-from pipec.torch_compat import ValuePath
 
 MAX_SIGNATURES = 8
 """Most signatures cached for each mode, the value of torch._dynamo.config.recompile_limit.
@@ -217,10 +216,10 @@ class CompileCache:
         keys = [(x.used, each.key) for each, x in self._all() if each.key.without_fingerprint == similar]
         return max(keys, key=itemgetter(0))[1] if keys else None
 
-    def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
-        """The Python values that the model and the loss read in this signature's captures, by their path."""
+    def read(self, signature: CaptureSignature) -> dict[str, Any]:
+        """The Python values that the model and the loss read in this signature's captures, by expression."""
         graphs = [staged.graph for staged in self.get(signature).graphs]
-        return {place: x for graph in graphs for place, x in graph.reads.plain.items()}
+        return {source: x for graph in graphs for source, x in graph.reads.plain.items()}
 
 
 def _guard_failure(known: Sequence[StagedGraph], key: CaptureKey, call: ModelCall | None) -> str:

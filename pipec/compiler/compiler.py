@@ -18,7 +18,6 @@ from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.console import warn
 from pipec.ir import Mode, Sizes
-from pipec.torch_compat import ValuePath
 
 
 @dataclass
@@ -94,12 +93,12 @@ class Compiler:
         graphs = [staged.graph for staged in self.cache.get(signature).graphs]
         require_one_graph(graphs, sizes, values, self.decided.dynamic)
 
-    def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
-        """The Python values that the model and the loss read in this signature's captures, by their path."""
+    def read(self, signature: CaptureSignature) -> dict[str, Any]:
+        """The Python values that the model and the loss read in this signature's captures, by expression."""
         return self.cache.read(signature)
 
     def traced(self, mode: Mode) -> nn.Module:
-        """A module with the model and the loss at the paths that ``read`` returns."""
+        """A module with the model and the loss, from which the expressions of ``read`` are evaluated."""
         if mode not in self._traced:
             self._traced[mode] = traced_step_without_call(self.model, self.settings.loss_fn, mode)
         return self._traced[mode]

@@ -38,26 +38,28 @@ from pipec.torch_compat.module_contents import (
 )
 from pipec.torch_compat.settings import SETTINGS, read_settings
 from pipec.torch_compat.symbolic_numbers import formula
-from pipec.torch_compat.values import ARRAYS, ValuePath, by_name, comparable
+from pipec.torch_compat.values import ABSENT, ARRAYS, by_name, comparable, evaluate, fqn_of
 from pipec.torch_compat.versions import untested_version
 
 if TYPE_CHECKING:
     from pipec.torch_compat.tracing import *  # noqa: F403
 
 __all__ = [
+    "ABSENT",
     "ARRAYS",
     "SETTINGS",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
-    "ValuePath",
     "active_mode",
     "attributes",
     "by_name",
     "changes_operators",
     "comparable",
     "device_and_dtype",
+    "evaluate",
     "formula",
+    "fqn_of",
     "global_hooks",
     "has_global_forward_hooks",
     "has_gradient_hook",

@@ -37,10 +37,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.torch_compat.export_regions import inline_regions
 from pipec.torch_compat.foreign_classes import is_of_torch, keep_values
-from pipec.torch_compat.guards import fqn_of
 from pipec.torch_compat.lost_effects import LOST_GRADIENT, refuse_lost_effects
 from pipec.torch_compat.module_state import silence_output
 from pipec.torch_compat.repeated_regions import RegionTracing, repeated_modules
+from pipec.torch_compat.values import fqn_of
 
 log = logging.getLogger("pipec")
 

@@ -38,7 +38,7 @@ from pipec.torch_compat.front_ends import (
     reason_of,
     user_frames,
 )
-from pipec.torch_compat.guards import Guards, fqn_of
+from pipec.torch_compat.guards import Guards
 from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
@@ -99,7 +99,6 @@ __all__ = [
     "dry_run",
     "evaluate_symbolic",
     "exact_text",
-    "fqn_of",
     "global_state",
     "has_partial_backward_hook",
     "has_values",
