@@ -19,7 +19,7 @@ from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
-from pipec.torch_compat import ValuePath, pytree
+from pipec.torch_compat import pytree
 
 MAX_SIGNATURES = 8
 """Most signatures cached for each mode, the value of torch._dynamo.config.recompile_limit.
@@ -245,10 +245,10 @@ class CompileCache:
             notice("recompiling: %s", reason)
         return reason or f"for the first call like this ({key.mode})"
 
-    def read(self, signature: CaptureSignature) -> dict[ValuePath, Any]:
-        """The Python values that the model and the loss read in this signature's captures, by their path."""
+    def read(self, signature: CaptureSignature) -> dict[str, Any]:
+        """The Python values that the model and the loss read in this signature's captures, by expression."""
         graphs = [staged.graph for staged in self.get(signature).graphs]
-        return {place: x for graph in graphs for place, x in graph.reads.plain.items()}
+        return {source: x for graph in graphs for source, x in graph.reads.plain.items()}
 
 
 _OFTEN = ". What changes often is better a tensor that step() is given, or a buffer of the model"

@@ -99,7 +99,7 @@ class Compiler:
             )
 
     def traced(self, mode: Mode) -> nn.Module:
-        """A module with the model and the loss at the paths that ``CompileCache.read`` returns."""
+        """A module with the model and the loss, from which the expressions of ``read`` are evaluated."""
         if mode not in self._traced:
             self._traced[mode] = traced_step_without_call(self.model, self.settings.loss_fn, mode)
         return self._traced[mode]

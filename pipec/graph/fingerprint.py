@@ -7,12 +7,10 @@ the contents of the modules of the last walk are read in loops of torch and Pyth
 import functools
 import hashlib
 import operator
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +19,11 @@ from torch import Tensor, nn
 from pipec.errors import CaptureError
 from pipec.ir import Mode
 from pipec.torch_compat import (
+    ABSENT,
     SETTINGS,
-    ValuePath,
     comparable,
+    evaluate,
+    fqn_of,
     global_hooks,
     module_contents,
     read_settings,
@@ -33,31 +33,32 @@ from pipec.torch_compat import (
 if TYPE_CHECKING:  # a rank that captures nothing has none
     from pipec.torch_compat import Guards
 
-Values = Mapping[Any, Any]
+Values = Mapping[str, Any]
 """Values by path. The text of a path names the value: ``model.drop.p``, ``training of model.drop``."""
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
+def difference(before: Values, now: Values, name: Callable[[str], str] = str) -> str:
+    """The first value that has changed, and how many others: ``model.drop.p changed from 0.1 to 0.2``.
 
-
-_ABSENT = _Absent()
-
-
-def difference(before: Values, now: Values) -> str:
-    """The first value that has changed, and how many others: ``model.drop.p changed from 0.1 to 0.2``."""
-    pairs = ((path, before.get(path, _ABSENT), now.get(path, _ABSENT)) for path in {**before, **now})
+    ``name`` makes a text of a path.
+    """
+    if [*before] == [*now] and _same([*before.values()], [*now.values()]):
+        return ""
+    pairs = ((path, before.get(path, ABSENT), now.get(path, ABSENT)) for path in {**before, **now})
     changed = [
-        f"{path} changed from {_text(one)} to {_text(other)}"
+        f"{name(path)} changed from {_text(one)} to {_text(other)}"
         for path, one, other in pairs
-        if not _same(one, other)
+        if not _same([one], [other])
     ]
     return "".join(changed[:1]) + f", and {len(changed) - 1} more" * (len(changed) > 1)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one == other)
+def _same(some: list[Any], others: list[Any]) -> bool:
+    """Whether values are the same, or equal and of one type."""
+    try:
+        return some == others and [*map(type, some)] == [*map(type, others)]
+    except Exception:  # comparing the model's objects may raise any error
+        return False
 
 
 def _text(value: Any) -> str:
@@ -197,37 +198,18 @@ def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
 class PlainValues:
     """Plain values that code read when it was captured. Every rank compares them before each step.
 
-    The common path of ``model.h.0.drop.p`` and ``model.h.0.norm.eps``, ``model.h.0``, is looked up once.
+    ``before`` has them by the expression that reads each of them from a traced module.
     """
 
-    def __init__(self, values: Mapping[ValuePath, Any] = MappingProxyType({})) -> None:
-        self._values = values
-        self._roots = [*dict.fromkeys(path.root for path in values if path.root)]
-        self._lookups: list[tuple[int, Callable[[Any, Any], Any], Any]] = []
-        positions = {(root, ()): number for number, root in enumerate(["", *self._roots])}
-        self._positions = [self._position(path.root, path.steps, positions) for path in values]
-
-    def _position(self, root: str, steps: tuple[tuple[str, Any], ...], positions: dict[Any, int]) -> int:
-        """The index of the lookup for a path, which is added if it is new."""
-        if (root, steps) not in positions:
-            *before, (kind, key) = steps
-            parent = self._position(root, tuple(before), positions)
-            positions[root, steps] = len(positions)
-            self._lookups.append((parent, getattr if kind == "attribute" else operator.getitem, key))
-        return positions[root, steps]
+    def __init__(self, before: Mapping[str, Any]) -> None:
+        self._before = before
+        self._all = compile(f"[{', '.join(before)}]", "<plain values>", "eval")
 
     def difference(self, traced: nn.Module) -> str:
         """The values that have changed, in words; empty if none has."""
-        found: list[Any] = [traced, *map(sys.modules.get, self._roots)]
-        for parent, look_up, key in self._lookups:
-            try:
-                found.append(look_up(found[parent], key))
-            except (LookupError, AttributeError, TypeError):
-                found.append(_ABSENT)
-        now = [found[position] for position in self._positions]
-        if all(map(_same, self._values.values(), now)):
-            return ""
-        return difference(self._values, dict(zip(self._values, now, strict=True)))
+        found = evaluate(self._all, traced)
+        now = [evaluate(each, traced) for each in self._before] if found is ABSENT else found
+        return difference(self._before, dict(zip(self._before, now, strict=True)), fqn_of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,11 +242,15 @@ class ReadValues:
             CaptureError: the values differ directly after the capture.
         """
 
+        tensors = {name: functools.partial(_tensor, name) for name in constants}
+        functions = {**tensors, **guards.unguarded} if guards else tensors
+
         def read(traced: nn.Module) -> Values:
-            values = {name: comparable(_read(operator.attrgetter(name), traced)) for name in constants}
-            if guards is None:
-                return {**values, **readable(traced)}
-            return {**values, **{name: _read(each, traced) for name, each in guards.unguarded.items()}}
+            try:
+                values = {name: each(traced) for name, each in functions.items()}
+            except Exception:
+                values = {name: _read(each, traced) for name, each in functions.items()}
+            return values if guards else {**values, **readable(traced)}
 
         found = cls(traced, guards, read, read(traced))
         if guards and (changed := found.difference()):
@@ -279,10 +265,14 @@ class ReadValues:
         return self
 
     @functools.cached_property
-    def plain(self) -> dict[ValuePath, Any]:
-        """The plain values that Dynamo's guards compare, and other ranks too, by path."""
+    def plain(self) -> dict[str, Any]:
+        """The plain values that Dynamo's guards compare, and other ranks too, by expression."""
         constants = self.guards.constants if self.guards else {}
-        return {path: value for path, value in constants.items() if path.root or path.names[0] in _NAMES}
+        return {
+            source: value
+            for source, value in constants.items()
+            if source.startswith("G") or fqn_of(source).startswith(_NAMES)
+        }
 
     def difference(self) -> str:
         """The changes since capture, in words; empty if nothing has changed."""
@@ -295,12 +285,16 @@ class ReadValues:
 NOTHING_READ = ReadValues(nn.Module())
 """Of a graph without a model."""
 
-_NAMES = ("model", "loss_fn")
+_NAMES = ("model.", "loss_fn.")
 """The names of the model and the loss in the module that capture traces."""
+
+
+def _tensor(name: str, traced: nn.Module) -> Any:
+    return comparable(operator.attrgetter(name)(traced))
 
 
 def _read(read: Callable[[nn.Module], Any], traced: nn.Module) -> Any:
     try:
         return read(traced)
     except Exception:  # attributes of the model's objects may raise any error
-        return _ABSENT
+        return ABSENT

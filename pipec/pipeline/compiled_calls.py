@@ -33,7 +33,7 @@ from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_session import CompiledStream
 from pipec.runtime.stream_training import OnStarted, nothing
-from pipec.torch_compat import ValuePath, pytree
+from pipec.torch_compat import pytree
 
 
 class CompiledCalls:
@@ -242,7 +242,7 @@ class CompiledCalls:
         )
         change = self._agreement.variables.change(call, key.mode)
 
-        def compiled() -> tuple[MicrobatchGroups, dict[ValuePath, Any]]:
+        def compiled() -> tuple[MicrobatchGroups, dict[str, Any]]:
             whole = call if len(collective_call.rows) == 1 else call.sample(rows, None)
             with materialized(self._owned.tensors.unique().values()):
                 groups = self._compiler.compile(collective_call.signature, whole, change, refuses_mixed_rows)

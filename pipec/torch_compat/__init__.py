@@ -51,27 +51,29 @@ from pipec.torch_compat.run_time import (
 from pipec.torch_compat.settings import SETTINGS, read_settings
 from pipec.torch_compat.symbolic_numbers import formula
 from pipec.torch_compat.unsupported import raise_if_unsupported
-from pipec.torch_compat.values import ARRAYS, ValuePath, by_name, comparable
+from pipec.torch_compat.values import ABSENT, ARRAYS, by_name, comparable, evaluate, fqn_of
 from pipec.torch_compat.versions import untested_version
 
 if TYPE_CHECKING:
     from pipec.torch_compat.tracing import *  # noqa: F403
 
 __all__ = [
+    "ABSENT",
     "ARRAYS",
     "SETTINGS",
     "ConvertedModule",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
-    "ValuePath",
     "active_mode",
     "attributes",
     "by_name",
     "changes_operators",
     "comparable",
     "device_and_dtype",
+    "evaluate",
     "formula",
+    "fqn_of",
     "global_hooks",
     "has_global_forward_hooks",
     "has_gradient_hook",

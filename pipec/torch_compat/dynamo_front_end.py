@@ -26,9 +26,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipec.errors import UnsupportedTorchError
 from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
-from pipec.torch_compat.guards import fqn_of
 from pipec.torch_compat.lost_effects import LOST_GRADIENT, LOST_HOOK, ForwardWatch, LostEffectError
 from pipec.torch_compat.module_state import dry_run
+from pipec.torch_compat.values import fqn_of
 
 DYNAMO_CONFIG = {
     "allow_rnn": True,

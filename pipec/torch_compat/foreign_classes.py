@@ -10,10 +10,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 
 _INHERITED: Any = (
-    *(Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl),  # type: ignore[attr-defined]
-    torch._C._disabled_torch_dispatch_impl,
+    *(Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__),  # type: ignore[attr-defined]
+    Tensor.__torch_dispatch__,
 )
-"""What a class of tensors has that leaves operators as they are."""
+"""What torch's own classes of tensors have, which leaves operators as they are."""
 
 _MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
 _DYNAMIC = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
@@ -24,7 +24,7 @@ def active_mode() -> str:
 
     Modes of torch do not count: tracing knows a default device.
     """
-    for mode in _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ():
+    for mode in _get_current_function_mode_stack():
         if not is_of_torch(type(mode)):
             return f"the mode {type(mode).__qualname__}"
     return "saved_tensors_hooks" if active_saved_tensors_hooks() else ""

@@ -24,7 +24,7 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._guards import Guard, GuardsSet
 
-from pipec.torch_compat.values import Compared, ValuePath, by_name, comparable, parsed
+from pipec.torch_compat.values import Compared, by_name, comparable, evaluate, fqn_of
 
 CONSTANT_GUARD_TYPES = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 """Kinds of guards that compare a value."""
@@ -51,12 +51,12 @@ Read = Callable[[torch.nn.Module], Any]
 class Guards:
     """The guards of one capture. They are built after the module was restored.
 
-    ``constants`` has the plain values that the guards expect, by path. ``unguarded`` has functions that read
-    what Dynamo does not guard, by name.
+    ``constants`` has the plain values that the guards expect, by the expression that reads them in every
+    process. ``unguarded`` has functions that read what Dynamo does not guard, by name.
     """
 
     def __init__(self, capture: CaptureOutput, module: torch.nn.Module) -> None:
-        self.constants: dict[ValuePath, Any] = {}
+        self.constants: dict[str, Any] = {}
         self._references: list[object] = []
         self._entries: list[GuardFilterEntry] = []
         forward, output = type(module).forward, capture.graph_capture_output
@@ -68,8 +68,15 @@ class Guards:
                 _drop_missing(output.output_graph.guards, forward.__globals__, module)
                 built = build()
         self._manager = built.guard_manager
+        found = {_of_object(source): value for source, value in self.constants.items()}
+        self.constants = {source: x for source, x in found.items() if evaluate(source, module) == x}
         codes = {*output.traced_code}
-        self.unguarded = by_name([*_methods(codes, module), *_unguarded(self._entries, codes, module)])
+        self.unguarded = by_name(
+            [
+                *_of_classes(codes, self._entries, module),
+                *_unguarded(self._entries, codes, module),
+            ]
+        )
 
     def hold(self, module: torch.nn.Module) -> bool:
         """Whether Dynamo's guards hold."""
@@ -87,37 +94,54 @@ class Guards:
             is_compared_by_id = callable(value) or "ID_MATCH" in entry.derived_guard_types
             if is_compared_by_id and not isinstance(value, torch.nn.Module):
                 self._references.append(value)  # so that no other object reuses its id
-            is_constant = entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(value, _PLAIN)
-            if is_constant and (path := ValuePath.parse(entry.name)):
-                self.constants[path] = value
+            if entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(value, _PLAIN):
+                self.constants[entry.orig_guard.name] = value
         return [not _belongs_to_call(entry) and not _is_on_tensor(entry) for entry in entries]
 
 
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)
 
 
-def _methods(codes: Collection[CodeType], module: torch.nn.Module) -> Iterator[tuple[str, Read]]:
-    """What reads the methods of modules and tensors that this code calls, and the code of these methods."""
-    for kind in {base: None for each in module.modules() for base in type(each).__mro__}:
-        for name, method in vars(kind).items():
-            if _code_of(method) in codes:
-                yield f"{kind.__qualname__}.{name}", functools.partial(_item, vars(kind), name)
-                if isinstance(method, FunctionType):
-                    yield f"the code of {kind.__qualname__}.{name}", functools.partial(_code, method)
-    for name in {name for code in codes for name in code.co_names if hasattr(torch.Tensor, name)}:
-        yield f"Tensor.{name}", functools.partial(_item, vars(torch.Tensor), name)
+def _of_classes(
+    codes: Collection[CodeType], entries: Iterable[GuardFilterEntry], module: torch.nn.Module
+) -> Iterator[tuple[str, Read]]:
+    """What reads the attributes of classes that this code uses.
+
+    These are the methods of modules that it calls, with their code, and the plain attributes that it names of
+    classes that it reads, which Dynamo of torch 2.11 does not guard.
+    """
+    named = {name for code in codes for name in code.co_names}
+    of_modules = {base for each in module.modules() for base in type(each).__mro__}
+    read = [entry.value for entry in entries if isinstance(entry.value, type)]
+    of_others = {base for each in read if not _is_of_torch(each) for base in each.__mro__}
+    for kind in of_modules | of_others:
+        names = [name for name, x in vars(kind).items() if _code_of(x) in codes]
+        if kind in of_others:
+            names += [x for x in named & vars(kind).keys() if x != "__module__" and _is_plain(vars(kind)[x])]
+        if names:
+            methods = [x for x in map(vars(kind).get, names) if isinstance(x, FunctionType)]
+            yield f"attributes of the class {kind.__qualname__}", _attributes(vars(kind), names, methods)
+    of_tensors = [name for name in named if hasattr(torch.Tensor, name)]
+    yield "methods of tensors", _attributes(vars(torch.Tensor), of_tensors)
 
 
-def _attributes(function: FunctionType, module: torch.nn.Module) -> list[str]:
-    return [*vars(function)]
+def _attributes(
+    space: Mapping[str, Any], names: Sequence[str], functions: Sequence[FunctionType] = ()
+) -> Read:
+    return lambda module: ([*map(space.get, names)], [each.__code__ for each in functions])
 
 
-def _item(space: Mapping[str, Any], name: str, module: torch.nn.Module) -> Any:
-    return space.get(name)
+def _is_plain(value: object) -> bool:
+    return not callable(value) and not hasattr(value, "__get__")
 
 
-def _code(function: FunctionType, module: torch.nn.Module) -> CodeType:
-    return function.__code__
+def _defaults(function: FunctionType, module: torch.nn.Module) -> tuple[Any, ...]:
+    return function.__defaults__, function.__kwdefaults__, *function.__dict__
+
+
+def _is_of_torch(definition: FunctionType | type) -> bool:
+    """Whether torch defines it. The module of a function made by ``exec`` or ``eval`` may be None."""
+    return str(definition.__module__).startswith("torch.")
 
 
 def _code_of(value: Any) -> CodeType | None:
@@ -136,15 +160,15 @@ def _unguarded(
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     module_globals = type(module).forward.__globals__
     for source, entry in {entry.orig_guard.name: entry for entry in entries}.items():
-        value, name = entry.value, str(ValuePath.parse(source) or fqn_of(source))
+        value, name = entry.value, fqn_of(_of_object(source))
         if isinstance(value, torch.Tensor):
             if id(value) not in registered:
                 yield name, _reader(source, module_globals, comparable)
         elif type(value) in _DICTS and not entry.name.endswith(_REGISTRY):
             # Dynamo does not record a failed lookup by a class of the user's
             yield f"the keys of {name}", _reader(source, module_globals, list)
-        elif isinstance(value, FunctionType) and not str(value.__module__).startswith("torch."):
-            yield f"the attributes of {name}", functools.partial(_attributes, value)
+        elif isinstance(value, FunctionType) and not _is_of_torch(value):
+            yield f"the defaults and attributes of {name}", functools.partial(_defaults, value)
         if value is os.environ or value is os.getenv:
             yield "os.environ", lambda module: Compared(("the environment", dict(os.environ)))
     own = [code for code in codes if not code.co_filename.startswith(_TORCH)]
@@ -158,6 +182,11 @@ _REGISTRY = (".__dict__", ".__dict__)", "._modules", "._parameters", "._buffers"
 """Suffixes of the dicts of a module's or object's attributes. Dynamo guards the lookups in these itself."""
 
 _TORCH = str(Path(torch.__file__).parent)
+
+
+def _of_object(source: str) -> str:
+    """An attribute of a class, ``dict(type(self.model).__dict__)['scale']``, as one of its object."""
+    return re.sub(r"dict\(type\((.*)\)(\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\3", source)
 
 
 def _identity(value: Any) -> Any:
@@ -211,9 +240,17 @@ def _roots(source: str) -> frozenset[str]:
         return frozenset({"self"})
     return frozenset(
         str(ast.literal_eval(node.slice))
-        for node in ast.walk(parsed(source))
+        for node in ast.walk(_parsed(source))
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "L"
     )
+
+
+def _parsed(source: str) -> ast.expr:
+    """The syntax tree of an expression; an empty one if names in it, which may be any text, break it."""
+    try:
+        return ast.parse(source, mode="eval").body
+    except SyntaxError:
+        return ast.Constant(None)
 
 
 def _readable(text: str) -> str:
@@ -222,13 +259,3 @@ def _readable(text: str) -> str:
     source, space, rest = condition.partition(" ")
     line = comments[-1].split(" in ")[0].rsplit("/", 1)[-1] if comments else ""
     return f"{fqn_of(source)}{space}{rest}" + f", which {line} reads" * bool(line)
-
-
-def fqn_of(source: str) -> str:
-    """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
-    dotted, changed = source, 1
-    while changed:
-        dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)
-    dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
-    dotted = re.sub(r"\.(__dict__|_modules)\b", "", dotted)
-    return dotted.removeprefix("L.self").removeprefix(".")

@@ -33,7 +33,7 @@ from pipec.torch_compat.dynamo_front_end import (
     reason_of,
     user_frames,
 )
-from pipec.torch_compat.guards import Guards, fqn_of
+from pipec.torch_compat.guards import Guards
 from pipec.torch_compat.make_fx_front_end import CAUSE, capture_with_make_fx
 from pipec.torch_compat.module_state import (
     DryRun,
@@ -73,7 +73,6 @@ __all__ = [
     "draws_with_numpy",
     "dry_run",
     "evaluate_symbolic",
-    "fqn_of",
     "has_partial_backward_hook",
     "has_values",
     "ignored_cudnn_flags",

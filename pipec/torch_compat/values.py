@@ -1,12 +1,13 @@
-"""Values that a trace read: paths to them in Dynamo's notation, and what a later call compares of them."""
+"""Values that a trace read: expressions of Dynamo's for them, and what a later call compares of them."""
 
 import array
-import ast
+import importlib
 import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,56 +18,47 @@ ARRAYS = (np.ndarray, np.generic, array.array, bytearray)
 """Classes of mutable values that are compared by their bytes."""
 
 
-class ValuePath(NamedTuple):
-    """The path to a value: attributes and items from the traced module or an imported Python module.
+class _Imports(dict[str, Any]):
+    """The modules that Dynamo names in the globals of a traced function: ``__import_a_dot_b`` is ``a.b``."""
 
-    ``root`` is empty for the traced module, else the name of the imported one.
-    """
-
-    root: str
-    steps: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def parse(cls, source: str) -> "ValuePath | None":
-        """The path of a source in Dynamo's notation, ``self.model.h[0].p``; None for other expressions.
-
-        An attribute of a class, ``dict(type(self.model).__dict__)['scale']``, becomes one of its object. The
-        functions of a property do not: the object computes the property.
-        """
-        steps: list[tuple[str, Any]] = []
-        if _PROPERTY.search(source):
-            return None
-        source = re.sub(r"dict\(type\((.*)\)(\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\3", source)
-        node = parsed(source.replace("L['self']", "self"))
-        while not isinstance(node, ast.Name):
-            match node:
-                case ast.Attribute(value=inner, attr=name):
-                    steps.append(("attribute", name))
-                case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=str(name))):
-                    if not name.startswith(_IMPORTED):
-                        return None
-                    module = name.removeprefix(_IMPORTED).replace("_dot_", ".")
-                    return cls(module, tuple(reversed(steps)))
-                case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
-                    steps.append(("item", key))
-                case _:
-                    return None
-            node = inner
-        return cls("", tuple(reversed(steps))) if node.id == "self" else None
-
-    @property
-    def names(self) -> list[str]:
-        """The names of modules, attributes and items along the path."""
-        return [self.root] * bool(self.root) + [str(key) for _, key in self.steps if key not in _REGISTRIES]
-
-    def __str__(self) -> str:
-        """The path with dots: ``model.h.0.p``."""
-        return ".".join(self.names)
+    def __missing__(self, name: str) -> Any:
+        if not name.startswith(_IMPORTED):
+            raise KeyError(name)
+        self[name] = importlib.import_module(name.removeprefix(_IMPORTED).replace("_dot_", "."))
+        return self[name]
 
 
 _IMPORTED = "__import_"
-_PROPERTY = re.compile(r"\.f(get|set|del)\b")
-_REGISTRIES = ("_modules", "_parameters", "_buffers")
+_imports = _Imports()
+
+
+def evaluate(source: str | CodeType, traced: torch.nn.Module) -> Any:
+    """The value of an expression of Dynamo's, such as ``L['self'].model.h[0].p``; ABSENT if there is none.
+
+    The same in every process: the expression begins at the traced module or at an imported Python module.
+    """
+    try:
+        return eval(source, {"L": {"self": traced}, "G": _imports})
+    except Exception:  # attributes of the model's objects may raise any error
+        return ABSENT
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
+def fqn_of(source: str) -> str:
+    """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
+    dotted, changed = re.sub(rf"G\['{_IMPORTED}(\w+)'\]", lambda x: x[1].replace("_dot_", "."), source), 1
+    while changed:
+        dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)
+    dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
+    dotted = re.sub(r"\.(__dict__|_modules)\b", "", dotted)
+    return dotted.removeprefix("L.self").removeprefix(".")
 
 
 def by_name(found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -77,14 +69,6 @@ def by_name(found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             name += "'"
         named[name] = value
     return named
-
-
-def parsed(source: str) -> ast.expr:
-    """The syntax tree of an expression; an empty one if names in it, which may be any text, break it."""
-    try:
-        return ast.parse(source, mode="eval").body
-    except SyntaxError:
-        return ast.Constant(None)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import nn
 
 from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, difference, torch_values
 from pipec.ir import Mode
-from pipec.torch_compat import ValuePath
 
 
 class Block(nn.Module):
@@ -196,14 +195,9 @@ def test_a_precision_that_is_set_to_what_it_is_changes_nothing() -> None:
 
 def test_plain_values_that_change_are_named() -> None:
     watched = model()
-    drop = (("attribute", "_modules"), ("item", "0"), ("attribute", "_modules"), ("item", "drop"))
-    read = PlainValues(
-        {
-            ValuePath("", (*drop, ("attribute", "p"))): 0.1,
-            ValuePath("", (*drop, ("attribute", "inplace"))): False,
-            ValuePath("math", (("attribute", "tau"),)): 6.283185307179586,
-        }
-    )
+    drop = "L['self']._modules['0']._modules['drop']"
+    tau = "G['__import_math'].tau"
+    read = PlainValues({f"{drop}.p": 0.1, f"{drop}.inplace": False, tau: 6.283185307179586})
     assert read.difference(watched) == ""
     watched[0].drop.p = 0.2
     assert read.difference(watched) == "0.drop.p changed from 0.1 to 0.2"
