@@ -26,7 +26,7 @@ from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
-from pipec.capture.foreign_code import refuse_foreign_model, refuse_layout_reads, refuse_shared_constants
+from pipec.capture.foreign_code import refuse_foreign_model, refuse_shared_constants
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
@@ -319,7 +319,6 @@ class _Tracer:
         sample = self._sample() if symbolic else self._call.sample(self._call.batch_size, self._device)
         captured = self._trace_forward(front_end, sample, symbolic)
         self._captured = captured
-        refuse_layout_reads(captured, self._call.changed_layouts)
         use_own_operators(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)

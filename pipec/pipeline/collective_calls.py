@@ -25,6 +25,7 @@ from pipec.console import warn
 from pipec.errors import InputError, PipecError
 from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, same_objects, torch_values
 from pipec.ir import Mode
+from pipec.ir.batch_split import repeated_tensors
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.runtime.messages.agreement import CallRole, RankReply
 from pipec.runtime.messages.call_description import (
@@ -36,7 +37,6 @@ from pipec.runtime.messages.call_description import (
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.random_seeds import peek_seed
 from pipec.runtime.sharded_loaders import dropped_parts_warning
-from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.torch_compat import pytree
 
@@ -275,7 +275,8 @@ class CallAgreement:
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
-        given = call.tree, *_form(call)
+        contiguous = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, call.tree)
+        given = contiguous, *_form(call)
         sent = self._ranks.agreement.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
         (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         return ModelCall(args, kwargs, target, *form)
@@ -317,7 +318,7 @@ class CallAgreement:
             if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
                 self.checked_calls.put(key, cached)
             return cached
-        laid_out = cached.batch_first([*map(as_contiguous, leaves)], cached.batch_size)
+        laid_out = cached.batch_first(leaves, cached.batch_size)
         if not same_objects(laid_out, leaves):
             structure = pytree.tree_structure((args, dict(sorted(kwargs.items())), target))
             args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
@@ -327,7 +328,7 @@ class CallAgreement:
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target).leaves
-        call = ModelCall(*pytree.tree_map(as_contiguous, (args, kwargs, target))).laid_out_from(given)
+        call = ModelCall(args, kwargs, target, repeated=repeated_tensors(given))
         call.check(self._compiler.model)
         call = self._divided(call.in_order_for(self._compiler.model)).marked_as(given)
         if mode is not Mode.FORWARD:
@@ -341,7 +342,7 @@ class CallAgreement:
 def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
-    return *splits, call.changed_layouts, call.keyword_order, call.marked, call.repeated
+    return *splits, call.transposed, call.keyword_order, call.marked, call.repeated
 
 
 def _requires_grad(leaf: object) -> bool:

@@ -15,7 +15,6 @@ class CapturedGraph:
 
     ``changed_state`` names the Python objects that the forward would change, and tracing did not. Each is a
     path from the traced module, such as ``model.layers.0``; for an attribute, the path of its module.
-    ``layout_reads`` says where the forward's own code asked for the strides of tensors.
 
     Of a graph of Dynamo's, ``dynamo_output`` is the record of everything that the code read, for ``Guards``.
     Of the fallback's, ``results`` is the tree of its results. If that graph includes its backward,
@@ -26,7 +25,6 @@ class CapturedGraph:
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
-    layout_reads: tuple[str, ...] = ()
     dynamo_output: CaptureOutput | None = None
     results: pytree.TreeSpec | None = None
     trained: tuple[str, ...] | None = None

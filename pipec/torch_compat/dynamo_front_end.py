@@ -5,7 +5,6 @@ refused: hooks on leaves, gradients that a backward wants as None.
 """
 
 import contextlib
-import dis
 import logging
 import re
 import sys
@@ -47,10 +46,6 @@ IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical",
 """Methods of loggers, the last of Hugging Face's, that Dynamo skips: logging does not belong in a graph."""
 
 
-LAYOUT_METHODS = ("is_contiguous", "stride", "dim_order")
-"""Methods of tensors that tell how they are laid out."""
-
-
 def capture_with_dynamo(
     module: torch.nn.Module, args: tuple[Any, ...], symbolic: SymbolicDims
 ) -> CapturedGraph:
@@ -76,8 +71,7 @@ def capture_with_dynamo(
             _remove_compiled_globals(module)
     changed = tuple(_changed_state([str(warning.message) for warning in caught]))
     _refuse_lost_effects(module, args, output, changed)
-    reads = tuple(place for name, place in called_methods(output) if name in LAYOUT_METHODS)
-    return CapturedGraph(graph_module, args, changed, reads, output)
+    return CapturedGraph(graph_module, args, changed, output)
 
 
 def _config(module: torch.nn.Module) -> dict[str, Any]:
@@ -114,29 +108,20 @@ def _refuse_lost_effects(
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     if any(path.replace("._parameters.", ".") in parameters for path in changed):
         raise LostEffectError(LOST_GRADIENT)
-    called = {name for name, _ in called_methods(output)}
-    if not called.isdisjoint(("register_hook", "register_post_accumulate_grad_hook")):
+    names = _names_in_code(output)
+    if not names.isdisjoint(("register_hook", "register_post_accumulate_grad_hook")):
         with ForwardWatch(with_backward=True).watching(module):
             error = dry_run(module, args).error
         if error is not None:
             raise error if isinstance(error, LostEffectError) else LostEffectError(LOST_HOOK)
-    if "set_materialize_grads" in called:
+    if "set_materialize_grads" in names:
         raise LostEffectError("the backward of a custom autograd function asks for gradients that are None")
 
 
-def called_methods(output: CaptureOutput) -> Iterator[tuple[str, str]]:
-    """The names of the methods that the traced code calls, apart from torch's own code, and where."""
-    for code in output.graph_capture_output.traced_code:
-        if code.co_filename.startswith(_TORCH):
-            continue
-        line = code.co_firstlineno
-        for each in dis.get_instructions(code):
-            line = each.starts_line or line
-            is_method = each.opname == "LOAD_METHOD" or (
-                each.opname == "LOAD_ATTR" and "NULL" in each.argrepr
-            )
-            if is_method:
-                yield str(each.argval), f"{each.argval}() at {Path(code.co_filename).name}:{line}"
+def _names_in_code(output: CaptureOutput) -> set[object]:
+    """The names and constants in the traced code, torch's own code too."""
+    codes = output.graph_capture_output.traced_code
+    return {each for code in codes for each in (*code.co_names, *code.co_consts) if isinstance(each, str)}
 
 
 @contextlib.contextmanager

@@ -37,9 +37,9 @@ _FLAGS = (_properties.requires_grad.__set__, Tensor.requires_grad_)
 
 _GRADIENTS = tuple(getattr(_properties.grad, name) for name in ("__get__", "__set__", "__delete__"))
 
-_SET_DATA, _GRAD_FN = _properties.data.__set__, _properties.grad_fn.__get__
+_DATA, _SET_DATA = _properties.data.__get__, _properties.data.__set__
 
-_LAYOUT = (Tensor.is_contiguous, Tensor.stride, Tensor.dim_order)
+_GRAD_FN = _properties.grad_fn.__get__
 
 _MEMORY = (
     *(Tensor.storage_offset, Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.is_set_to),
@@ -64,8 +64,6 @@ class ForwardWatch(TorchFunctionMode):
     Without ``with_backward``, that includes backwards that are more than those of operators: custom
     functions, hooks on gradients and saved tensors, gradients that the forward takes itself.
 
-    ``layout_reads`` collects where code outside of torch asks for the strides of a tensor.
-
     Raises:
         OwnBackwardError: the forward has such a backward.
     """
@@ -73,7 +71,6 @@ class ForwardWatch(TorchFunctionMode):
     def __init__(self, with_backward: bool) -> None:
         super().__init__()
         self._with_backward = with_backward
-        self.layout_reads = list[str]()
         self._has_own_backward = False
         self._num_modes = 0
 
@@ -113,25 +110,23 @@ class ForwardWatch(TorchFunctionMode):
         elif func == _SET_DATA:
             if isinstance(args[0], nn.Parameter):
                 raise LostEffectError(LOST_PARAMETER)
-        elif func in _MEMORY or func in _LAYOUT:
+        elif func == _DATA:
+            return args[0].detach()  # the same values, by an operator that a tracer sees
+        elif func in _MEMORY:
             if not _called_by_library():
-                self._note_layout_read(func)
+                caller = _caller()
+                place = f"{func.__name__}() at {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+                raise LostEffectError(f"forward() calls {place}, which differs in stages")
         else:
             self._require_plain_backward(self._takes_gradients(func))
         return func(*args, **(kwargs or {}))
-
-    def _note_layout_read(self, func: Any) -> None:
-        caller = _caller()
-        place = f"{func.__name__}() at {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-        if func in _MEMORY:
-            raise LostEffectError(f"forward() calls {place}, which differs in stages")
-        self.layout_reads.append(place)
 
     def _takes_gradients(self, func: Any) -> bool:
         """Whether a call takes a gradient or a node of autograd, or a context sees what autograd does."""
         if func in _DIFFERENTIATE or (func == _GRAD_FN and not _called_by_library()):
             return True
-        return active_saved_tensors_hooks() or len(_get_current_dispatch_mode_stack()) > self._num_modes
+        modes = len(_get_current_dispatch_mode_stack()) > self._num_modes
+        return modes or active_saved_tensors_hooks() or torch.is_inference_mode_enabled()
 
 
 def _is_custom(node: Any) -> bool:

@@ -67,14 +67,14 @@ def _trace(
         )
         return results
 
-    before = _plain_attributes(module)
+    before = _attributes(module)
     with mode, fx_traceback.preserve_node_meta(), silence_output():
         device = next((each.device for each in fakes.values()), torch.device("cpu"))
         tangent = torch.ones((), device=device)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         make = make_fx(run, record_stack_traces=True, pre_dispatch=not with_backward)
         graph_module = make([*fakes.values()], tensors, tangent)
-    after = _plain_attributes(module)
+    after = _attributes(module)
     changed = tuple(path for path, attributes in before.items() if after.get(path) != attributes)
     _register_module_tensors(graph_module, fakes)
     _name_arguments(graph_module.graph, args, with_backward)
@@ -84,7 +84,6 @@ def _trace(
         graph_module,
         (*leaves, tangent) if with_backward else tuple(leaves),
         changed,
-        traced.layout_reads,
         results=traced.results,
         trained=traced.trained if with_backward else None,
     )
@@ -101,7 +100,6 @@ class _TracedModule(nn.Module):
         self.module = module
         self.results: pytree.TreeSpec | None = None
         self.trained: tuple[str, ...] = ()
-        self.layout_reads: tuple[str, ...] = ()
         self._with_backward = with_backward
 
     def forward(self, args: tuple[Any, ...], tangent: Tensor) -> list[Any]:
@@ -109,7 +107,6 @@ class _TracedModule(nn.Module):
         with recorder.forward(self._with_backward), watch.watching(self.module):
             results, self.results = pytree.tree_flatten(self.module.forward(*args))
         watch.look_at(results)
-        self.layout_reads = tuple(watch.layout_reads)
         if not self._with_backward or not _is_scalar(results[0]):  # callers refuse other losses
             return results
         trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
@@ -126,11 +123,13 @@ def _is_scalar(loss: object) -> bool:
     return isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The attributes of modules that are numbers, booleans or strings, by module name."""
+def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes and children of modules, by module name: plain values, and the ``id`` of any others."""
     plain = (int, float, str, bool)
     return {
-        path: {name: x for name, x in vars(each).items() if isinstance(x, plain)}
+        path: {
+            name: x if isinstance(x, plain) else id(x) for name, x in {**vars(each), **each._modules}.items()
+        }
         for path, each in module.named_modules()
     }
 
