@@ -16,6 +16,9 @@ of sizes.
 import importlib
 from typing import TYPE_CHECKING
 
+from pipec.torch_compat.private_symbols import needs, require  # first: it names what is missing
+
+# isort: split
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +42,6 @@ from pipec.torch_compat.module_contents import (
     num_changes,
     tensor_metadata,
 )
-from pipec.torch_compat.private_symbols import needs, require
 from pipec.torch_compat.run_time import (
     ConvertedModule,
     inductor_code,

@@ -447,3 +447,6 @@ def _unsupported(gone: Sequence[Symbol]) -> UnsupportedTorchError:
         f"torch {torch.__version__} has no longer what this pipec needs of it:{listed}\n"
         f"Install torch {version_text(OLDEST)} to {version_text(NEWEST)}, or a later pipec"
     )
+
+
+require("start")  # when pipec is imported, not in the middle of a step
