@@ -99,6 +99,11 @@ MEANINGS = (
         "save the pipeline again",
     ),
     (
+        "`UnsupportedTorchError`",
+        "the installed torch lacks a part that pipec needs",
+        "install a version that the message names",
+    ),
+    (
         "`VerifyError`",
         "a graph, schedule or program breaks a rule",
         "unless you wrote or edited it, report a bug",

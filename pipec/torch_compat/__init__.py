@@ -17,6 +17,9 @@ of sizes.
 import importlib
 from typing import TYPE_CHECKING
 
+from pipec.torch_compat.private_symbols import needs, require  # first: it names what is missing
+
+# isort: split
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +40,6 @@ from pipec.torch_compat.module_contents import (
     module_contents,
     tensor_contents,
 )
-from pipec.torch_compat.private_symbols import needs, require
 from pipec.torch_compat.run_time import (
     ConvertedModule,
     inductor_code,

@@ -59,7 +59,7 @@ def decide_branches(
     of tensors. The condition of ``torch._check_tensor_all``, or of an assertion that compares such numbers,
     becomes a call of ``require``, with the condition and an empty text. Dynamo handles other assertions.
     """
-    item = TensorVariable.method_item
+    call_method = TensorVariable.call_method
 
     def decided(tx: Any, node: fx.Node, condition: fx.Proxy) -> Any:
         example = condition.node.meta.get("example_value")
@@ -97,18 +97,20 @@ def decide_branches(
 
         return handle
 
-    def deciding_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        is_check = self.as_proxy().node.target == CHECK_METHOD and tx.output.current_tracer.parent is None
-        value = required(tx, self.as_proxy()) if is_check else None
-        if value is None and self.dtype is torch.bool:
-            value = truth_value(tx, self, is_assertion=False)
-        return item(self, tx, *args, **kwargs) if value is None else value
+    def deciding_item(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        value = None
+        if name == "item":
+            is_check = self.as_proxy().node.target == CHECK_METHOD and tx.output.current_tracer.parent is None
+            value = required(tx, self.as_proxy()) if is_check else None
+            if value is None and self.dtype is torch.bool:
+                value = truth_value(tx, self, is_assertion=False)
+        return call_method(self, tx, name, *args, **kwargs) if value is None else value
 
     tables = [(each, each.dispatch_table) for each in _translators(InstructionTranslatorBase)]
     opcodes = {
         code for name, code in dis.opmap.items() if name.startswith(TRUTH_OPCODES) and "NONE" not in name
     }
-    TensorVariable.method_item = deciding_item  # type: ignore[method-assign]
+    TensorVariable.call_method = deciding_item  # type: ignore[method-assign]
     try:
         for translator, table in tables:
             translator.dispatch_table = [
@@ -118,7 +120,7 @@ def decide_branches(
     finally:
         for translator, table in tables:
             translator.dispatch_table = table
-        TensorVariable.method_item = item  # type: ignore[method-assign]
+        TensorVariable.call_method = call_method  # type: ignore[method-assign]
 
 
 def _translators(translator: Any) -> Iterator[Any]:

@@ -1,17 +1,18 @@
-"""The private symbols of torch that pipec uses: a table, and the error that names those that are gone.
+"""The private symbols of torch that pipec uses, the functions that it replaces, and the error if one is gone.
 
 A symbol is private if a part of its dotted path begins with one underscore. Public, by decision, are
 ``torch._dynamo.config``, ``torch._dynamo.mark_dynamic``, ``torch._inductor.config`` and ``torch._check``;
 operators, whatever their name (``aten._softmax``, ``torch._foreach_add_``, ``tensor._version``); and
 ``_modules``, ``_parameters`` and ``_buffers`` of a module. An attribute of objects is listed under their
-class, or under one object: ``torch.ops.aten.add.Tensor._schema``.
+class, or under an object: ``torch.nn.Module()._forward_hooks``, ``torch.ops.aten.add.Tensor._schema``.
 
-``tests/torch_compat/test_private_symbols.py`` compares the table with the source and with the installed
+``tests/torch_compat/test_private_symbols.py`` compares both tables with the source and with the installed
 torch, and writes ``docs/reference/private_torch.md``.
 """
 
 import importlib
 import types
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,19 +21,17 @@ from pipec.errors import UnsupportedTorchError
 from pipec.torch_compat.versions import NEWEST, OLDEST, parsed_version, version_text
 
 
-class PrivateSymbol(NamedTuple):
-    """A private symbol of torch, and what pipec needs it for.
+class Symbol(NamedTuple):
+    """A part of torch by its dotted path, and what pipec needs it for.
 
     ``needed`` is the time at which pipec finds out that it is gone, one of ``GONE``. ``since`` is the first
-    supported version of torch that has it. ``replaced`` says why pipec puts a function of its own in its
-    place, where it does: what public part of torch does not do it.
+    supported version of torch that has it.
     """
 
     name: str
     purpose: str
     needed: Literal["start", "capture", "inductor"] = "capture"
     since: tuple[int, int] = OLDEST
-    replaced: str = ""
 
 
 GONE = {
@@ -44,240 +43,247 @@ GONE = {
 
 SYMBOLS = (
     # what runs a pipeline
-    PrivateSymbol("torch._ops.OpOverload", "is an operator of a graph, as against a function", "start"),
-    PrivateSymbol(
+    Symbol("torch._ops.OpOverload", "is an operator of a graph, as against a function", "start"),
+    Symbol(
         "torch.ops.aten.add.Tensor._schema",
         "the arguments and results of an operator: their types, names and aliases",
         "start",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch._C._storage_Use_Count",
         "whether anything else still uses the memory of a buffer or a gradient",
         "start",
     ),
-    PrivateSymbol("torch.UntypedStorage._cdata", "the argument of the former", "start"),
-    PrivateSymbol(
+    Symbol("torch.UntypedStorage._cdata", "the argument of the former", "start"),
+    Symbol(
         "torch.nn.Module._apply",
         "`to`, `half`, `cuda` and their kin of a pipeline link its artifacts again",
         "start",
     ),
-    PrivateSymbol(
-        "torch.nn.Module._non_persistent_buffers_set",
+    Symbol(
+        "torch.nn.Module()._non_persistent_buffers_set",
         "a pipeline has the buffers of its model, which are in `state_dict` or not",
         "start",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch.nn.utils.clip_grad._get_total_norm",
         "`clip_grad_norm_` has the norm of the whole model, not of one rank",
         "start",
-        replaced="it has no hook, and scripts import it by name before they import pipec",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch.utils._python_dispatch.TorchDispatchMode",
         "sees each operator: to measure memory, and to notice what tracing would lose",
         "start",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch.utils._pytree.tree_flatten", "the leaves and the structure of arguments and results", "start"
     ),
-    PrivateSymbol(
-        "torch.utils._pytree.tree_flatten_with_path", "the same with the name of each leaf", "start"
-    ),
-    PrivateSymbol("torch.utils._pytree.tree_unflatten", "arguments and results of these leaves", "start"),
-    PrivateSymbol("torch.utils._pytree.register_pytree_node", "a value of the step that is no leaf", "start"),
-    PrivateSymbol("torch._dynamo.lookup_backend", 'the compiler of kernels="inductor"', "inductor"),
-    PrivateSymbol(
+    Symbol("torch.utils._pytree.tree_flatten_with_path", "the same with the name of each leaf", "start"),
+    Symbol("torch.utils._pytree.tree_unflatten", "arguments and results of these leaves", "start"),
+    Symbol("torch.utils._pytree.register_pytree_node", "a value of the step that is no leaf", "start"),
+    Symbol("torch._dynamo.lookup_backend", 'the compiler of kernels="inductor"', "inductor"),
+    Symbol(
         "torch._inductor.codecache.PyCodeCache",
         "the code that inductor generated, whose large values reuse memory",
         "inductor",
     ),
     # what a later call is compared with
-    PrivateSymbol(
+    Symbol(
         "torch._C.DisableTorchFunctionSubclass", "reads tensors of a subclass in a tenth of the time", "start"
     ),
-    PrivateSymbol(
+    Symbol(
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "whether a script has hooks on saved tensors",
         "start",
     ),
-    PrivateSymbol(
-        "torch._C._disabled_torch_dispatch_impl", "whether a class of tensors changes operators", "start"
-    ),
-    PrivateSymbol(
-        "torch._C._disabled_torch_function_impl", "whether a class of tensors changes operators", "start"
-    ),
-    PrivateSymbol(
-        "torch._C._len_torch_function_stack", "whether a script has entered a function mode", "start"
-    ),
-    PrivateSymbol(
+    Symbol(
         "torch.overrides._get_current_function_mode_stack",
         "which function mode a script has entered",
         "start",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch._C._nn._parse_to",
         "the arguments of `nn.Module.to`, when a model is loaded from files",
         "start",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch.Tensor._post_accumulate_grad_hooks",
         "hooks of a parameter, which a pipeline does not call",
         "start",
     ),
-    PrivateSymbol(
-        "torch.nn.Module._backward_hooks",
+    Symbol(
+        "torch.nn.Module()._backward_hooks",
         "hooks of a module or parameter, which a pipeline does not call",
         "start",
     ),
-    PrivateSymbol(
-        "torch.nn.Module._backward_pre_hooks", "hooks of a module, which a pipeline does not call", "start"
+    Symbol(
+        "torch.nn.Module()._backward_pre_hooks", "hooks of a module, which a pipeline does not call", "start"
     ),
-    PrivateSymbol("torch.nn.modules.module._global_forward_hooks", "hooks of all modules", "start"),
-    PrivateSymbol("torch.nn.modules.module._global_forward_pre_hooks", "hooks of all modules", "start"),
-    PrivateSymbol(
+    Symbol("torch.nn.Module()._forward_hooks", "hooks of a module, which are captured", "start"),
+    Symbol("torch.nn.Module()._forward_pre_hooks", "hooks of a module, which are captured", "start"),
+    Symbol("torch.nn.modules.module._global_backward_hooks", "hooks of all modules", "start"),
+    Symbol("torch.nn.modules.module._global_backward_pre_hooks", "hooks of all modules", "start"),
+    Symbol("torch.nn.modules.module._global_forward_hooks", "hooks of all modules", "start"),
+    Symbol("torch.nn.modules.module._global_forward_pre_hooks", "hooks of all modules", "start"),
+    Symbol(
         "torch._subclasses.fake_tensor.FakeTensor",
         "a tensor without values: those of a capture are known",
         "start",
     ),
     # tracing with Dynamo
-    PrivateSymbol(
-        "torch._dynamo.convert_frame.CaptureOutput", "what Dynamo returns: the graph and its guards"
-    ),
-    PrivateSymbol("torch._dynamo.convert_frame.fullgraph_capture", "traces the bytecode of a module"),
-    PrivateSymbol(
-        "torch._dynamo.functional_export.create_fx_graph_from_captured_output", "a graph module of that"
-    ),
-    PrivateSymbol(
-        "torch._dynamo.functional_export._compiling_state_context", "code that asks knows that it is traced"
-    ),
-    PrivateSymbol("torch._dynamo.exc.TorchRuntimeError", "the model raised an error"),
-    PrivateSymbol("torch._dynamo.exc.Unsupported", "Dynamo does not trace this"),
-    PrivateSymbol(
+    Symbol("torch._dynamo.convert_frame.CaptureOutput", "what Dynamo returns: the graph and its guards"),
+    Symbol("torch._dynamo.convert_frame.fullgraph_capture", "traces the bytecode of a module"),
+    Symbol("torch._dynamo.functional_export.create_fx_graph_from_captured_output", "a graph module of that"),
+    Symbol("torch._dynamo.functional_export._compiling_state_context", "lets code know that it is traced"),
+    Symbol("torch._dynamo.exc.TorchRuntimeError", "the model raised an error"),
+    Symbol("torch._dynamo.exc.Unsupported", "Dynamo does not trace this"),
+    Symbol(
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
         "branches on values: where the traced code is",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch._dynamo.variables.builder.wrap_fx_proxy", "branches on values: a number as a node of the graph"
     ),
-    PrivateSymbol(
-        "torch._dynamo.variables.constant.ConstantVariable", "branches on values: the answer, a constant"
-    ),
-    PrivateSymbol("torch._dynamo.variables.tensor.SymNodeVariable", "branches on values: a number"),
-    PrivateSymbol("torch._dynamo.variables.tensor.TensorVariable", "branches on values: a tensor"),
-    PrivateSymbol(
-        "torch._dynamo.variables.tensor.TensorVariable.method_item",
-        "branches on values",
-        replaced="Dynamo asks nobody for the value of a tensor",
-    ),
-    PrivateSymbol(
+    Symbol("torch._dynamo.variables.constant.ConstantVariable", "branches on values: the answer, a constant"),
+    Symbol("torch._dynamo.variables.tensor.SymNodeVariable", "branches on values: a number"),
+    Symbol("torch._dynamo.variables.tensor.TensorVariable", "branches on values: a tensor"),
+    Symbol(
         "torch._dynamo.variables.torch_function.torch_function_mode_stack_state_mgr",
         "function modes, while Dynamo's own calls are recorded",
     ),
     # guards of a trace
-    PrivateSymbol("torch._dynamo.guards._get_closure_vars", "makes the guards of a trace a function"),
-    PrivateSymbol("torch._dynamo.hooks.Hooks", "which guards to keep"),
-    PrivateSymbol("torch._dynamo.types.GuardFilterEntry", "which guards to keep"),
-    PrivateSymbol("torch._dynamo.utils.dynamo_timed", "makes the guards of a trace a function"),
-    PrivateSymbol("torch._dynamo.utils.get_metrics_context", "makes the guards of a trace a function"),
-    PrivateSymbol("torch._guards.Guard", "a guard of a trace"),
-    PrivateSymbol("torch._guards.GuardsSet", "the guards of a trace"),
-    PrivateSymbol("torch._guards.TracingContext", "joins tracing and differentiation"),
-    PrivateSymbol("torch._guards.tracing", "joins tracing and differentiation"),
+    Symbol("torch._dynamo.guards._get_closure_vars", "makes the guards of a trace a function"),
+    Symbol("torch._dynamo.hooks.Hooks", "which guards to keep"),
+    Symbol("torch._dynamo.types.GuardFilterEntry", "which guards to keep"),
+    Symbol("torch._dynamo.utils.dynamo_timed", "makes the guards of a trace a function"),
+    Symbol("torch._dynamo.utils.get_metrics_context", "makes the guards of a trace a function"),
+    Symbol("torch._guards.Guard", "a guard of a trace"),
+    Symbol("torch._guards.GuardsSet", "the guards of a trace"),
+    Symbol("torch._guards.TracingContext", "joins tracing and differentiation"),
+    Symbol("torch._guards.tracing", "joins tracing and differentiation"),
     # differentiation
-    PrivateSymbol(
+    Symbol(
         "torch._functorch.aot_autograd.aot_export_joint_with_descriptors", "the graph of forward and backward"
     ),
-    PrivateSymbol("torch._functorch.config.patch", "settings of differentiation"),
-    PrivateSymbol(
-        "torch._functorch._aot_autograd.descriptors.BufferAOTInput", "what an input of that graph is"
-    ),
-    PrivateSymbol(
-        "torch._functorch._aot_autograd.descriptors.GradAOTOutput", "what an output of that graph is"
-    ),
-    PrivateSymbol(
+    Symbol("torch._functorch.config.patch", "settings of differentiation"),
+    Symbol("torch._functorch._aot_autograd.descriptors.BufferAOTInput", "what an input of that graph is"),
+    Symbol("torch._functorch._aot_autograd.descriptors.GradAOTOutput", "what an output of that graph is"),
+    Symbol(
         "torch._functorch._aot_autograd.descriptors.InputMutationAOTOutput", "what an output of that graph is"
     ),
-    PrivateSymbol(
-        "torch._functorch._aot_autograd.descriptors.ParamAOTInput", "what an input of that graph is"
-    ),
-    PrivateSymbol(
-        "torch._functorch._aot_autograd.descriptors.PlainAOTInput", "what an input of that graph is"
-    ),
-    PrivateSymbol(
-        "torch._functorch._aot_autograd.descriptors.PlainAOTOutput", "what an output of that graph is"
-    ),
-    PrivateSymbol(
-        "torch._functorch._aot_autograd.descriptors.TangentAOTInput", "what an input of that graph is"
-    ),
-    PrivateSymbol("torch._subclasses.fake_tensor.FakeTensorMode", "makes tensors without values"),
-    PrivateSymbol(
+    Symbol("torch._functorch._aot_autograd.descriptors.ParamAOTInput", "what an input of that graph is"),
+    Symbol("torch._functorch._aot_autograd.descriptors.PlainAOTInput", "what an input of that graph is"),
+    Symbol("torch._functorch._aot_autograd.descriptors.PlainAOTOutput", "what an output of that graph is"),
+    Symbol("torch._functorch._aot_autograd.descriptors.TangentAOTInput", "what an input of that graph is"),
+    Symbol("torch._subclasses.fake_tensor.FakeTensorMode", "makes tensors without values"),
+    Symbol(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "a call with tensors without values needs one",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
         "a call with tensors without values needs one",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
         "a call with tensors without values needs one",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch._subclasses.fake_tensor.UnsupportedOperatorException",
         "a call with tensors without values needs one",
     ),
-    PrivateSymbol("torch.utils._pytree.SequenceKey", "the path of a symbolic size"),
-    PrivateSymbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python"),
-    PrivateSymbol(
+    Symbol("torch.utils._pytree.SequenceKey", "the path of a symbolic size"),
+    Symbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python"),
+    Symbol(
         "torch.fx._lazy_graph_module._LazyGraphModule",
         "a graph whose Python code is generated when it is called",
         "start",
     ),
-    PrivateSymbol(
+    Symbol(
         "torch.fx._lazy_graph_module._use_lazy_graph_module",
         "a graph whose Python code is generated when it is called",
         "start",
     ),
     # tracing with autograd and with export
-    PrivateSymbol(
-        "torch._C._current_autograd_node", "which node of autograd made an operator of the backward"
-    ),
-    PrivateSymbol(
+    Symbol("torch._C._current_autograd_node", "which node of autograd made an operator of the backward"),
+    Symbol(
         "torch.autograd.graph.Node._sequence_nr", "which node of autograd made an operator of the backward"
     ),
-    PrivateSymbol(
-        "torch.autograd._get_sequence_nr", "which node of autograd made an operator of the backward"
+    Symbol("torch.autograd._get_sequence_nr", "which node of autograd made an operator of the backward"),
+    Symbol("torch.nn.Module()._is_full_backward_hook", "backward hooks of the older kind"),
+    Symbol("torch.utils._pytree.keystr", "the name of an argument"),
+    Symbol("torch.nn.modules.module._global_buffer_registration_hooks", "buffers that a forward registers"),
+    Symbol("torch._ops.HigherOrderOperator", "an operator with graphs of its own", "start"),
+    Symbol("torch.utils._pytree.tree_leaves", "the leaves of arguments"),
+    Symbol("torch.utils._pytree.tree_map_only", "arguments with other leaves"),
+    Symbol("torch.utils._pytree.TreeSpec", "the structure of results"),
+    # arithmetic on sizes
+    *(
+        Symbol(f"torch.fx.experimental.sym_node.SymNode.{name}", "arithmetic on sizes is computed once")
+        for name in (
+            *("_add", "_sub", "_mul", "_int_floordiv", "_eq", "_ne", "_lt", "_le", "_gt", "_ge"),
+            *("_and_", "_or_", "_sym_min", "_sym_max"),
+        )
     ),
-    PrivateSymbol("torch.nn.Module._is_full_backward_hook", "backward hooks of the older kind"),
-    PrivateSymbol("torch.utils._pytree.keystr", "the name of an argument"),
-    PrivateSymbol("torch._ops.HigherOrderOperator", "an operator with graphs of its own", "start"),
-    PrivateSymbol("torch.utils._pytree.tree_leaves", "the leaves of arguments"),
-    PrivateSymbol("torch.utils._pytree.tree_map_only", "arguments with other leaves"),
-    PrivateSymbol("torch.utils._pytree.TreeSpec", "the structure of results"),
+    Symbol(
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv()._replacements_version_counter",
+        "whether what is known of sizes has changed",
+        since=(2, 13),
+    ),
     # operators that stay whole
-    PrivateSymbol("torch._C.DispatchKey", "the kernel of an operator to replace"),
-    PrivateSymbol("torch._decomp.decomposition_table", "the operators that torch decomposes"),
-    PrivateSymbol("torch.ops.aten.add.Tensor._dispatch_cache", "the kernel of an operator to replace"),
-    PrivateSymbol(
+    Symbol("torch._C.DispatchKey", "the kernel of an operator to replace"),
+    Symbol("torch._decomp.decomposition_table", "the operators that torch decomposes"),
+    Symbol("torch.ops.aten.add.Tensor._dispatch_cache", "the kernel of an operator to replace"),
+    Symbol(
         "torch.distributions.Distribution._validate_args",
         "distributions check no values while a model is captured",
     ),
     # the key of a capture on disk
-    PrivateSymbol("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "the state of a thread"),
+    Symbol("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "the state of a thread"),
 )
+"""The private symbols, in the order of what needs them."""
+
+REPLACED = (
+    Symbol(
+        "torch.nn.utils.clip_grad._get_total_norm",
+        "`clip_grad_norm_` takes the norm of the whole model. It has no hook, and scripts import it by name",
+        "start",
+    ),
+    Symbol("torch.nn.utils.get_total_norm", "the same where it is called by itself", "start"),
+    Symbol(
+        "torch.jit.script",
+        "refuses a module whose tensors other processes hold. It reads them without any call",
+        "start",
+    ),
+    Symbol("torch.random.default_generator", "refuses a forward that seeds the CPU"),
+    Symbol("torch.nn.SyncBatchNorm.forward", "statistics of all replicas as operators of the graph"),
+    Symbol(
+        "torch.fx.experimental.sym_node.SymNode.*",
+        "arithmetic on sizes is computed once. Torch caches none of it",
+    ),
+    Symbol(
+        "torch._dynamo.variables.tensor.TensorVariable.call_method",
+        "notes reads of identity and of gradient modes",
+    ),
+)
+"""Functions of torch, private or not, in whose place pipec puts its own. A star stands for some of a class.
+
+The purpose says why nothing public does it.
+"""
 
 
 def resolve(name: str) -> Any:
     """What the installed torch has at a dotted path. Raises AttributeError or ImportError without it."""
-    parts = name.split(".")
+    parts = name.removesuffix(".*").split(".")
     found: Any = importlib.import_module(parts[0])
     for place, part in enumerate(parts[1:], 1):
-        if isinstance(found, types.ModuleType) and not hasattr(found, part):
+        member = part.removesuffix("()")
+        if isinstance(found, types.ModuleType) and not hasattr(found, member):
             found = importlib.import_module(".".join(parts[: place + 1]))
-        elif part in getattr(found, "__annotations__", ()) and not hasattr(found, part):
-            found = None  # objects have it
         else:
-            found = getattr(found, part)
+            found = getattr(found, member)
+        if member != part:
+            found = found()
     return found
 
 
@@ -296,11 +302,11 @@ def needs(name: str) -> Any:
 
 def require(needed: str) -> None:
     """Raise UnsupportedTorchError if symbols that are needed now are gone; it names all of them."""
-    if gone := [each for each in SYMBOLS if each.needed == needed and not _exists(each)]:
+    if gone := [each for each in (*SYMBOLS, *REPLACED) if each.needed == needed and not _exists(each)]:
         raise _unsupported(gone)
 
 
-def _exists(symbol: PrivateSymbol) -> bool:
+def _exists(symbol: Symbol) -> bool:
     try:
         resolve(symbol.name)
     except (AttributeError, ImportError):
@@ -308,9 +314,12 @@ def _exists(symbol: PrivateSymbol) -> bool:
     return True
 
 
-def _unsupported(gone: list[PrivateSymbol]) -> UnsupportedTorchError:
+def _unsupported(gone: Sequence[Symbol]) -> UnsupportedTorchError:
     listed = "".join(f"\n  {each.name}: {each.purpose}" for each in gone)
     return UnsupportedTorchError(
         f"torch {torch.__version__} has no longer what this pipec needs of it:{listed}\n"
         f"Install torch {version_text(OLDEST)} to {version_text(NEWEST)}, or a later pipec"
     )
+
+
+require("start")  # when pipec is imported, not in the middle of a step

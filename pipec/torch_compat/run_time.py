@@ -11,8 +11,6 @@ from torch.nn.utils import clip_grad
 
 from pipec.torch_compat.private_symbols import require
 
-require("start")  # at once, not in the middle of a step
-
 
 def schema(operator: OpOverload) -> FunctionSchema:
     """The arguments and results of an operator, with their types, names and aliases."""

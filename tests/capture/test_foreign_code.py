@@ -618,10 +618,9 @@ def test_a_tensor_that_is_passed_twice_is_one_object(
         loss_fn=F.mse_loss,
         batched=dict.fromkeys(("x", "memory", "target"), dim),
     )
-    shape = (ROWS, 3, 2 * WIDTH) if dim == 0 else (3, ROWS, 2 * WIDTH)
-    gaps, x, other = (torch.randn(shape)[..., ::2] for _ in range(3))
-    x, other = x.contiguous(), other.contiguous()
-    for given in ((x, other, other), (x, x, other), (x, other, x), (gaps, gaps, gaps), (x, x, x)):
+    shape = (ROWS, 3, WIDTH) if dim == 0 else (3, ROWS, WIDTH)
+    x, other = torch.randn(shape), torch.randn(shape)
+    for given in ((x, other, other), (x, x, other), (x, other, x), (x, x, x)):
         loss = pipe.step(*given[:2], target=given[2])
         torch.testing.assert_close(loss, F.mse_loss(model(*given[:2]), given[2]).detach())
 

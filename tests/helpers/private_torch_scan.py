@@ -1,11 +1,15 @@
-"""Finds the private symbols of torch that Python source uses, by its syntax tree.
+"""Finds the private symbols of torch that Python source uses, and what of torch it replaces.
 
 Private is a dotted path of torch with a part that begins with one underscore. It is cut after the first part
-that is not a module, unless a later one is private or is assigned. A module counts by what is used of it::
+that is not a module, unless a later one is private. A module counts by what is used of it::
 
     from torch.utils._pytree import tree_map      torch.utils._pytree.tree_map
-    TensorVariable.method_item = item             torch._dynamo.variables.tensor.TensorVariable.method_item
+    Unsupported.msg                               torch._dynamo.exc.Unsupported
     storage._cdata                                *._cdata, of an object whose class the source does not say
+    getattr(module, f"_global_{kind}")            torch.nn.modules.module._global_*
+
+Replaced is whatever of torch is assigned, public or not, at its whole path; ``setattr(Tensor, name, ...)``
+replaces ``torch.Tensor.*``.
 
 Not private, by decision:
 
@@ -14,7 +18,7 @@ Not private, by decision:
 * the Python names of operators, such as ``torch._foreach_add_``, ``tensor._version`` or
   ``torch.ops.aten._softmax``: graphs are made of them;
 * ``_modules``, ``_parameters`` and ``_buffers`` of a module, which every library reads that saves models;
-* names inside files that torch writes, and warnings that are told by their text.
+* names inside files that torch writes, and those that ``mark_dynamic`` leaves in ``vars(tensor)``.
 
 ``python tests/helpers/private_torch_scan.py [folder]`` prints what it finds.
 """
@@ -31,11 +35,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 PUBLIC = ("torch._dynamo.config", "torch._dynamo.mark_dynamic", "torch._inductor.config", "torch._check")
 PUBLIC_FIELDS = frozenset({"_modules", "_parameters", "_buffers"})
-_READERS = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "delattr"})
-_WRITERS = frozenset({"setattr", "object", "patch", "replaced"})
+_READERS = frozenset({"getattr", "hasattr"})
+_WRITERS = frozenset({"setattr", "delattr", "object"})
 
 
 class Use(NamedTuple):
@@ -59,8 +65,10 @@ def uses(source: str) -> Iterator[Use]:
                 root, parts, within = _chain(node)
                 inner |= within
                 if isinstance(root, ast.Name) and root.id in names:
-                    assigned = not isinstance(node.ctx, ast.Load)
-                    yield from _of_path(".".join([names[root.id], *parts]), node.lineno, assigned)
+                    path = ".".join([names[root.id], *parts])
+                    yield from _of_path(path, node.lineno)
+                    if not isinstance(node.ctx, ast.Load):
+                        yield Use(path, node.lineno, is_replaced=True)
                     continue
                 if isinstance(root, ast.Name) and root.id in ("self", "cls"):
                     parts = parts[1:]
@@ -68,20 +76,17 @@ def uses(source: str) -> Iterator[Use]:
                 for part in parts:
                     if part not in own or is_inherited:
                         yield from _of_field(part, node.lineno)
-            case ast.Call(func=called, args=[first, ast.Constant(value=str() as name), *_]):
-                kind = _last_name(called)
+            case ast.Call(func=called, args=[first, second, *_]) if _last_name(called) in _READERS | _WRITERS:
                 root, parts, _ = _chain(first)
-                if kind in _READERS | _WRITERS and isinstance(root, ast.Name) and root.id in names:
-                    path = ".".join([names[root.id], *parts, name])
-                    yield from _of_path(path, node.lineno, kind in _WRITERS)
-                elif kind in _READERS | _WRITERS:
-                    yield from _of_field(name, node.lineno)
-            case ast.Call(func=called, args=given) if _last_name(called) in _READERS:
-                for argument in given:
-                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                        yield from _of_field(argument.value, node.lineno)
+                if isinstance(root, ast.Name) and root.id in names:
+                    path = ".".join([names[root.id], *parts, _text(second)])
+                    yield from _of_path(path, node.lineno)
+                    if _last_name(called) in _WRITERS:
+                        yield Use(path, node.lineno, is_replaced=True)
             case ast.Constant(value=str() as text) if re.fullmatch(r"torch(\.\w+)*\.\w*[a-zA-Z]", text):
                 yield from _of_path(text, node.lineno)
+            case ast.Constant(value=str() as text):
+                yield from _of_field(text, node.lineno)
 
 
 def _torch_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
@@ -116,6 +121,16 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def _text(node: ast.expr) -> str:
+    """A string; or how it begins and a star: ``f"_global_{kind}"`` is ``_global_*``, a name ``*``."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=[ast.Constant(value=str() as beginning), *_]):
+            return f"{beginning}*"
+    return "*"
+
+
 def _is_torch(name: str) -> bool:
     return name.split(".")[0] == "torch"
 
@@ -125,10 +140,10 @@ def _is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__") and not hasattr(torch.ops.aten, part)
 
 
-def _of_path(path: str, line: int, is_replaced: bool = False) -> Iterator[Use]:
-    path = path if is_replaced else shortened(path)
+def _of_path(path: str, line: int) -> Iterator[Use]:
+    path = shortened(path.removesuffix(".*"))
     if path and not is_public(path):
-        yield Use(path, line, is_replaced)
+        yield Use(path, line)
 
 
 def is_public(path: str) -> bool:
@@ -181,6 +196,7 @@ def fields() -> frozenset[str]:
         *(module, parameter, parameter.untyped_storage(), function, optimizer, graph, node),
         *(fx.GraphModule(module, graph), operator, operator.overloadpacket, torch.Generator()),
         *(torch.distributed.ProcessGroup, torch.SymInt, torch.jit.ScriptModule, torch.utils.data.DataLoader),
+        *(SymNode, ShapeEnv()),
     ]
     return frozenset(name for each in objects for name in dir(each) if _is_private(name))
 

@@ -1,6 +1,6 @@
 """The table of private symbols of torch: each is in the installed torch and in use, and no other is used."""
 
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,14 +10,22 @@ from private_torch_scan import Use, is_public, uses
 
 from pipec.errors import UnsupportedTorchError
 from pipec.torch_compat import private_symbols
-from pipec.torch_compat.private_symbols import GONE, SYMBOLS, PrivateSymbol, needs, require, resolve
+from pipec.torch_compat.private_symbols import (
+    GONE,
+    REPLACED,
+    SYMBOLS,
+    Symbol,
+    needs,
+    require,
+    resolve,
+)
 from pipec.torch_compat.versions import OLDEST, parsed_version, version_text
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "private_torch.md"
 HOME = ROOT / "pipec" / "torch_compat"
 
-MOST_SYMBOLS, MOST_REPLACED = 81, 2
+MOST_SYMBOLS, MOST_REPLACED = 97, 7
 """Whoever removes some lowers this."""
 
 STILL_OUTSIDE = frozenset(
@@ -43,27 +51,39 @@ def used() -> dict[Path, list[Use]]:
     return {path: symbols for path, symbols in found.items() if symbols}
 
 
-def matches(use: Use, symbol: PrivateSymbol) -> bool:
+def private(used: dict[Path, list[Use]], in_home: bool) -> list[tuple[Path, Use]]:
+    """The uses of private symbols in torch_compat, or outside of it."""
+    return [
+        (path, use)
+        for path, found in used.items()
+        for use in found
+        if not use.is_replaced and (HOME in path.parents) == in_home
+    ]
+
+
+def matches(use: Use, symbol: Symbol) -> bool:
     """Whether a use is of a symbol. Of an attribute of any object, only the name is known."""
     if use.symbol.startswith("*."):
         return use.symbol[2:] == symbol.name.rpartition(".")[2]
+    if use.symbol.endswith("*"):
+        return symbol.name.startswith(use.symbol[:-1])
     return use.symbol == symbol.name or (is_later(symbol) and use.symbol.startswith(f"{symbol.name}."))
 
 
-def is_later(symbol: PrivateSymbol) -> bool:
+def is_later(symbol: Symbol) -> bool:
     """Whether the installed torch is too old to have it."""
     return parsed_version(torch.__version__) < symbol.since
 
 
-@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.name)
-def test_the_installed_torch_has_it(symbol: PrivateSymbol) -> None:
+@pytest.mark.parametrize("symbol", [*SYMBOLS, *REPLACED], ids=lambda symbol: symbol.name)
+def test_the_installed_torch_has_it(symbol: Symbol) -> None:
     if is_later(symbol):
         pytest.skip(f"since torch {version_text(symbol.since)}")
     resolve(symbol.name)
 
 
 def test_every_symbol_is_in_the_table_and_every_row_is_used(used: dict[Path, list[Use]]) -> None:
-    of_home = [(path, use) for path, found in used.items() if HOME in path.parents for use in found]
+    of_home = private(used, in_home=True)
     unlisted = [
         f"{path.relative_to(ROOT)}:{use.line} {use.symbol}"
         for path, use in of_home
@@ -75,24 +95,21 @@ def test_every_symbol_is_in_the_table_and_every_row_is_used(used: dict[Path, lis
 
 
 def test_only_torch_compat_uses_private_symbols(used: dict[Path, list[Use]]) -> None:
-    outside = {
-        str(path.relative_to(ROOT / "pipec")): found
-        for path, found in used.items()
-        if HOME not in path.parents
-    }
-    assert outside.keys() == STILL_OUTSIDE, outside
+    outside = {str(path.relative_to(ROOT / "pipec")) for path, _ in private(used, in_home=False)}
+    assert outside == STILL_OUTSIDE
 
 
-def test_what_is_replaced_has_a_reason(used: dict[Path, list[Use]]) -> None:
+def test_every_replaced_function_is_in_the_table(used: dict[Path, list[Use]]) -> None:
     replaced = {use.symbol for found in used.values() for use in found if use.is_replaced}
-    assert replaced == {symbol.name for symbol in SYMBOLS if symbol.replaced}
+    assert replaced == {each.name for each in REPLACED}
 
 
 def test_symbols_are_few_and_listed_once() -> None:
     assert len(SYMBOLS) <= MOST_SYMBOLS
-    assert sum(bool(symbol.replaced) for symbol in SYMBOLS) <= MOST_REPLACED
-    assert len({symbol.name for symbol in SYMBOLS}) == len(SYMBOLS)
-    assert not [symbol.name for symbol in SYMBOLS if is_public(symbol.name)]
+    assert len(REPLACED) <= MOST_REPLACED
+    for table in (SYMBOLS, REPLACED):
+        assert len({each.name for each in table}) == len(table)
+    assert not [each.name for each in SYMBOLS if is_public(each.name)]
 
 
 def test_the_page_lists_them(request: pytest.FixtureRequest) -> None:
@@ -100,9 +117,6 @@ def test_the_page_lists_them(request: pytest.FixtureRequest) -> None:
 
 
 def page() -> str:
-    by_time = defaultdict[str, list[PrivateSymbol]](list)
-    for symbol in SYMBOLS:
-        by_time[symbol.needed].append(symbol)
     parts = [
         "# Private parts of torch\n",
         "pipec needs these parts of torch, which any version of torch may change. A test goes through the\n"
@@ -110,26 +124,29 @@ def page() -> str:
         "private.\n",
     ]
     for needed, gone in GONE.items():
-        parts += [f"## Needed at {needed}\n" if needed != "inductor" else "## Needed by inductor\n"]
+        parts += [f"## Needed {'by' if needed == 'inductor' else 'at'} {needed}\n"]
         parts += [f"Without one of these, {gone}.\n"]
-        rows = [f"| `{each.name}` | {each.purpose}{_notes(each)} |" for each in by_time[needed]]
-        parts += ["\n".join(["| symbol | what for |", "|---|---|", *rows]) + "\n"]
-    return "\n".join(parts)
+        parts += [_table("symbol", [each for each in SYMBOLS if each.needed == needed])]
+    parts += ["## Replaced functions\n", "pipec puts functions of its own in the place of these.\n"]
+    return "\n".join([*parts, _table("function", REPLACED)])
 
 
-def _notes(symbol: PrivateSymbol) -> str:
-    since = f" Since torch {version_text(symbol.since)}." * (symbol.since > OLDEST)
-    replaced = f" **Replaced**, because {symbol.replaced}." * bool(symbol.replaced)
-    return f".{since}{replaced}" if since or replaced else ""
+def _table(head: str, rows: Sequence[Symbol]) -> str:
+    lines = [f"| {head} | what for |", "|---|---|"]
+    for each in rows:
+        since = f" (since torch {version_text(each.since)})" * (each.since > OLDEST)
+        lines.append(f"| `{each.name}`{since} | {each.purpose} |")
+    return "\n".join(lines) + "\n"
 
 
 # errors
 
 
 def test_what_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = [PrivateSymbol(f"torch._dynamo.no_such_{each}", f"purpose {each}") for each in "ab"]
-    later = PrivateSymbol("torch._dynamo.no_such_c", "purpose c", since=(99, 0))
+    gone = [Symbol(f"torch._dynamo.no_such_{each}", f"purpose {each}") for each in "ab"]
+    later = Symbol("torch._dynamo.no_such_c", "purpose c", since=(99, 0))
     monkeypatch.setattr(private_symbols, "SYMBOLS", (*gone, later))
+    monkeypatch.setattr(private_symbols, "REPLACED", ())
     monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
     with pytest.raises(
         UnsupportedTorchError, match=r"torch 9\.1\.0\+cpu .*\n  torch\._dynamo\.no_such_a: purp"
@@ -168,6 +185,8 @@ def test_what_is_there_is_returned() -> None:
         ("operator.attrgetter('training', '_forward_hooks')", "*._forward_hooks"),
         ("super()._apply(f)", "*._apply"),
         ("import torch\ngetattr(torch._C, '_storage_Use_Count')", "torch._C._storage_Use_Count"),
+        ("import torch\ngetattr(torch._C, f'_get_{name}')", "torch._C._get_*"),
+        ("for name in ('_add', '_sub'):\n    pass\nx._sub", "*._add *._sub"),
         ("needs('torch._C._storage_Use_Count')", "torch._C._storage_Use_Count"),
         ("import torch\ntorch._no_such_thing", "torch._no_such_thing"),
         ("import torch._dynamo\ntorch._dynamo.config.patch(a=1)", ""),
@@ -178,17 +197,21 @@ def test_what_is_there_is_returned() -> None:
     ],
 )
 def test_uses_are_found(source: str, symbol: str) -> None:
-    assert {use.symbol for use in uses(source)} == {symbol} - {""}
+    assert {use.symbol for use in uses(source)} == {*symbol.split()}
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "function"),
     [
-        "from torch._dynamo.exc import Unsupported\nUnsupported.msg = 1",
-        "from torch._dynamo.exc import Unsupported\nsetattr(Unsupported, 'msg', 1)",
-        "import torch\nmock.patch.object(torch._dynamo.exc.Unsupported, 'msg')",
+        (
+            "from torch._dynamo.exc import Unsupported\nUnsupported.msg = 1",
+            "torch._dynamo.exc.Unsupported.msg",
+        ),
+        ("import torch\nsetattr(torch.Tensor, 'item', 1)", "torch.Tensor.item"),
+        ("from torch import Tensor\nsetattr(Tensor, name, 1)", "torch.Tensor.*"),
+        ("import torch\nmock.patch.object(torch.jit, 'script')", "torch.jit.script"),
+        ("import torch\ntorch.jit.script", ""),
     ],
 )
-def test_replacements_are_found(source: str) -> None:
-    replaced = [use.symbol for use in uses(source) if use.is_replaced]
-    assert replaced == ["torch._dynamo.exc.Unsupported.msg"]
+def test_replacements_are_found(source: str, function: str) -> None:
+    assert [use.symbol for use in uses(source) if use.is_replaced] == function.split()
