@@ -1,4 +1,4 @@
-"""Attention modules of torch in evaluation mode, where eager torch has one operator that reads all weights."""
+"""Attention modules of torch in evaluation mode: eager torch has one operator that reads all weights."""
 
 from typing import Any
 
