@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from pipec.primitives.autocast import cast_under_autocast
 
 _INPUTS = (
     "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
@@ -37,10 +40,19 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """What ``torch.ctc_loss`` or ``torch.nn.functional.ctc_loss`` returns."""
-    losses: Tensor = CTC_LOSS(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    losses = _losses_of_rows(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     if reduction in ("mean", _MEAN):
         return torch.mean(torch.div(losses, torch.clamp_min(target_lengths, 1)))
     return torch.sum(losses) if reduction in ("sum", _SUM) else losses
+
+
+def _losses_of_rows(log_probs: Tensor, *others: Any) -> Tensor:
+    """Under autocast in float32, as ``torch.ctc_loss``."""
+    if has_torch_function((log_probs,)):
+        made: Tensor = handle_torch_function(_losses_of_rows, (log_probs,), log_probs, *others)
+    else:
+        made = CTC_LOSS(cast_under_autocast(log_probs, log_probs.device, torch.float32), *others)
+    return made
 
 
 def _losses(
@@ -62,7 +74,7 @@ def _losses_backward(grad: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
     given = log_probs.detach().requires_grad_()
     with torch.enable_grad():
         losses = _losses(given, *others)
-    return torch.autograd.grad(losses, given, grad)[0]
+    return torch.autograd.grad(losses, given, grad)[0].contiguous()
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -77,11 +89,9 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 for _name, _computes, _fake in (
     ("ctc_loss", _losses, _like_losses),
-    ("ctc_loss_backward", _losses_backward, lambda grad, given, *others: torch.empty_like(given)),
+    ("ctc_loss_backward", _losses_backward, lambda grad, given, *others: given.new_empty(given.shape)),
 ):
     torch.library.impl(f"pipec::{_name}", "default", _computes)
     torch.library.register_fake(f"pipec::{_name}", _fake)
 
 torch.library.register_autograd("pipec::ctc_loss", _gradient, setup_context=_keep_inputs)
-for _device in ("cpu", "cuda"):
-    torch.library.register_autocast("pipec::ctc_loss", _device, torch.float32)  # as torch.ctc_loss

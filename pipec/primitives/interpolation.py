@@ -33,7 +33,8 @@ def _interpolate(
     align_corners: bool,
     recompute_scale_factor: bool,
 ) -> Tensor:
-    return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor or None)
+    made = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor or None)
+    return made.contiguous(memory_format=_memory_format(x))
 
 
 def _like_interpolate(
@@ -45,14 +46,14 @@ def _like_interpolate(
     recompute_scale_factor: bool,
 ) -> Tensor:
     nearest = F.interpolate(x, size, scale_factor, recompute_scale_factor=recompute_scale_factor or None)
-    return _resized(x, nearest.shape, mode)
+    return torch.empty_like(nearest, memory_format=_memory_format(x))
 
 
-def _resized(x: Tensor, shape: Sequence[int], mode: str) -> Tensor:
-    """A fake tensor of ``shape``, laid out as an interpolation of ``x`` is."""
-    operator = getattr(torch.ops.aten, f"upsample_{mode}{INTERPOLATED_DIMENSIONS[mode]}d")
-    made: Tensor = operator(x, shape[2:], False)
-    return made
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """The layout of ``x``, which its interpolation has too; the one of torch may depend on sizes of one."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+    is_last = x.stride() == torch.empty(x.shape, device="meta", memory_format=last).stride()
+    return last if is_last else torch.contiguous_format
 
 
 def _interpolate_backward(
@@ -66,13 +67,11 @@ def _interpolate_backward(
     operator = getattr(torch.ops.aten, f"upsample_{mode}{INTERPOLATED_DIMENSIONS[mode]}d_backward")
     scales = () if scale_factor is None or recompute_scale_factor else scale_factor
     made: Tensor = operator(grad, grad.shape[2:], shape, align_corners, *scales)
-    return made
+    return made.contiguous(memory_format=_memory_format(grad))
 
 
-def _like_interpolate_backward(
-    grad: Tensor, shape: Sequence[int], scale_factor: Sequence[float] | None, mode: str, *others: Any
-) -> Tensor:
-    return _resized(grad, shape, mode)
+def _like_interpolate_backward(grad: Tensor, shape: Sequence[int], *others: Any) -> Tensor:
+    return torch.empty_like(grad.new_empty(shape), memory_format=_memory_format(grad))
 
 
 def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

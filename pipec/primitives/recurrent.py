@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from pipec.torch_compat import pytree
+from pipec.primitives.autocast import cast_under_autocast
 
 _FUNCTIONS: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
     "lstm": torch.lstm,
@@ -91,12 +91,7 @@ def recurrent_layer(
     if has_torch_function((x,)):
         arguments = x, h, c, weights, cell, biased, train
         return handle_torch_function(recurrent_layer, (x,), *arguments)
-    tensors = x, h, c, [*weights]
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        tensors = pytree.tree_map_only(
-            Tensor, lambda each: each if each.dtype is torch.float64 else each.to(dtype), tensors
-        )
+    tensors = cast_under_autocast((x, h, c, [*weights]), x.device)
     made: tuple[Tensor, Tensor, Tensor] = RECURRENT_LAYER(
         *tensors, cell, biased, train, torch.is_grad_enabled()
     )
@@ -107,7 +102,7 @@ def _layer(x: Tensor, h: Tensor, c: Tensor | None, *others: Any) -> tuple[Tensor
     *inputs, grad_enabled = others
     with torch.set_grad_enabled(grad_enabled):
         made = _call(x, h, c, *inputs)
-    return made if c is not None else (*made, h.new_empty(0))
+    return *(each.contiguous() for each in made), *([] if c is not None else [h.new_empty(0)])
 
 
 def _call(
@@ -120,7 +115,7 @@ def _call(
 def _like_layer(x: Tensor, h: Tensor, c: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     length, rows, _ = x.shape
     output = x.new_empty(length, rows, h.shape[0] * h.shape[-1])
-    return output, torch.empty_like(h), h.new_empty(0) if c is None else torch.empty_like(c)
+    return output, h.new_empty(h.shape), h.new_empty(0 if c is None else c.shape)
 
 
 def _layer_backward(
@@ -139,7 +134,7 @@ def _layer_backward(
     known = zip(made, (grad_output, grad_h, grad_c), strict=False)
     results, gradients = zip(*((y, grad) for y, grad in known if grad is not None), strict=True)
     found = iter(torch.autograd.grad(results, [x for x in given if x is not None], gradients))
-    return [h.new_empty(0) if x is None else next(found) for x in given]
+    return [h.new_empty(0) if x is None else next(found).contiguous() for x in given]
 
 
 def _like_layer_backward(
@@ -152,7 +147,7 @@ def _like_layer_backward(
     weights: Sequence[Tensor],
     *options: Any,
 ) -> list[Tensor]:
-    return [h.new_empty(0) if each is None else torch.empty_like(each) for each in (x, h, c, *weights)]
+    return [h.new_empty(0 if each is None else each.shape) for each in (x, h, c, *weights)]
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Attention modules of torch evaluate by the calls that they make in training, not by one fused call."""
+"""Attention modules of torch in evaluation mode: eager torch has one operator that reads all weights."""
 
 from typing import Any
 

@@ -106,8 +106,8 @@ def test_a_recorded_step_lasts_as_long_as_it_takes_the_gpu(gpu: torch.device) ->
 
 
 @pytest.mark.slow
-def test_a_recurrent_network_takes_as_long_as_in_eager_torch(gpu: torch.device) -> None:
-    """cuDNN runs the steps of a layer; Python would take ten times as long for them."""
+def test_a_recurrent_network_takes_two_forwards_and_a_backward(gpu: torch.device) -> None:
+    """The backward computes the layer again. cuDNN runs the steps; Python would take ten times as long."""
     model = LastLayer(nn.LSTM(512, 512, 4, batch_first=True)).to(gpu)
     x, y = (torch.randn(32, 256, 512, device=gpu) for _ in range(2))
     pipe = pipec.compile(copy.deepcopy(model), [gpu] * 2, microbatches=1, loss_fn=F.mse_loss)
@@ -116,7 +116,7 @@ def test_a_recurrent_network_takes_as_long_as_in_eager_torch(gpu: torch.device) 
         F.mse_loss(model(x), y).backward()
 
     eager, own = ([seconds_of(call) for _ in range(10)] for call in (step, lambda: pipe.step(x, target=y)))
-    assert min(own) < 1.5 * min(eager)
+    assert min(own) < 2 * min(eager)
 
 
 @pytest.mark.slow

@@ -1,0 +1,141 @@
+"""Operators over torch's own functions: their results are described right, and have eager torch's bits."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipec.primitives import CTC_LOSS, INTERPOLATE, RECURRENT_LAYER, ctc_loss, recurrent_network
+
+LENGTH, ROWS, WIDTH = 4, 3, 5
+
+Outcome = list[Tensor | None]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers with dimensions in another order than in memory: what reads them may assume their layout."""
+    made = torch.randn(*reversed(shape), generator=torch.Generator().manual_seed(len(shape)))
+    return made.permute(*reversed(range(len(shape)))).to(dtype)
+
+
+def check_descriptions(operator: Any, *arguments: Any) -> None:
+    """Fake tensors have the shapes and strides of real ones, and results share no memory."""
+    trained = torch.utils._pytree.tree_map_only(
+        Tensor,
+        lambda x: x.detach().requires_grad_() if x.is_floating_point() else x,
+        arguments,
+    )
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(operator, trained, test_utils=checks)
+
+
+def outcome(call: Callable[..., Any], *tensors: Tensor, **options: Any) -> Outcome:
+    """Results and gradients of a call."""
+    given = [x.detach().requires_grad_() if x.is_floating_point() else x for x in tensors]
+    results = torch.utils._pytree.tree_leaves(call(*given, **options))
+    weighted = [(y * torch.arange(1.0, 1 + y.numel()).view(y.shape)).sum() for y in results]
+    sum(weighted[1:], weighted[0]).backward()
+    return [*results, *(x.grad for x in given)]
+
+
+def assert_same_bits(found: Outcome, expected: Outcome) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "tanh", "relu"])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_a_recurrent_layer_is_described(cell: str, directions: int) -> None:
+    size = {"lstm": 4, "gru": 3}.get(cell, 1) * WIDTH
+    h, c = numbers(directions, ROWS, WIDTH), numbers(directions, ROWS, WIDTH) if cell == "lstm" else None
+    weights = [numbers(size, WIDTH), numbers(size, WIDTH), numbers(size), numbers(size)] * directions
+    check_descriptions(RECURRENT_LAYER, numbers(LENGTH, ROWS, WIDTH), h, c, weights, cell, True, True, True)
+
+
+KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cell", KINDS)
+def test_a_recurrent_network_has_the_bits_of_eager_torch(cell: str, dtype: torch.dtype) -> None:
+    """In training and in evaluation, where eager torch runs other kernels without gradients."""
+    options = itertools.product([1, 2], [False, True], [False, True], [True, False], [0, 3])
+    for num_layers, bidirectional, batch_first, biased, projected in options:
+        if projected and cell != "lstm":
+            continue
+        torch.manual_seed(0)
+        given = {"bidirectional": bidirectional, "batch_first": batch_first, "bias": biased}
+        given |= {"proj_size": projected} if projected else {}
+        network = KINDS[cell](WIDTH, WIDTH, num_layers, **given)
+        network.to(dtype)
+        states = [numbers(num_layers * (1 + bidirectional), ROWS, projected or WIDTH, dtype=dtype)]
+        if cell == "lstm":
+            states.append(numbers(num_layers * (1 + bidirectional), ROWS, WIDTH, dtype=dtype))
+        x = (
+            numbers(ROWS, LENGTH, WIDTH, dtype=dtype)
+            if batch_first
+            else numbers(LENGTH, ROWS, WIDTH, dtype=dtype)
+        )
+
+        def eager(x: Tensor, *states: Tensor, network: Any = network) -> Any:
+            return network(x, states if len(states) > 1 else states[0])
+
+        def own(x: Tensor, *states: Tensor, network: Any = network) -> Any:
+            begin = states if len(states) > 1 else states[0]
+            options = network.bias, network.num_layers, 0.0, network.training, network.bidirectional
+            return recurrent_network(cell, x, begin, network._flat_weights, *options, network.batch_first)
+
+        found = []
+        for call in (own, eager):
+            network.zero_grad()
+            made = outcome(call, x, *states)
+            found.append(made + [parameter.grad for parameter in network.parameters()])
+        assert_same_bits(*found)
+        network.eval()
+        with torch.no_grad():
+            found = [torch.utils._pytree.tree_leaves(call(x, *states)) for call in (own, eager)]
+        assert_same_bits(*found)
+
+
+IMAGES = {"linear": (8,), "bilinear": (8, 6), "bicubic": (8, 6), "trilinear": (4, 3, 2)}
+TARGETS: tuple[dict[str, Any], ...] = (
+    {"size": (3, 7, 5), "scale_factor": None, "recompute_scale_factor": False},
+    {"size": None, "scale_factor": (1.7, 1.2, 2.0), "recompute_scale_factor": False},
+    {"size": None, "scale_factor": (1.7, 1.2, 2.0), "recompute_scale_factor": True},
+)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=["size", "factor", "recomputed factor"])
+@pytest.mark.parametrize("mode", IMAGES)
+def test_an_interpolation(mode: str, target: dict[str, Any]) -> None:
+    num = len(IMAGES[mode])
+    given = {name: x[:num] if isinstance(x, tuple) else x for name, x in target.items()}
+    size, factor, recomputes = given.values()
+    images = [torch.randn(2, 4, *IMAGES[mode]), numbers(2, 4, *IMAGES[mode]), torch.randn(2, 4, *[1] * num)]
+    if num > 1:
+        last = torch.channels_last if num == 2 else torch.channels_last_3d
+        images += [image.contiguous(memory_format=last) for image in images]
+    for image in images:
+        arguments = size, factor, mode, False, recomputes
+        check_descriptions(INTERPOLATE, image, *arguments)
+        expected = outcome(
+            F.interpolate, image, mode=mode, **{**given, "recompute_scale_factor": recomputes or None}
+        )
+        assert_same_bits(outcome(lambda x, arguments=arguments: INTERPOLATE(x, *arguments), image), expected)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_losses_of_connectionist_temporal_classification(reduction: str, zero_infinity: bool) -> None:
+    """The last row's target is longer than its input: its loss is infinite."""
+    scores, targets = numbers(9, 4, 6).log_softmax(-1), torch.arange(12).view(4, 3) % 5 + 1
+    lengths = torch.tensor([9, 9, 7, 2]), torch.tensor([3, 0, 1, 3])
+    check_descriptions(CTC_LOSS, scores, targets, lengths[0], lengths[1].clamp_max(1), 0, zero_infinity)
+    options = {"reduction": reduction, "zero_infinity": zero_infinity}
+    found, expected = (outcome(call, scores, targets, *lengths, **options) for call in (ctc_loss, F.ctc_loss))
+    for one, other in zip(found, expected, strict=True):
+        assert one is other is None or torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
