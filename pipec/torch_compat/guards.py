@@ -158,7 +158,7 @@ def _unguarded(
 ) -> Iterator[tuple[str, Read]]:
     """What reads objects that Dynamo read at these sources, or that this code reads, and does not guard."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    module_globals = type(module).forward.__globals__
+    functions, module_globals = dict[FunctionType, str](), type(module).forward.__globals__
     for source, entry in {entry.orig_guard.name: entry for entry in entries}.items():
         value, name = entry.value, fqn_of(_of_object(source))
         if isinstance(value, torch.Tensor):
@@ -168,9 +168,11 @@ def _unguarded(
             # Dynamo does not record a failed lookup by a class of the user's
             yield f"the keys of {name}", _reader(source, module_globals, list)
         elif isinstance(value, FunctionType) and not _is_of_torch(value):
-            yield f"the defaults and attributes of {name}", functools.partial(_defaults, value)
+            functions.setdefault(value, name)
         if value is os.environ or value is os.getenv:
             yield "os.environ", lambda module: Compared(("the environment", dict(os.environ)))
+    for function, name in functions.items():
+        yield f"the defaults and attributes of {name}", functools.partial(_defaults, function)
     own = [code for code in codes if not code.co_filename.startswith(_TORCH)]
     if any("requires_grad" in code.co_names for code in own):
         yield "requires_grad", lambda module: [x.requires_grad for x in module.parameters()]
