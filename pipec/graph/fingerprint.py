@@ -239,9 +239,8 @@ class ReadValues:
         that its code could read, for a capture without guards.
 
         Raises:
-            CaptureError: the values differ directly after the capture.
+            CaptureError: the values differ directly after the capture, or cannot be read.
         """
-
         tensors = {name: functools.partial(_tensor, name) for name in constants}
         functions = {**tensors, **guards.unguarded} if guards else tensors
 
@@ -253,9 +252,10 @@ class ReadValues:
             return values if guards else {**values, **readable(traced)}
 
         found = cls(traced, guards, read, read(traced))
-        if guards and (changed := found.difference()):
+        lost = (f"{name} cannot be read" for name, value in found.before.items() if value is ABSENT)
+        if guards and (changed := found.difference() or next(lost, "")):
             raise CaptureError(
-                f"the model was traced, but what it read differs directly afterwards: {changed}. "
+                f"the model was traced, but what it read is not the same directly afterwards: {changed}. "
                 "forward() must not read an attribute or property that differs each time"
             )
         return found

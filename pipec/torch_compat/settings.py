@@ -40,7 +40,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "cudnn attention": cuda.cudnn_sdp_enabled,
     "fast path of attention modules": mha.get_fastpath_enabled,
     "anomaly detection": torch.is_anomaly_enabled,
-    "default device": torch.get_default_device,
+    "default device": lambda: torch.get_default_device().type,
 }
 """Functions that read the settings, by name."""
 
