@@ -45,12 +45,14 @@ def difference(before: Values, now: Values, name: Callable[[str], str] = str) ->
     if [*before] == [*now] and _same([*before.values()], [*now.values()]):
         return ""
     pairs = ((path, before.get(path, ABSENT), now.get(path, ABSENT)) for path in {**before, **now})
-    changed = [
-        f"{name(path)} changed from {_text(one)} to {_text(other)}"
-        for path, one, other in pairs
-        if not _same([one], [other])
-    ]
+    changed = [_change(name(path), one, other) for path, one, other in pairs if not _same([one], [other])]
     return "".join(changed[:1]) + f", and {len(changed) - 1} more" * (len(changed) > 1)
+
+
+def _change(path: str, one: Any, other: Any) -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return difference(one, other, lambda key: f"{path}.{key}")
+    return f"{path} changed from {_text(one)} to {_text(other)}"
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:

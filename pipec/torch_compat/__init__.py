@@ -7,7 +7,7 @@ and ``guards`` check later whether the trace is still valid. ``differentiation``
 ``size_arithmetic`` caches arithmetic on sizes. These load torch._dynamo, which takes seconds: only a process
 that captures loads them, all together (``tracing``).
 
-``values`` evaluates again what a trace read, ``module_contents`` lists a module's tensors, children and hooks,
+``values`` evaluates again what a trace read, ``module_contents`` reads modes, hooks and tensors of modules,
 ``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no code that
 nobody calls, ``settings`` reads torch's global settings, and ``symbolic_numbers`` has the formulas of sizes.
 """

@@ -120,15 +120,20 @@ def _of_classes(
             names += [x for x in named & vars(kind).keys() if x != "__module__" and _is_plain(vars(kind)[x])]
         if names:
             methods = [x for x in map(vars(kind).get, names) if isinstance(x, FunctionType)]
-            yield f"attributes of the class {kind.__qualname__}", _attributes(vars(kind), names, methods)
+            yield kind.__qualname__, _attributes(vars(kind), names, methods)
     of_tensors = [name for name in named if hasattr(torch.Tensor, name)]
-    yield "methods of tensors", _attributes(vars(torch.Tensor), of_tensors)
+    yield "Tensor", _attributes(vars(torch.Tensor), of_tensors)
 
 
 def _attributes(
     space: Mapping[str, Any], names: Sequence[str], functions: Sequence[FunctionType] = ()
 ) -> Read:
-    return lambda module: ([*map(space.get, names)], [each.__code__ for each in functions])
+    """Reads the attributes of these names in the dict of a class, and the code of these functions."""
+    code = [(f"{each.__name__}.__code__", each) for each in functions]
+    return lambda module: {
+        **{name: space.get(name) for name in names},
+        **{name: each.__code__ for name, each in code},
+    }
 
 
 def _is_plain(value: object) -> bool:
@@ -258,6 +263,7 @@ def _parsed(source: str) -> ast.expr:
 def _readable(text: str) -> str:
     """Torch's text of a guard, with the path in dots and the file name without folders."""
     condition, *comments = text.split("  # ")
+    condition = re.sub(r"^___check_(?:obj|type)_id\((.*?), \d+\).*", r"\1 changed", condition)
     source, space, rest = condition.partition(" ")
     line = comments[-1].split(" in ")[0].rsplit("/", 1)[-1] if comments else ""
     return f"{fqn_of(source)}{space}{rest}" + f", which {line} reads" * bool(line)
